@@ -1,0 +1,97 @@
+"""Command line -> RunConfig: assembles the parser from the config groups, lists every problem at once.
+
+Needs neither torch nor Ray nor SGLang, so that `--help` and `--plan` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+
+from slime_like.config.base import add_flags, from_namespace, make_parser, parse
+from slime_like.config.hf_model import disagreements, model_from_hf, read_hf_config
+from slime_like.config.run import GROUPS, RunConfig
+from slime_like.errors import ConfigError
+from slime_like.sglang_backend.server_args import check_flags
+
+DESCRIPTION = "Post-train a language model with RL: Megatron trains, SGLang generates, Ray places."
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What was asked for: the run, and whether only its plan."""
+
+    config: RunConfig
+    plan: str | None  # None, "text" or "json"
+    notes: tuple[str, ...]  # for the user: what was derived, what could not be checked
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag of every group."""
+    parser = make_parser(DESCRIPTION)
+    for group in GROUPS.values():
+        add_flags(parser, group)
+    parser.add_argument("--plan", nargs="?", const="text", choices=("text", "json"), help="Print what would run where, and exit. Starts nothing, needs no checkpoint.")
+    return parser
+
+
+def parse_args(argv: list[str]) -> Command:
+    """Parse and check a command line. Raises ConfigError with every problem found."""
+    parser = build_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
+    argv, sglang_flags = _take_sglang_flags(argv, known)
+    namespace = parse(parser, argv)
+    groups = {name: from_namespace(group, namespace) for name, group in GROUPS.items()}
+    groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
+    config, problems, notes = _with_architecture(RunConfig(**groups))
+    sglang_problems, sglang_notes = check_flags(sglang_flags)
+    problems += config.problems() + sglang_problems
+    if namespace.plan is None:
+        problems += config.missing_files()
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return Command(config, namespace.plan, tuple(notes + sglang_notes + _notices(config)))
+
+
+def _take_sglang_flags(argv: list[str], known: set[str]) -> tuple[list[str], dict]:
+    """Split off --sglang-<name> flags that are the engine's own: name -> value, list of values, or True for a switch."""
+    rest: list[str] = []
+    flags: dict = {}
+    values: list[str] | None = None
+    for text in argv:
+        if text.startswith("--"):
+            name, equals, value = text.partition("=")
+            if name.startswith("--sglang-") and name not in known:
+                values = [value] if equals else []
+                flags[name.removeprefix("--sglang-").replace("-", "_")] = values
+                continue
+            values = None
+        (rest if values is None else values).append(text)
+    return rest, {name: (True if not v else v[0] if len(v) == 1 else v) for name, v in flags.items()}
+
+
+def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[str]]:
+    """The config with a complete architecture, from flags or from --hf-checkpoint; both must agree."""
+    folder, flags = config.checkpoint.hf_checkpoint, config.model
+    if not folder or not os.path.isfile(os.path.join(folder, "config.json")):
+        if flags.num_layers is None:
+            return config, ["the architecture is unknown: give --hf-checkpoint (a folder with config.json), or Megatron's model flags (source scripts/models/<name>.sh)."], []
+        return config, [], []
+    try:
+        from_checkpoint = model_from_hf(read_hf_config(folder), flags)
+    except ConfigError as error:
+        return config, error.problems, []
+    if flags.num_layers is None:
+        return dataclasses.replace(config, model=from_checkpoint), [], ["architecture taken from --hf-checkpoint"]
+    return config, disagreements(flags, from_checkpoint) if not flags.problems() else [], []
+
+
+def _notices(config: RunConfig) -> list[str]:
+    """What was changed or has no effect, said aloud."""
+    found = []
+    if config.placement.rollout_external and config.placement.offload_rollout:
+        found.append("--offload-rollout is off: external engines are never asked to give memory back")
+    if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
+        found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
+    return found

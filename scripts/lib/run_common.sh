@@ -1,0 +1,34 @@
+# Sourced by the run-*.sh examples: what they share. Needs ROOT; gives PYTHON, RAY, tiny_defaults, ensure_ray, submit.
+PYTHON="${PYTHON:-${ROOT}/.venv/bin/python}"
+RAY="${RAY:-${ROOT}/.venv/bin/ray}"
+RAY_JOB_ADDRESS="${RAY_JOB_ADDRESS:-http://127.0.0.1:8265}"
+
+[[ -x "${PYTHON}" ]] || { printf 'no %s. Fix: bash scripts/setup.sh, or set PYTHON.\n' "${PYTHON}" >&2; exit 2; }
+
+# Without a checkpoint of your own: the tiny model and its data, made once.
+tiny_defaults() {
+  TINY="${ROOT}/runs/tiny"
+  if [[ -z "${HF_CHECKPOINT}" ]]; then
+    HF_CHECKPOINT="${TINY}/model"
+    [[ -f "${HF_CHECKPOINT}/model.safetensors" ]] || "${PYTHON}" "${ROOT}/scripts/make_tiny_model.py" "${HF_CHECKPOINT}"
+  fi
+  if [[ -z "${PROMPT_DATA}" ]]; then
+    PROMPT_DATA="${TINY}/data/train.jsonl"
+    [[ -f "${PROMPT_DATA}" ]] || "${PYTHON}" "${ROOT}/scripts/make_tiny_data.py" sort4 "${TINY}/data"
+  fi
+}
+
+# ensure_ray NUM_GPUS: start a Ray head on this host unless a cluster's job server answers already.
+ensure_ray() {
+  local host_port="${RAY_JOB_ADDRESS#*://}"
+  if (exec 3<>"/dev/tcp/${host_port%%:*}/${host_port##*:}") 2>/dev/null; then return; fi
+  "${RAY}" start --head --node-ip-address 127.0.0.1 --num-gpus "$1" --disable-usage-stats
+  printf 'Ray stays up for the next run; "%s stop" ends it.\n' "${RAY}"
+}
+
+# submit TRAIN_FLAGS...: run train.py as a Ray job and wait for it. Jobs have no working directory of ours, hence the absolute paths.
+submit() {
+  "${RAY}" job submit --address="${RAY_JOB_ADDRESS}" \
+    --runtime-env-json='{"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}}' \
+    -- "${PYTHON}" "${ROOT}/train.py" "$@"
+}

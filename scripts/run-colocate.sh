@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Colocate: two trainer ranks and two engines take turns on the same two GPUs; weights travel through shared memory.
+# As it stands it runs the tiny model on a CPU host with 4 logical GPUs; set the variables for your own.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+MODEL="${MODEL:-tiny-qwen3}"           # a file of scripts/models
+HF_CHECKPOINT="${HF_CHECKPOINT:-}"     # HF folder of the same model
+PROMPT_DATA="${PROMPT_DATA:-}"         # JSONL
+RM_TYPE="${RM_TYPE:-exact}"
+NUM_ROLLOUT="${NUM_ROLLOUT:-3}"
+MAX_RESPONSE_LEN="${MAX_RESPONSE_LEN:-6}"
+RUN_DIR="${RUN_DIR:-${ROOT}/runs/$(date +%Y%m%d-%H%M%S)-colocate}"
+
+source "${ROOT}/scripts/lib/run_common.sh"
+source "${ROOT}/scripts/models/${MODEL}.sh"
+tiny_defaults
+
+PLACEMENT_ARGS=(
+  --actor-num-nodes 1
+  --actor-num-gpus-per-node 2
+  --rollout-num-gpus-per-engine 1
+  --colocate
+)
+
+CKPT_ARGS=(
+  --hf-checkpoint "${HF_CHECKPOINT}"
+  --ref-load "${HF_CHECKPOINT}"
+)
+
+ROLLOUT_ARGS=(
+  --prompt-data "${PROMPT_DATA}"
+  --input-key prompt
+  --label-key label
+  --apply-chat-template
+  --rollout-shuffle
+  --rm-type "${RM_TYPE}"
+  --num-rollout "${NUM_ROLLOUT}"
+  --rollout-batch-size 8
+  --n-samples-per-prompt 4
+  --num-steps-per-rollout 1
+  --global-batch-size 32
+  --rollout-max-response-len "${MAX_RESPONSE_LEN}"
+  --rollout-temperature 1
+)
+
+GRPO_ARGS=(
+  --advantage-estimator grpo
+  --use-kl-loss
+  --kl-loss-coef 0.00
+  --kl-loss-type low_var_kl
+  --entropy-coef 0.00
+  --eps-clip 0.2
+  --eps-clip-high 0.28
+)
+
+OPTIMIZER_ARGS=(
+  --optimizer adam
+  --lr 1e-6
+  --lr-decay-style constant
+  --weight-decay 0.1
+  --adam-beta1 0.9
+  --adam-beta2 0.98
+)
+
+PERF_ARGS=(
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 1
+  --context-parallel-size 1
+  --expert-model-parallel-size 1
+  --expert-tensor-parallel-size 1
+  --use-dynamic-batch-size
+  --max-tokens-per-gpu 4096
+)
+
+MISC_ARGS=(
+  --attention-dropout 0.0
+  --hidden-dropout 0.0
+  --accumulate-allreduce-grads-in-fp32
+  --attention-softmax-in-fp32
+  --attention-backend flash
+  --run-dir "${RUN_DIR}"
+)
+
+ensure_ray 4
+submit \
+  "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
+  "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" "${MISC_ARGS[@]}" "$@"

@@ -1,0 +1,53 @@
+"""Package metadata: dependency ranges and extras. The exact versions of a CPU host are in scripts/requirements/constraints-cpu.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+CORE = [
+    "aiohttp>=3.10,<4",
+    "math-verify>=0.8,<1",
+    "matplotlib>=3.9,<4",
+    "megatron-core>=0.16.1,<0.17",
+    "numpy>=2.0,<3",
+    "packaging>=24",
+    # Megatron's checkpoint writer hangs without psutil, and does not declare it.
+    "psutil>=6",
+    "ray[default]>=2.50,<3",
+    "requests>=2.32,<3",
+    "rich>=13,<16",
+    "safetensors>=0.5,<1",
+    "sglang-router>=0.3.2,<0.4",
+    "tenacity>=9,<10",
+    "tensorboard>=2.16,<3",
+    "torch>=2.9",
+    "transformers>=5.0,<6",
+]
+
+EXTRAS = {
+    # What a CPU server imports. scripts/setup.sh installs sglang itself without its (CUDA) dependencies, which pip cannot express here.
+    "cpu": [
+        "apache-tvm-ffi", "compressed-tensors", "dill", "einops", "fastapi", "gguf", "httpx", "interegular", "ipython", "jsonschema", "loguru", "msgspec",
+        "openai>=2,<3", "openai-harmony", "orjson", "partial-json-parser", "pillow", "prometheus_client", "pybase64", "pydantic>=2,<3",
+        "python-dateutil<3", "python-multipart", "pyzmq", "regex", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "uvicorn", "uvloop",
+        "xgrammar", "xxhash", "zstandard",
+    ],
+    "gpu": ["sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.0"],
+    "dev": ["mypy>=2,<3", "pytest>=9,<10", "pytest-timeout>=2.4,<3", "ruff>=0.17,<0.18", "types-requests"],
+}
+
+setup(
+    name="slime-like",
+    version=re.search(r'__version__ = "(.+)"', (ROOT / "slime_like" / "__init__.py").read_text(encoding="utf-8")).group(1),
+    description="Megatron-native RL training: Megatron-core trains, SGLang generates, Ray places.",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["slime_like", "slime_like.*"]),
+    install_requires=CORE,
+    extras_require=EXTRAS,
+)

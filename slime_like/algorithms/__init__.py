@@ -1,0 +1,1 @@
+"""The arithmetic of policy optimisation: pure functions that know neither Megatron nor Ray."""

@@ -1,0 +1,46 @@
+"""Rewards of one prompt's samples -> one advantage per sample. NumPy only: the rollout side has no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime_like.config.training import LossConfig
+from slime_like.errors import DataError
+
+#: Added to the standard deviation, so that nearly equal rewards do not explode.
+STD_EPSILON = 1e-6
+
+
+def group_advantages(rewards: np.ndarray, *, normalize_std: bool) -> np.ndarray:
+    """Center the rewards of one prompt's samples (GRPO, arXiv:2402.03300, sec. 4.1).
+
+    rewards: [G], any scale. Returns [G] float64, summing to 0; all zeros if every reward is equal.
+    The deviation has G - 1 in its denominator. Raises DataError if G < 2 or a reward is not finite.
+    Example: [1, 0, 0, 1] -> [.5, -.5, -.5, .5] without std.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if rewards.ndim != 1 or len(rewards) < 2:
+        raise DataError(f"a group of shape {rewards.shape} has no baseline: at least 2 rewards are needed. Fix: --n-samples-per-prompt 2 or more.")
+    _check_finite(rewards)
+    # An exact test: the mean of equal numbers may differ from them by a rounding error, which the deviation would blow up.
+    if np.all(rewards == rewards[0]):
+        return np.zeros_like(rewards)
+    centered = rewards - rewards.mean()
+    return centered / (rewards.std(ddof=1) + STD_EPSILON) if normalize_std else centered
+
+
+def normalize(rewards: np.ndarray, loss: LossConfig) -> np.ndarray:
+    """Advantages [G] of one group as the loss flags ask for.
+
+    A group of one has no baseline and returns its raw reward, as does --disable-rewards-normalization.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if loss.disable_rewards_normalization or len(rewards) == 1:
+        _check_finite(rewards)
+        return rewards.copy()
+    return group_advantages(rewards, normalize_std=not loss.disable_grpo_std_normalization)
+
+
+def _check_finite(rewards: np.ndarray) -> None:
+    if not np.isfinite(rewards).all():
+        raise DataError(f"rewards must be finite numbers, got {rewards.tolist()}")

@@ -1,0 +1,69 @@
+"""Loss per token: PPO's clipped surrogate and estimators of the KL divergence.
+
+All tensors are [K]: the trained tokens of a micro-batch. Means are taken in algorithms/reduce.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+#: low_var_kl is clamped here: a single token of vanishing reference probability must not rule the batch.
+LOW_VAR_KL_LIMIT = 10.0
+#: exp() of a larger log-ratio overflows fp32's useful range and would turn one token into inf.
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """PPO's loss per token and what it did; every field is [K]."""
+
+    loss: torch.Tensor
+    ratio: torch.Tensor  # detached: new / old probability
+    clipped: torch.Tensor  # detached: 1.0 where a bound was active
+
+
+def ppo_clip(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """PPO's clipped surrogate, negated (arXiv:1707.06347, eq. 7).
+
+    The ratio is bounded to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO, arXiv:2503.14476). dual_clip: for negative
+    advantages the loss is at most dual_clip x |advantage| (arXiv:1912.09729). old_log_probs carry no gradient.
+    """
+    ratio = torch.exp((log_probs - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    unbounded = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    loss = torch.maximum(unbounded, bounded)
+    clipped = bounded > unbounded
+    if dual_clip is not None:
+        limit = -dual_clip * advantages
+        beyond = (advantages < 0) & (loss > limit)
+        loss = torch.where(beyond, limit, loss)
+        clipped = clipped | beyond
+    return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=clipped.detach().to(loss.dtype))
+
+
+def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate KL(policy || reference) per token from samples of the policy (Schulman, joschu.net/blog/kl-approx.html).
+
+    kind: k1 = log p/q, unbiased and often negative; k2 = half its square; k3 = q/p - 1 - log q/p, unbiased and never
+    negative; low_var_kl = k3 clamped to +-10. Differentiable in log_probs. Raises ValueError for another kind.
+    """
+    reference_log_probs = reference_log_probs.detach()
+    if kind == "k1":
+        return log_probs - reference_log_probs
+    if kind == "k2":
+        return 0.5 * (log_probs - reference_log_probs).square()
+    if kind in ("k3", "low_var_kl"):
+        log_ratio = (reference_log_probs - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        estimate = torch.expm1(log_ratio) - log_ratio
+        return estimate.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else estimate
+    raise ValueError(f"KL estimator {kind!r} is unknown. Known: k1, k2, k3, low_var_kl.")

@@ -1,0 +1,1 @@
+"""Places and starts: the only package that knows Ray."""

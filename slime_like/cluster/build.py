@@ -1,0 +1,111 @@
+"""Config -> plan -> placement group -> running job. Whatever fails on the way, what was started is ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+
+import ray
+
+from slime_like.cluster.bundles import Bundles, reserve
+from slime_like.cluster.ray_session import connect
+from slime_like.cluster.rollout_group import RolloutGroup
+from slime_like.cluster.train_group import TrainGroup
+from slime_like.config.run import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.planning.placement import PlacementPlan
+from slime_like.rollout.data_source import DataSource, check_data
+from slime_like.rollout.manager import RolloutManager
+from slime_like.utils.files import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Job:
+    """A run that is up: what the loops drive. `train` or `engines` is None where the mode has none."""
+
+    config: RunConfig
+    plan: PlacementPlan
+    run: RunDirectory
+    data: DataSource | None
+    train: TrainGroup | None = None
+    engines: RolloutGroup | None = None
+    manager: RolloutManager | None = None
+    bundles: Bundles | None = None
+    num_rollouts_done: int = 0
+    client_state: dict = dataclasses.field(default_factory=dict)
+    start_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def close(self) -> None:
+        """End everything in the order that lets each part end cleanly."""
+        for part in (self.manager, self.engines, self.train):
+            if part is not None:
+                part.close()
+        if self.bundles is not None:
+            self.bundles.remove()
+        ray.shutdown()
+
+
+def resolve(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataSource | None) -> RunConfig:
+    """The config as every process will see it: rollout count, transport and paths filled in."""
+    data_config, sync = config.data, dataclasses.replace(config.sync, update_weight_transport=plan.transport)
+    if data is not None:
+        data_config = dataclasses.replace(data_config, num_rollout=data.num_rollouts(config.rollout.rollout_batch_size), num_epoch=None)
+    if plan.transport == "disk":
+        sync = dataclasses.replace(sync, update_weight_disk_dir=os.path.abspath(sync.update_weight_disk_dir or os.path.join(run.path, "weights")))
+    observability = dataclasses.replace(config.observability, run_dir=run.path)
+    return dataclasses.replace(config, data=data_config, sync=sync, observability=observability)
+
+
+def check_everything(config: RunConfig) -> DataSource | None:
+    """What can be known to be wrong before any process starts: data files, keys, templates, plugins."""
+    if config.observability.load_debug_rollout_data:
+        if config.data.num_rollout is None:
+            raise ConfigError(["--load-debug-rollout-data needs --num-rollout: how many saved rollouts to train on."])
+        return None
+    return check_data(config)
+
+
+def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataSource | None) -> Job:
+    """Start every part of a run; returns when all are healthy. `config` must be resolved."""
+    job = Job(config=config, plan=plan, run=run, data=data)
+    try:
+        clock = _Clock(job.start_seconds)
+        connect(plan.num_gpus)
+        clock.lap("ray")
+        job.bundles = reserve(plan, config.placement.placement_timeout)
+        clock.lap("placement")
+        if "actor" in plan.roles:
+            job.train = TrainGroup(config, plan, job.bundles, str(run.logs))
+            job.train.start()
+        if plan.engines:
+            job.engines = RolloutGroup(config, plan, job.bundles, run.path)
+            job.engines.start()
+            job.engines.wait_started()
+            clock.lap("engines")
+            job.manager = RolloutManager(config, router_url=job.engines.router.url, router_api_key=job.engines.router.api_key, num_engines=len(job.engines.endpoints))
+            job.manager.start(data)
+            clock.lap("rollout manager")
+        if job.train is not None:
+            report = job.train.wait_started()
+            job.num_rollouts_done, job.client_state = report["num_rollouts_done"], report["client_state"]
+            job.start_seconds |= {f"trainer {part}": seconds for part, seconds in report["seconds"].items()}
+            clock.lap("trainer, after the engines")
+        return job
+    except BaseException:
+        job.close()
+        raise
+
+
+class _Clock:
+    """Writes the seconds between laps into a dict."""
+
+    def __init__(self, laps: dict[str, float]):
+        self._laps, self._last = laps, time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._laps[name], self._last = now - self._last, now

@@ -1,0 +1,107 @@
+"""The trainer's ranks as one typed object: each method calls every rank and waits with a deadline."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import ray
+
+from slime_like.cluster.bundles import Bundles
+from slime_like.cluster.ray_session import Wait, kill_actors
+from slime_like.config.run import RunConfig
+from slime_like.planning.placement import PlacementPlan
+from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
+
+
+class TrainActor:
+    """One rank in its own process; forwards to megatron_backend.worker.TrainWorker."""
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, local_rank: int, log_path: str, num_threads: int):
+        redirect_output(log_path)
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # before torch is imported; Ray's own value counts only this actor's CPU share
+        self._place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+        self._config = config
+        self._worker = None
+
+    def address(self) -> tuple[str, int]:
+        """(node address, a free port there) for the ranks' rendezvous."""
+        from slime_like.utils.net import free_port
+
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
+
+    def build(self, master_address: str, master_port: int) -> dict:
+        """Make the worker and start it."""
+        from slime_like.megatron_backend.worker import TrainWorker
+
+        self._worker = TrainWorker(self._config, **self._place, master_address=master_address, master_port=master_port)
+        return self._worker.start()
+
+    def call(self, method: str, *args):
+        """Run one method of the worker."""
+        return getattr(self._worker, method)(*args)
+
+
+class TrainGroup:
+    """All ranks of the trainer."""
+
+    def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str):
+        self._config = config
+        role = plan.roles["actor"]
+        nodes = [bundles.slots[index].node_id for index in role.bundles]
+        actor_class = ray.remote(TrainActor)
+        self.actors = []
+        for rank, index in enumerate(role.bundles):
+            on_node = nodes.count(nodes[rank])
+            threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // on_node))
+            options = bundles.options(index, plan.bundles[index].roles["actor"])
+            actor = actor_class.options(**options).remote(config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), f"{log_dir}/actor-{rank}.log", threads)
+            self.actors.append(actor)
+        self._one_host = bundles.on_one_host()
+        self._build: dict | None = None
+
+    def start(self) -> None:
+        """Begin building every rank; `wait_started` waits for it (engines start meanwhile)."""
+        host, port = Wait(self._config.engine.engine_start_timeout_s, whom="trainer rank 0", phase="start").gather({"trainer rank 0": self.actors[0].address.remote()})[0]
+        host = "127.0.0.1" if self._one_host else host
+        self._build = {f"trainer rank {i}": actor.build.remote(host, port) for i, actor in enumerate(self.actors)}
+
+    def wait_started(self) -> dict:
+        """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
+        return Wait(self._config.engine.engine_start_timeout_s, whom="the trainer", phase="start").gather(self._build)[0]
+
+    def train(self, step: int, samples: list[TrainSample]) -> StepReport:
+        """Train on one rollout's samples; they are put once in the object store."""
+        return self._all("train", "train", step, ray.put(samples))[0]
+
+    def publish(self, version: int, endpoints: tuple[EngineEndpoint, ...]) -> SyncReceipt:
+        """Send the weights to every engine, inside the envelope that the caller opened."""
+        return self._all("publish", "weight sync", version, endpoints, seconds=self._config.sync.update_weight_timeout_s)[0]
+
+    def save(self, num_rollouts_done: int, client_state: dict) -> str:
+        """Write a Megatron checkpoint; returns its folder."""
+        return self._all("save", "save", num_rollouts_done, client_state)[0]
+
+    def save_hf(self, folder: str) -> None:
+        """Write an HF folder."""
+        self._all("save_hf", "save", folder)
+
+    def _all(self, method: str, phase: str, *args, seconds: float | None = None) -> list:
+        refs = {f"trainer rank {i}": actor.call.remote(method, *args) for i, actor in enumerate(self.actors)}
+        return Wait(seconds or self._config.parallel.train_timeout_s, whom="the trainer", phase=phase).gather(refs)
+
+    def close(self) -> None:
+        """End every rank."""
+        kill_actors(self.actors)
+
+
+def redirect_output(log_path: str) -> None:
+    """Send this process's standard output and error, C++ ones too, to a file."""
+    os.makedirs(os.path.dirname(log_path), exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

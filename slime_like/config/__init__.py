@@ -1,0 +1,1 @@
+"""The vocabulary of the command line: frozen dataclasses, one declaration a flag."""

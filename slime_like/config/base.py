@@ -1,0 +1,138 @@
+"""Frozen config dataclasses that double as argparse flags.
+
+One rule: the field name *is* the flag name (`rollout_batch_size` <-> `--rollout-batch-size`), so one grep
+finds the flag, its default, its help text and every reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+
+from slime_like.errors import ConfigError
+
+
+def flag(default=dataclasses.MISSING, *, help: str, choices: tuple | None = None, metavar: str | None = None):
+    """Declare one config field that is also a command-line flag. A flag without a default is required."""
+    metadata = {"help": help, "choices": choices, "metavar": metavar}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_flags(parser: "ProblemParser", group_class: type) -> None:
+    """Add one argparse group holding every field of `group_class`; the docstring's first line is its title."""
+    group = parser.add_argument_group((group_class.__doc__ or group_class.__name__).strip().splitlines()[0])
+    hints = typing.get_type_hints(group_class)
+    for field in dataclasses.fields(group_class):
+        if "help" not in field.metadata:
+            continue  # filled by code, not by a flag
+        kwargs: dict = {"help": field.metadata["help"].replace("%", "%%"), "dest": field.name}
+        base_type, is_list = _scalar_type(hints[field.name])
+        if base_type is bool:
+            kwargs["action"] = argparse.BooleanOptionalAction
+        else:
+            convert = _Converter("--" + field.name.replace("_", "-"), base_type, field.metadata["choices"], parser.problems)
+            kwargs |= {"type": convert, "metavar": field.metadata["metavar"] or convert.metavar}
+            if is_list:
+                kwargs["nargs"] = "+"
+        if field.default_factory is not dataclasses.MISSING:
+            kwargs["default"] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            kwargs["default"] = field.default
+        else:
+            kwargs["required"] = True
+        group.add_argument("--" + field.name.replace("_", "-"), **kwargs)
+
+
+class ProblemParser(argparse.ArgumentParser):
+    """argparse that collects problems and raises ConfigError instead of printing the first one and exiting."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.problems: list[str] = []
+
+    def error(self, message):
+        raise ConfigError([*self.problems, message])
+
+
+class _Converter:
+    """Turns one argument's text into a value; a bad one becomes a problem instead of ending the parse."""
+
+    def __init__(self, name: str, base_type: type, choices: tuple | None, problems: list[str]):
+        self.name, self.base_type, self.choices, self.problems = name, base_type, choices, problems
+        self.metavar = "{" + ",".join(map(str, choices)) + "}" if choices else base_type.__name__.upper()
+
+    def __call__(self, text: str):
+        try:
+            value = self.base_type(text)
+        except ValueError:
+            self.problems.append(f"{self.name} {text!r} is no {self.base_type.__name__}.")
+            return None
+        if self.choices and value not in self.choices:
+            close = difflib.get_close_matches(text, [str(c) for c in self.choices], n=1)
+            self.problems.append(f"{self.name} {text!r} is unknown. Known: {', '.join(map(str, self.choices))}." + (f" Did you mean {close[0]}?" if close else ""))
+            return None
+        return value
+
+
+def make_parser(description: str) -> ProblemParser:
+    """A parser that takes no abbreviations and raises ConfigError on bad input."""
+    return ProblemParser(prog="train.py", description=description, allow_abbrev=False, add_help=True)
+
+
+def parse(parser: ProblemParser, argv: list[str]) -> argparse.Namespace:
+    """Parse; every unknown flag (with the closest known one) and every bad value is listed in one ConfigError."""
+    namespace, unknown = parser.parse_known_args(argv)
+    known = [option for action in parser._actions for option in action.option_strings]
+    strangers = [text.split("=")[0] for text in unknown if text.startswith("--")]
+    for name in strangers:
+        close = difflib.get_close_matches(name, known, n=1)
+        parser.problems.append(f"unknown flag {name}." + (f" Did you mean {close[0]}?" if close else ""))
+    if not strangers:  # behind an unknown flag, a stray value is its own
+        parser.problems += [f"stray value {text!r} belongs to no flag." for text in unknown]
+    if parser.problems:
+        raise ConfigError(parser.problems)
+    return namespace
+
+
+def from_namespace(group_class: type, namespace: argparse.Namespace):
+    """Build the frozen group from the parsed flags."""
+    names = [f.name for f in dataclasses.fields(group_class) if "help" in f.metadata]
+    return group_class(**{name: getattr(namespace, name) for name in names})
+
+
+class PluginArgs:
+    """Read-only flat view (`args.rollout_batch_size`) handed to user plugins written for a flat namespace."""
+
+    def __init__(self, *groups):
+        owner = {}
+        for group in groups:
+            for field in dataclasses.fields(group):
+                if field.name in owner:
+                    raise ConfigError([f"flag {field.name!r} is declared twice"])
+                owner[field.name] = group
+        object.__setattr__(self, "_owner", owner)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return getattr(object.__getattribute__(self, "_owner")[name], name)
+        except KeyError:
+            raise AttributeError(f"no flag named --{name.replace('_', '-')}") from None
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"args is read-only; keep per-plugin state on your own object, not in args.{name}")
+
+
+def _scalar_type(hint) -> tuple[type, bool]:
+    """(type of one value, whether several are taken) of a field's annotation; `X | None` counts as X."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if typing.get_origin(hint) in (list, tuple):
+        return typing.get_args(hint)[0], True
+    return hint, False

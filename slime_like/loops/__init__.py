@@ -1,0 +1,1 @@
+"""Drives: the phases of a step and the loops over them."""

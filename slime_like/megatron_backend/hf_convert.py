@@ -1,0 +1,160 @@
+"""Weights between HF names and this rank's Megatron shards, by the family's name table."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slime_like.config.model import ModelConfig
+from slime_like.errors import CheckpointError
+from slime_like.megatron_backend.hf_files import HfReader
+from slime_like.megatron_backend.hf_tables import table_for
+from slime_like.megatron_backend.hf_tables.entry import GATE_UP, PLAIN, QKV
+
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+#: Buffers that old HF folders store and every implementation recomputes.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One Megatron parameter of this rank and the HF tensors behind it."""
+
+    parameter: torch.nn.Parameter
+    hf_names: tuple[str, ...]
+    layout: str
+    dim: int | None  # tensor parallel dimension; None: every rank holds all of it
+    is_tied_copy: bool  # the last stage's copy of the embedding
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether rows are padded past the vocabulary."""
+        return self.hf_names[0] in (_EMBEDDING, _OUTPUT)
+
+
+def shards(stage: GPTModel, model: ModelConfig) -> Iterator[Shard]:
+    """Every parameter of this pipeline stage. Raises CheckpointError for one that the family's table does not know."""
+    by_name = {name: entry for entry in table_for(model) for name in entry.megatron_names}
+    offset = get_transformer_layer_offset(stage.config)
+    tied = not model.untie_embeddings_and_output_weights
+    for name, parameter in stage.named_parameters():
+        layer = _LAYER.search(name)
+        entry = by_name.get(_LAYER.sub("{layer}", name))
+        if entry is None:
+            raise CheckpointError(f"parameter {name} is in no name table of the model's family.")
+        hf_names = tuple(hf.format(layer=int(layer[0]) + offset) if layer else hf for hf in entry.hf)
+        is_tied_copy = tied and hf_names == (_OUTPUT,)
+        sharded = getattr(parameter, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
+        yield Shard(
+            parameter=parameter,
+            hf_names=(_EMBEDDING,) if is_tied_copy else hf_names,
+            layout=entry.layout,
+            dim=parameter.partition_dim if sharded else None,
+            is_tied_copy=is_tied_copy,
+        )
+
+
+@torch.no_grad()
+def load_hf(stage: GPTModel, model: ModelConfig, folder: str) -> None:
+    """Fill this rank's parameters from an HF folder, reading only the slices that it holds.
+
+    Raises CheckpointError for a tensor that is missing, unknown or of another shape.
+    """
+    reader = HfReader(folder)
+    _check_names(reader, model)
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for shard in shards(stage, model):
+        pieces = []
+        for name, piece in zip(shard.hf_names, _split(shard.parameter, shard.layout, stage.config), strict=True):
+            shape = list(piece.shape)
+            if shard.dim is not None:
+                shape[shard.dim] *= size
+            if shard.is_vocabulary:
+                shape[0] = model.vocab_size
+            width = piece.shape[shard.dim] if shard.dim is not None else 0
+            pieces.append(reader.read(name, shape=tuple(shape), dim=shard.dim, start=rank * width, stop=(rank + 1) * width))
+        merged = _merge(pieces, shard.layout, stage.config)
+        # Rows past the vocabulary are padding: zero, and masked out of every log-prob.
+        shard.parameter.zero_()
+        shard.parameter[: merged.size(0)].copy_(merged)
+
+
+@torch.no_grad()
+def export_hf(stage: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """This pipeline stage's HF tensors, whole. Collective over the tensor parallel group: every rank of it must iterate to the end.
+
+    A tied output layer is not repeated: the first stage sends it as the embedding. Tensors are valid until the next one is asked for.
+    """
+    group, size = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_world_size()
+    for shard in shards(stage, model):
+        if shard.is_tied_copy:
+            continue
+        # gloo silently corrupts tensors that are not contiguous (torch 2.13).
+        local = shard.parameter.detach().contiguous()
+        parts = [local]
+        if shard.dim is not None:
+            parts = [torch.empty_like(local) for _ in range(size)]
+            torch.distributed.all_gather(parts, local, group=group)
+        by_part = [_split(part, shard.layout, stage.config) for part in parts]
+        for index, name in enumerate(shard.hf_names):
+            pieces = [pieces_of_part[index] for pieces_of_part in by_part]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.dim)
+            yield name, (whole[: model.vocab_size] if shard.is_vocabulary else whole).contiguous()
+
+
+def hf_names(model: ModelConfig) -> set[str]:
+    """Names of all tensors that an HF folder of this architecture holds."""
+    names = {hf.format(layer=layer) for entry in table_for(model) for hf in entry.hf for layer in range(model.num_layers)}
+    return names if model.untie_embeddings_and_output_weights else names - {_OUTPUT}
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model, without padding; a tied embedding counts once."""
+    hidden, heads, groups, size, ffn = model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_size, model.mlp_size
+    attention = hidden * size * (heads + 2 * groups) + heads * size * hidden
+    extra = (size * (heads + 2 * groups) if model.add_qkv_bias else 0) + (2 * size if model.qk_layernorm else 0)
+    layer = attention + extra + 3 * hidden * ffn + 2 * hidden
+    embeddings = model.vocab_size * hidden * (2 if model.untie_embeddings_and_output_weights else 1)
+    return model.num_layers * layer + embeddings + hidden
+
+
+def _check_names(reader: HfReader, model: ModelConfig) -> None:
+    expected = hf_names(model)
+    missing = sorted(expected - reader.names)
+    if missing:
+        raise CheckpointError(f"{reader.folder} has no tensor {missing[0]!r}, which this architecture needs ({len(missing)} of {len(expected)} are missing).")
+    unknown = sorted(name for name in reader.names - expected - {_OUTPUT} if not _IGNORED.search(name))
+    if unknown:
+        raise CheckpointError(f"{reader.folder} holds tensor {unknown[0]!r}, which this architecture has no place for ({len(unknown)} in all).")
+
+
+def _merge(pieces: list[torch.Tensor], layout: str, config) -> torch.Tensor:
+    """This rank's slices of the HF tensors -> this rank's Megatron parameter."""
+    if layout == PLAIN:
+        return pieces[0]
+    if layout == GATE_UP:
+        return torch.cat(pieces)
+    assert layout == QKV, layout
+    # Megatron keeps each group together: its query heads, then its key, then its value.
+    size = config.kv_channels
+    groups = pieces[1].size(0) // size
+    return torch.cat([p.reshape(groups, -1, size, *p.shape[1:]) for p in pieces], 1).reshape(-1, *pieces[0].shape[1:])
+
+
+def _split(parameter: torch.Tensor, layout: str, config) -> list[torch.Tensor]:
+    """The inverse of _merge: one Megatron parameter -> slices of the HF tensors."""
+    if layout == PLAIN:
+        return [parameter]
+    if layout == GATE_UP:
+        return list(parameter.chunk(2))
+    assert layout == QKV, layout
+    size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+    grouped = parameter.reshape(-1, queries + 2, size, *parameter.shape[1:])
+    return [part.reshape(-1, *parameter.shape[1:]) for part in grouped.split([queries, 1, 1], 1)]

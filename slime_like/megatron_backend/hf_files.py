@@ -1,0 +1,118 @@
+"""HF model folders on disk: read single tensors or slices of them, write sharded folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from slime_like.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
+#: Largest file that save_stage writes.
+SHARD_BYTES = 4 * 1024**3
+
+
+def is_hf_folder(folder: str) -> bool:
+    """Whether the folder looks like an HF model: has a config.json."""
+    return os.path.isfile(os.path.join(folder, "config.json"))
+
+
+class HfReader:
+    """Tensors of one HF folder by name, read lazily and only as far as asked for.
+
+    Raises CheckpointError naming file and tensor where something is missing, torn or of another shape.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._open: dict[str, safe_open] = {}
+        self._file_of = self._find_tensors()
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor's name."""
+        return set(self._file_of)
+
+    def read(self, name: str, *, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """One tensor, or its rows (dim 0) or columns (dim 1) start:stop; `shape` is what the whole of it must be."""
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}, which this architecture needs. Its {len(self._file_of)} tensors are of another model.")
+        path = self._file_of[name]
+        try:
+            view = self._file(path).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together.") from None
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise CheckpointError(f"{path}: tensor {name!r} has shape {list(found)}, the architecture asks for {list(shape)}.")
+        if dim is None:
+            return view[:]
+        return view[start:stop] if dim == 0 else view[:, start:stop]
+
+    def _find_tensors(self) -> dict[str, str]:
+        index = os.path.join(self.folder, INDEX_NAME)
+        if os.path.isfile(index):
+            try:
+                with open(index, encoding="utf-8") as file:
+                    return {name: os.path.join(self.folder, part) for name, part in json.load(file)["weight_map"].items()}
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(f"{index} is no index of tensors: {error!r}") from None
+        single = os.path.join(self.folder, "model.safetensors")
+        if not os.path.isfile(single):
+            raise CheckpointError(f"{self.folder} has neither {INDEX_NAME} nor model.safetensors: no weights to load.")
+        return dict.fromkeys(self._file(single).keys(), single)
+
+    def _file(self, path: str):
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from None
+        return self._open[path]
+
+
+def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix: str) -> dict[str, str]:
+    """Write named tensors as `<prefix>-<n>.safetensors` files of bounded size. Returns name -> file name."""
+    file_of: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+    number = 0
+
+    def flush() -> None:
+        nonlocal number
+        number += 1
+        name = f"{prefix}-{number:05d}.safetensors"
+        save_file({key: value.contiguous().cpu() for key, value in pending.items()}, os.path.join(folder, name), metadata={"format": "pt"})
+        file_of.update(dict.fromkeys(pending, name))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        # A clone: the caller may reuse the memory behind what it yields.
+        pending[name] = tensor.detach().clone()
+    if pending:
+        flush()
+    return file_of
+
+
+def finish_folder(folder: str, *, template: str, file_of: dict[str, str], total_bytes: int, dtype: torch.dtype) -> None:
+    """Add the index, and config and tokenizer files of `template`; config.json is told the dtype of the weights."""
+    with open(os.path.join(folder, INDEX_NAME), "w", encoding="utf-8") as file:
+        json.dump({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}, file, indent=1)
+    for entry in os.scandir(template):
+        if entry.is_file() and not entry.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(entry.path, os.path.join(folder, entry.name))
+    path = os.path.join(folder, "config.json")
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    # transformers 5 writes "dtype", older versions "torch_dtype".
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)

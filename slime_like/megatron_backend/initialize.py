@@ -1,0 +1,65 @@
+"""Process groups and seeds of one trainer rank."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from slime_like.config.model import ParallelConfig
+from slime_like.errors import WaitTimeout
+from slime_like.utils.net import host_port, interface_of, own_address
+
+#: Pipeline stages draw from different streams, tensor parallel ranks of one stage from megatron's own tracker.
+_SEED_STEP_PER_STAGE = 100
+
+
+def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int) -> None:
+    """Join the world and make Megatron's groups: NCCL with CUDA (on device `local_rank`), gloo without.
+
+    Raises WaitTimeout if the other ranks do not show up within --distributed-timeout-minutes.
+    """
+    minutes = parallel.distributed_timeout_minutes
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    # gloo would otherwise resolve this host's name, which may lead to an interface that the others cannot reach.
+    interface = interface_of(own_address(master_address))
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    try:
+        torch.distributed.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            init_method=f"tcp://{host_port(master_address, master_port)}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(minutes=minutes),
+        )
+    except torch.distributed.DistError as error:
+        raise WaitTimeout(
+            who=f"trainer rank {rank}", whom=f"{world_size} ranks at {host_port(master_address, master_port)}", phase="start", seconds=60.0 * minutes, last=str(error)
+        ) from error
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        distributed_timeout_minutes=minutes,
+    )
+
+
+def set_seeds(seed: int) -> None:
+    """Seed every generator of this rank from the run's seed."""
+    stage_seed = seed + _SEED_STEP_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def shut_down() -> None:
+    """Leave the groups and the world. Safe to call twice."""
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

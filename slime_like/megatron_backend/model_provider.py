@@ -1,0 +1,103 @@
+"""Flags -> one pipeline stage of a GPT model, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+
+from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.training import OptimizerConfig
+from slime_like.megatron_backend.layer_spec import block_spec
+
+
+def trains_in_bf16(optimizer: OptimizerConfig) -> bool:
+    """--bf16, or by default whether there is CUDA."""
+    return torch.cuda.is_available() if optimizer.bf16 is None else optimizer.bf16
+
+
+def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bool) -> TransformerConfig:
+    """Megatron's description of the layers. Needs the process groups' sizes only through `parallel`."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.mlp_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_size,
+        gated_linear_unit=model.swiglu,
+        activation_func=functional.silu,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        attention_softmax_in_fp32=model.attention_softmax_in_fp32,
+        attention_backend=AttnBackend[model.attention_backend],
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=bf16,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        # Packs differ in length, so the stages tell each other the shape of what they send.
+        variable_seq_lengths=True,
+        # 0.16.1 refuses variable lengths with the default dispatcher even for models without experts.
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=torch.cuda.is_available(),
+        # Every rank draws the whole weight and keeps its part, so an unloaded tensor would not depend on the layout.
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # These kernels need apex or a compiler; without them the same numbers come out on every host.
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> DistributedDataParallel:
+    """This rank's pipeline stage with gradient buffers; weights are random until loaded."""
+    bf16 = trains_in_bf16(optimizer)
+    config = transformer_config(model, parallel, bf16=bf16)
+    stage = GPTModel(
+        config,
+        block_spec(config),
+        vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
+        max_sequence_length=model.context_tokens,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+    )
+    if torch.cuda.is_available():
+        stage = stage.cuda()
+    if bf16:
+        stage = Float16Module(config, stage)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+    )
+    return DistributedDataParallel(config, ddp, stage)
+
+
+def unwrap(model: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside the data parallel and bf16 wrappers."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model

@@ -1,0 +1,1 @@
+"""What a run did: metrics, the console line, the reward curve."""

@@ -1,0 +1,116 @@
+"""Metrics: one JSON line each time, TensorBoard beside it, and the seconds of each phase."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime_like.utils.files import RunDirectory, append_json_line
+
+KINDS = ("start", "rollout", "train", "sync", "eval", "step")
+
+
+def json_metrics(metrics: Mapping[str, float | str]) -> dict:
+    """The metrics as JSON can hold them: NaN and infinity become null, named under "non_finite".
+
+    Example: {"train/loss": nan} -> {"train/loss": None, "non_finite": {"train/loss": "nan"}}
+    """
+    line: dict[str, Any] = {}
+    non_finite = {}
+    for name, value in metrics.items():
+        line[name] = value if isinstance(value, str) else _number(name, value)
+        if isinstance(line[name], float) and not math.isfinite(line[name]):
+            non_finite[name] = str(line[name])
+            line[name] = None
+    return line | ({"non_finite": non_finite} if non_finite else {})
+
+
+class MetricsLog:
+    """Where the run's metrics go: metrics.jsonl, and TensorBoard if asked for. Use in one process only."""
+
+    def __init__(self, run_dir: RunDirectory, tensorboard: bool):
+        self.run_dir = run_dir
+        self._tensorboard = tensorboard
+        self._writer: Any = None  # opened at the first metric: starting must not wait for the import
+
+    def log(self, kind: str, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Write one line. kind: one of KINDS. Text values (a digest) go to the JSON line only."""
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r} is unknown. Known: {', '.join(KINDS)}")
+        now = time.time()
+        append_json_line(self.run_dir.metrics, {"kind": kind, "step": step, "time": now} | json_metrics(metrics))
+        if self._tensorboard:
+            self._write_events(step, now, {name: value for name, value in metrics.items() if not isinstance(value, str)})
+
+    def close(self) -> None:
+        """Flush and close; may be called twice."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _write_events(self, step: int, now: float, metrics: Mapping[str, float]) -> None:
+        # The event writer of the tensorboard package itself: torch's wrapper would pull in torch.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self.run_dir.tensorboard))
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+
+class PhaseTimers:
+    """Seconds of each phase of one step.
+
+    Example: with timers.phase("generate"): …;  timers.finish_step() -> {"step/seconds": 3.1, "step/generate_seconds": 1.2, …}
+    """
+
+    #: What a step is for; the rest of its time is overhead.
+    WORK = ("generate", "train", "sync")
+
+    def __init__(self):
+        self._seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside the block to the phase, also when it raises."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    def seconds(self, name: str) -> float:
+        """Seconds spent in the phase during this step; 0 if it did not run."""
+        return self._seconds.get(name, 0.0)
+
+    def finish_step(self) -> dict[str, float]:
+        """Metrics of the step that ends now, and start the next. Phases outside WORK (save, eval) count as overhead too."""
+        now = time.monotonic()
+        total = now - self._start
+        metrics = {f"step/{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        metrics["step/seconds"] = total
+        metrics["step/overhead_seconds"] = total - sum(self.seconds(name) for name in self.WORK)
+        self._seconds, self._start = {}, now
+        return metrics
+
+
+def _number(name: str, value) -> float | int:
+    """A plain number from Python, NumPy or a 0-d tensor."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__}, not a number: {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""Thinks before anything starts: which role sits on which GPUs. Pure, no machines."""

@@ -1,0 +1,139 @@
+"""The five records that flow through a step, and the words we use for them. Read this first.
+
+Glossary
+  prompt          one row of the data set, rendered to token ids
+  sample          one answer to one prompt: prompt and response tokens in one flat array
+  group           all samples of one prompt (n_samples_per_prompt of them, fewer after filtering)
+  rollout step    generate rollout_batch_size groups and score them
+  train step      one optimizer step over global_batch_size samples (num_steps_per_rollout per rollout step)
+  weight version  counts weight syncs; version 0 is what the engine loaded from disk, the first sync sends 1
+
+    Prompt -> Sample -> SampleGroup -> TrainSample -> StepReport
+
+Records are frozen: a stage that learns something returns a new record (`dataclasses.replace`).
+Arrays of one sample all have the same length T = prompt tokens + response tokens; position t describes tokens[t].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+#: A sample's status: how its generation ended.
+COMPLETED, TRUNCATED, ABORTED, FAILED = "completed", "truncated", "aborted", "failed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of the data set, ready to be sent to an engine.
+
+    Example: Prompt(index=3, text="<|im_start|>user\\nsort 7146…", tokens=np.array([…]), label="1467", metadata={})
+    """
+
+    index: int  # position in the stream of prompts (epochs counted through): unique within a run
+    text: str  # after the chat template
+    tokens: np.ndarray  # [P] int32
+    label: Any = None
+    metadata: dict = dataclasses.field(default_factory=dict)
+    response: str | None = None  # supervised rows only (`--loss-type sft_loss`)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer to one prompt, flat: no prompt/response split, the loss mask says what is trained on.
+
+    Example (prompt of 2 tokens, response of 3):
+      tokens          [11, 12, 21, 22, 2]
+      loss_mask       [ 0,  0,  1,  1, 1]
+      engine_logprobs [ 0,  0, -.3, -.1, -.7]   log p(tokens[t] | tokens[<t]); 0 where not generated
+      weight_versions [-1, -1,  4,  4, 4]        -1 where not generated
+    """
+
+    prompt_index: int
+    sample_index: int  # within the group
+    tokens: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] int8
+    engine_logprobs: np.ndarray  # [T] float32
+    weight_versions: np.ndarray  # [T] int32
+    response: str  # decoded text of the generated part
+    status: str = COMPLETED
+    label: Any = None
+    metadata: dict = dataclasses.field(default_factory=dict)
+    reward: float | None = None  # None until scored
+    error: str | None = None  # why status is "failed"
+
+    def __post_init__(self):
+        lengths = {name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"sample {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return int(self.loss_mask.sum())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleGroup:
+    """All samples of one prompt; what advantages are normalised over."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[G] float64; raises if a sample is unscored."""
+        missing = [s.sample_index for s in self.samples if s.reward is None]
+        if missing:
+            raise ValueError(f"prompt {self.prompt.index}: samples {missing} have no reward yet")
+        return np.array([s.reward for s in self.samples], dtype=np.float64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSample:
+    """What a trainer needs of one sample; put once in the object store, arrays as in Sample."""
+
+    prompt_index: int
+    sample_index: int
+    tokens: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] int8; position t weighs the loss of predicting tokens[t]; [0] is never trained
+    engine_logprobs: np.ndarray  # [T] float32
+    weight_versions: np.ndarray  # [T] int32
+    reward: float
+    advantage: float  # one scalar, broadcast over the response (GRPO family)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one rollout step's training did; equal on every rank. Keys are metric names (`train/loss` …)."""
+
+    step: int
+    num_train_steps: int
+    num_samples: int
+    num_tokens: int
+    metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineEndpoint:
+    """How to reach one engine, and how many ranks it has."""
+
+    index: int
+    url: str
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    tp_size: int = 1
+    external: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncReceipt:
+    """What one weight sync moved. digest: order-independent hash over (name, dtype, shape, bytes) of every tensor."""
+
+    version: int
+    transport: str
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    digest: str

@@ -1,0 +1,1 @@
+"""From the data set to scored groups of samples: data source, generation, rewards, filters, evaluation."""

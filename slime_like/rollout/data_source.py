@@ -1,0 +1,215 @@
+"""Prompts from a JSONL file, in an order that is the same on every run and can be resumed at any row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import numpy as np
+
+from slime_like.config.rollout import DataConfig, split_slice
+from slime_like.config.run import RunConfig
+from slime_like.errors import CheckpointError, DataError
+from slime_like.records import Prompt
+from slime_like.rollout.plugins import load_plugins
+from slime_like.rollout.tokenizer import encode, end_of_turn_id, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One usable row of the file, rendered and tokenized."""
+
+    line: int  # in the file, from 1
+    text: str
+    tokens: np.ndarray  # [P] int32
+    label: Any
+    metadata: dict
+    response: str | None = None
+
+
+class DataSource:
+    """The endless stream of prompts: position p is row p % num_rows of epoch p // num_rows.
+
+    num_filtered: rows left out because their prompt is too long. max_tokens: of prompt and answer together.
+    position: prompts drawn so far; all the state there is.
+    """
+
+    def __init__(self, rows: list[Row], data: DataConfig, *, path: str, tokenizer, max_tokens: int, num_filtered: int = 0):
+        self.rows = rows
+        self.max_tokens = max_tokens
+        self.data = data
+        self.path = path
+        self.tokenizer = tokenizer
+        self.num_filtered = num_filtered
+        self.position = 0
+        self._order: tuple[int, np.ndarray] | None = None  # of one epoch
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; the stream goes on into the next epoch."""
+        prompts = [self.prompt_at(self.position + i) for i in range(count)]
+        self.position += count
+        return prompts
+
+    def prompt_at(self, position: int) -> Prompt:
+        """The prompt at a position of the stream, without moving."""
+        epoch, offset = divmod(position, len(self.rows))
+        row = self.rows[self._epoch_order(epoch)[offset]]
+        return Prompt(index=position, text=row.text, tokens=row.tokens, label=row.label, metadata=row.metadata, response=row.response)
+
+    def num_rollouts(self, rollout_batch_size: int) -> int:
+        """Rollout steps of the whole run, from --num-rollout or --num-epoch."""
+        if self.data.num_rollout is not None:
+            return self.data.num_rollout
+        return (self.data.num_epoch or 0) * len(self.rows) // rollout_batch_size
+
+    @functools.cached_property
+    def end_id(self) -> int:
+        """The token that ends an answer. Raises DataError if the tokenizer has none."""
+        return end_of_turn_id(self.tokenizer, self.data.chat_template_kwargs if self.data.apply_chat_template else None)
+
+    def state_dict(self) -> dict:
+        """What resuming needs, as JSON."""
+        return {"position": self.position, "num_rows": len(self.rows), "shuffle": self.data.rollout_shuffle, "seed": self.data.rollout_seed}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was saved. Raises CheckpointError if the rows or their order are not the same any more."""
+        for name, now in self.state_dict().items():
+            if name != "position" and state.get(name) != now:
+                change = f"{name} was {state.get(name)} and is {now}"
+                raise CheckpointError(f"the data position in {self.path} cannot be resumed: {change}. Fix: the same data flags, or --finetune.")
+        self.position = int(state["position"])
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            count = len(self.rows)
+            # A pair, not a sum: seed 42 in epoch 1 must not repeat seed 43 in epoch 0.
+            shuffled = np.random.default_rng([self.data.rollout_seed, epoch]).permutation(count) if self.data.rollout_shuffle else np.arange(count)
+            self._order = (epoch, shuffled)
+        return self._order[1]
+
+
+def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
+    """The training prompts. Starts nothing, and raises what the user got wrong: DataError in tokenizer, training or evaluation
+    data, PluginError in a function's path.
+    """
+    load_plugins(config)
+    tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
+    load_eval_data(config, tokenizer)
+    limit = min(config.data.rollout_max_prompt_len or context_tokens(config), context_tokens(config) - 1)
+    source = load_data(config.data.prompt_data or "", config.data, tokenizer, max_prompt_tokens=limit, max_tokens=context_tokens(config), with_response=config.is_sft)
+    if config.is_sft:
+        _ = source.end_id  # raises now rather than at the first step
+    return source
+
+
+def load_eval_data(config: RunConfig, tokenizer) -> dict[str, DataSource]:
+    """Name -> prompts of each --eval-prompt-data set, in file order. Raises DataError naming file, line and key."""
+    data = dataclasses.replace(
+        config.data,
+        input_key=config.eval.eval_input_key or config.data.input_key,
+        label_key=config.eval.eval_label_key or config.data.label_key,
+        rollout_shuffle=False,
+    )
+    limit = context_tokens(config)
+    return {name: load_data(path, data, tokenizer, max_prompt_tokens=limit - 1, max_tokens=limit) for name, path in config.eval.datasets().items()}
+
+
+def context_tokens(config: RunConfig) -> int:
+    """Most tokens of prompt and response together."""
+    return min(config.rollout.rollout_max_context_len or config.model.context_tokens, config.model.context_tokens)
+
+
+def load_data(path: str, data: DataConfig, tokenizer, *, max_prompt_tokens: int, max_tokens: int, with_response: bool = False) -> DataSource:
+    """Read, render and tokenize `file.jsonl@[a:b]`. Raises DataError naming file, line and key."""
+    file, rows_wanted = split_slice(path)
+    numbered = _read_objects(file, rows_wanted)
+    texts, fields = [], []
+    for line, record in numbered:
+        where = f"{file} line {line}"
+        texts.append(_render(_require(record, data.input_key, "--input-key", where), data, tokenizer, where))
+        fields.append(_fields(record, data, where, with_response))
+    rows, num_filtered = [], 0
+    for (line, _), text, tokens, extra in zip(numbered, texts, encode(tokenizer, texts), fields, strict=True):
+        if not tokens:
+            raise DataError(f"{file} line {line}: the prompt is empty.")
+        if len(tokens) > max_prompt_tokens:
+            num_filtered += 1
+            continue
+        rows.append(Row(line=line, text=text, tokens=np.array(tokens, dtype=np.int32), **extra))
+    if not rows:
+        fix = "Fix: --rollout-max-prompt-len, --rollout-max-context-len."
+        raise DataError(f"{path}: all {num_filtered} prompts are longer than {max_prompt_tokens} tokens. {fix}")
+    return DataSource(rows, data, path=path, tokenizer=tokenizer, max_tokens=max_tokens, num_filtered=num_filtered)
+
+
+def _read_objects(file: str, rows_wanted: slice) -> list[tuple[int, dict]]:
+    """(line number from 1, object) of the wanted rows; blank lines are no rows."""
+    try:
+        with open(file, encoding="utf-8-sig") as stream:
+            lines = [(number, line) for number, line in enumerate(stream, 1) if line.strip()]
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is no UTF-8 text (byte {error.start}). Fix: give a JSONL file.") from None
+    if not lines:
+        raise DataError(f"{file} is empty: it has no row.")
+    wanted = lines[rows_wanted]
+    if not wanted:
+        raise DataError(f"{file}: the slice [{rows_wanted.start}:{rows_wanted.stop}] takes none of its {len(lines)} rows.")
+    return [(number, _parse(line, f"{file} line {number}")) for number, line in wanted]
+
+
+def _parse(line: str, where: str) -> dict:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is malformed JSON: {error}. It starts with {line.strip()[:60]!r}.") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is a JSON {type(record).__name__}, not an object with keys.")
+    return record
+
+
+def _require(record: dict, key: str, flag: str, where: str):
+    if key not in record:
+        raise DataError(f"{where} has no key {key!r} ({flag}). Its keys: {', '.join(map(repr, record)) or 'none'}.")
+    return record[key]
+
+
+def _fields(record: dict, data: DataConfig, where: str, with_response: bool) -> dict:
+    """label, metadata and, for supervised rows, response."""
+    metadata = record.get(data.metadata_key)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise DataError(f"{where}: {data.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object.")
+    label = None if data.label_key is None else _require(record, data.label_key, "--label-key", where)
+    if not with_response:
+        return {"label": label, "metadata": metadata}
+    response = _require(record, data.response_key, "--response-key", where)
+    if not isinstance(response, str):
+        raise DataError(f"{where}: {data.response_key!r} (--response-key) is a {type(response).__name__}, not a string.")
+    return {"label": label, "metadata": metadata, "response": response}
+
+
+def _render(prompt, data: DataConfig, tokenizer, where: str) -> str:
+    """The prompt as text: a string as it is, or through the chat template."""
+    if not isinstance(prompt, (str, list)):
+        raise DataError(f"{where}: the prompt {data.input_key!r} is a {type(prompt).__name__}, neither a string nor a list of chat messages.")
+    if not data.apply_chat_template:
+        if isinstance(prompt, list):
+            raise DataError(f"{where}: the prompt {data.input_key!r} is a list of chat messages. Fix: add --apply-chat-template.")
+        return prompt
+    if not tokenizer.chat_template:
+        raise DataError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template. Fix: another checkpoint, or prompts as plain strings.")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{where}: a chat message needs 'role' and 'content', but is {str(message)[:80]!r}.")
+    if not messages:
+        raise DataError(f"{where}: the list of chat messages is empty.")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs)
+    except Exception as error:  # a template may raise anything: it is a program of the model's author
+        raise DataError(f"{where}: the chat template refuses the messages: {type(error).__name__}: {error}") from error

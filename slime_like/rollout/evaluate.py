@@ -1,0 +1,44 @@
+"""Evaluation on data of its own, which moves nothing of the training's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from slime_like.config.run import RunConfig
+from slime_like.records import TRUNCATED
+from slime_like.rollout.data_source import DataSource, context_tokens
+from slime_like.rollout.generate import Sampling
+from slime_like.rollout.groups import GroupMaker
+
+
+def eval_sampling(config: RunConfig, name: str) -> Sampling:
+    """The training's sampling with the --eval-* flags over it, and seeds of its own."""
+    sampling = Sampling.for_training(config.rollout, max_context_tokens=context_tokens(config), seed=f"{config.data.rollout_seed}/eval/{name}")
+    given: dict[str, Any] = {
+        "temperature": config.eval.eval_temperature,
+        "top_p": config.eval.eval_top_p,
+        "top_k": config.eval.eval_top_k,
+        "max_response_tokens": config.eval.eval_max_response_len,
+    }
+    return dataclasses.replace(sampling, **{field: value for field, value in given.items() if value is not None})
+
+
+async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: RunConfig) -> dict[str, float]:
+    """Metrics of one data set: every row once, --n-samples-per-eval-prompt samples each.
+
+    pass@1 is the mean reward over prompts and samples; a sample that could not be generated counts as 0 and in failed_samples.
+    Raises RunError if none could.
+    """
+    prompts = [source.prompt_at(position) for position in range(len(source.rows))]
+    outcomes = await maker.groups(prompts, config.eval.n_samples_per_eval_prompt, eval_sampling(config, name))
+    samples = [sample for outcome in outcomes for sample in outcome.group.samples]
+    return {
+        f"eval/{name}/pass@1": float(np.mean([sample.reward for sample in samples])),
+        f"eval/{name}/response_tokens_mean": float(np.mean([sample.num_response_tokens for sample in samples])),
+        f"eval/{name}/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
+        f"eval/{name}/failed_samples": float(sum(len(outcome.failed) for outcome in outcomes)),
+        f"eval/{name}/samples": float(len(samples)),
+    }

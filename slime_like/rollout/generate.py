@@ -1,0 +1,223 @@
+"""Ask an engine for samples: one HTTP request each, with retries, a deadline and a limit on requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import numpy as np
+import tenacity
+
+from slime_like.config.rollout import RolloutConfig
+from slime_like.errors import EngineError
+from slime_like.records import ABORTED, COMPLETED, FAILED, TRUNCATED, Prompt, Sample
+
+_STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
+_RETRIED_HTTP = (408, 429)  # and every 5xx
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one kind of rollout samples; training and each evaluation have their own."""
+
+    max_response_tokens: int
+    max_context_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: list[str] | None
+    stop_token_ids: list[int] | None
+    skip_special_tokens: bool
+    seed: str  # run seed and purpose; each sample derives its own
+
+    @classmethod
+    def for_training(cls, rollout: RolloutConfig, *, max_context_tokens: int, seed: str) -> Sampling:
+        """The --rollout-* flags."""
+        return cls(
+            max_response_tokens=rollout.rollout_max_response_len,
+            max_context_tokens=max_context_tokens,
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            stop=rollout.rollout_stop,
+            stop_token_ids=rollout.rollout_stop_token_ids,
+            skip_special_tokens=rollout.rollout_skip_special_tokens,
+            seed=seed,
+        )
+
+    def request(self, prompt: Prompt, sample_index: int) -> dict:
+        """SGLang's sampling_params for one sample."""
+        return {
+            "max_new_tokens": max(1, min(self.max_response_tokens, self.max_context_tokens - len(prompt.tokens))),
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "skip_special_tokens": self.skip_special_tokens,
+            "spaces_between_special_tokens": False,
+            # Used by engines with --sglang-enable-deterministic-inference, where a missing seed makes all samples of a group equal.
+            "sampling_seed": sample_seed(self.seed, prompt.index, sample_index),
+        }
+
+
+def sample_seed(seed: str, prompt_index: int, sample_index: int) -> int:
+    """A 31-bit seed of one sample, derived and never drawn, so that order and restarts do not change it."""
+    digest = hashlib.blake2b(f"{seed}/{prompt_index}/{sample_index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What an engine answered to one request."""
+
+    tokens: list[int]  # the response only
+    logprobs: list[float]  # one for each of tokens
+    text: str
+    status: str  # COMPLETED, TRUNCATED or ABORTED
+    weight_version: int
+
+
+class _Passing(Exception):
+    """A failure that may pass: worth another try."""
+
+
+class GenerationClient:
+    """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
+
+    Create and use it inside one running event loop. weight_version: gives the version to record when an engine does not tell one.
+    """
+
+    def __init__(self, url: str, api_key: str | None, rollout: RolloutConfig, *, concurrency: int, weight_version: Callable[[], int]):
+        self.url = url.rstrip("/")
+        self._timeout_s = rollout.rollout_request_timeout_s
+        self._tries = rollout.rollout_request_retries
+        self._weight_version = weight_version
+        self._slots = asyncio.Semaphore(concurrency)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # No limit and no timeout of aiohttp's own: the semaphore and the deadline below are the only ones.
+        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def generate(self, tokens: np.ndarray | list[int], sampling_params: dict) -> Generation:
+        """One response to the token ids. Raises EngineError naming the last answer, after all tries or at the deadline.
+
+        The deadline counts from when a slot is free, over all tries.
+        """
+        body = {"input_ids": [int(token) for token in tokens], "sampling_params": sampling_params, "return_logprob": True}
+        last: list[str] = ["nothing"]
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._retry(body, last)
+            except TimeoutError:
+                deadline = f"{self._timeout_s:g} s (--rollout-request-timeout-s)"
+                raise EngineError(f"{self.url}/generate gave no answer within {deadline}. Last heard: {last[0]}") from None
+
+    async def _retry(self, body: dict, last: list[str]) -> Generation:
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self._tries),
+            wait=tenacity.wait_random_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S),
+            retry=tenacity.retry_if_exception_type(_Passing),
+            reraise=True,
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    return await self._post(body, last)
+        except _Passing as error:
+            raise EngineError(f"{self.url}/generate failed {self._tries} times (--rollout-request-retries). Last: {error}") from error
+        raise AssertionError("unreachable: the retry loop returns or raises")
+
+    async def _post(self, body: dict, last: list[str]) -> Generation:
+        try:
+            async with self._session.post(f"{self.url}/generate", json=body) as answer:
+                text = await answer.text()
+                status = answer.status
+        except (aiohttp.ClientError, OSError) as error:
+            last[0] = f"{type(error).__name__}: {error}"
+            raise _Passing(last[0]) from error
+        if status != 200:
+            last[0] = f"HTTP {status}: {text[:300]}"
+            if status >= 500 or status in _RETRIED_HTTP:
+                raise _Passing(last[0])
+            raise EngineError(f"{self.url}/generate refused the request: {last[0]}")
+        return self._read(text)
+
+    def _read(self, text: str) -> Generation:
+        """Check and convert SGLang's answer."""
+        try:
+            answer = json.loads(text)
+            meta = answer["meta_info"]
+            tokens = [int(token) for token in answer["output_ids"]]
+            logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]] if tokens else []
+            chosen = [int(entry[1]) for entry in meta["output_token_logprobs"]] if tokens else []
+            reason = meta["finish_reason"]["type"]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"{self.url}/generate gave an answer that is not SGLang's ({type(error).__name__}: {error}): {text[:200]}") from error
+        if chosen != tokens:
+            raise EngineError(f"{self.url}/generate: {len(tokens)} tokens but log-probs of {len(chosen)}, or of other tokens: {tokens[:8]} and {chosen[:8]}")
+        if not np.isfinite(logprobs).all():
+            raise EngineError(f"{self.url}/generate gave log-probs that are not finite: {logprobs[:8]}")
+        if reason not in _STATUS:
+            raise EngineError(f"{self.url}/generate: finish reason {reason!r} is unknown. Known: {', '.join(_STATUS)}")
+        version = _as_version(meta.get("weight_version"))
+        return Generation(
+            tokens=tokens,
+            logprobs=logprobs,
+            text=answer.get("text") or "",
+            status=_STATUS[reason],
+            weight_version=self._weight_version() if version is None else version,
+        )
+
+
+def _as_version(value: Any) -> int | None:
+    """An engine's weight version as a number; None for "default" and other names."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def sample_from(prompt: Prompt, sample_index: int, generation: Generation) -> Sample:
+    """The flat record of prompt and response."""
+    prompt_length, length = len(prompt.tokens), len(generation.tokens)
+    return Sample(
+        prompt_index=prompt.index,
+        sample_index=sample_index,
+        tokens=np.concatenate([prompt.tokens, np.array(generation.tokens, dtype=np.int32)]).astype(np.int32),
+        loss_mask=np.repeat(np.array([0, 1], dtype=np.int8), [prompt_length, length]),
+        engine_logprobs=np.concatenate([np.zeros(prompt_length), generation.logprobs]).astype(np.float32),
+        weight_versions=np.repeat(np.array([-1, generation.weight_version], dtype=np.int32), [prompt_length, length]),
+        response=generation.text,
+        status=generation.status,
+        label=prompt.label,
+        metadata=prompt.metadata,
+    )
+
+
+def failed_sample(prompt: Prompt, sample_index: int, error: str) -> Sample:
+    """A sample without a response: nothing to train on, reward 0, and the reason."""
+    length = len(prompt.tokens)
+    return Sample(
+        prompt_index=prompt.index,
+        sample_index=sample_index,
+        tokens=prompt.tokens,
+        loss_mask=np.zeros(length, dtype=np.int8),
+        engine_logprobs=np.zeros(length, dtype=np.float32),
+        weight_versions=np.full(length, -1, dtype=np.int32),
+        response="",
+        status=FAILED,
+        label=prompt.label,
+        metadata=prompt.metadata,
+        reward=0.0,
+        error=error,
+    )

@@ -1,0 +1,43 @@
+"""Supervised rows as train samples: the same data and order as a rollout, but the answer stands in the file."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime_like.errors import DataError
+from slime_like.records import Prompt, TrainSample
+from slime_like.rollout.data_source import DataSource
+from slime_like.rollout.tokenizer import encode
+
+
+def supervised_samples(source: DataSource, count: int) -> list[TrainSample]:
+    """The next `count` rows of the stream as train samples. source: from check_data of a run with --loss-type sft_loss.
+
+    Raises DataError if no row has room for an answer within the context.
+    """
+    prompts = source.draw(count)
+    responses = encode(source.tokenizer, [prompt.response or "" for prompt in prompts])
+    samples = [supervised_sample(prompt, response, source.end_id, source.max_tokens) for prompt, response in zip(prompts, responses, strict=True)]
+    if not any(sample.loss_mask.any() for sample in samples):
+        raise DataError(f"{source.path}: no row of a batch has room for an answer within {source.max_tokens} tokens. Fix: --rollout-max-context-len.")
+    return samples
+
+
+def supervised_sample(prompt: Prompt, response: list[int], end_id: int, max_tokens: int) -> TrainSample:
+    """Prompt, answer and end token as one sample, trained on the answer and the end token with weight 1.
+
+    Cut at max_tokens; an answer that is cut has no end token, so that nothing wrong is learned about stopping.
+    Example: prompt [11, 12], answer [21], end 2 -> tokens [11, 12, 21, 2], loss mask [0, 0, 1, 1]
+    """
+    tokens = np.concatenate([prompt.tokens, np.array([*response, end_id])]).astype(np.int32)[:max_tokens]
+    trained = (np.arange(len(tokens)) >= len(prompt.tokens)).astype(np.int8)
+    return TrainSample(
+        prompt_index=prompt.index,
+        sample_index=0,
+        tokens=tokens,
+        loss_mask=trained,
+        engine_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        weight_versions=np.full(len(tokens), -1, dtype=np.int32),
+        reward=0.0,
+        advantage=1.0,
+    )

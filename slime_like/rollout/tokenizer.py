@@ -1,0 +1,53 @@
+"""The tokenizer of an HF folder, loaded without torch where the folder allows it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from slime_like.errors import DataError
+
+_PROBE = "probe-response"
+
+
+def load_tokenizer(folder: str):
+    """The HF tokenizer of --hf-checkpoint, from local files only.
+
+    A folder with tokenizer.json is read by transformers' generic fast class: AutoTokenizer would import torch (seconds at start)
+    only to find the same file. Raises DataError if there is none or it cannot be read.
+    """
+    if not os.path.isdir(folder):
+        raise DataError(f"--hf-checkpoint {folder}: no such folder.")
+    try:
+        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError(f"--hf-checkpoint {folder}: its tokenizer cannot be loaded: {error}") from error
+
+
+def encode(tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text as it stands: special tokens come from the text (the chat template), none is added."""
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+
+def end_of_turn_id(tokenizer, chat_template_kwargs: dict | None) -> int:
+    """The token that ends an answer: what the chat template puts after one, else the tokenizer's end-of-sequence token.
+
+    chat_template_kwargs: None for prompts without a chat template. Base models often end a text with another token than a chat
+    turn; training on the wrong one teaches a model that never stops. Raises DataError if there is neither.
+    """
+    if chat_template_kwargs is not None and tokenizer.chat_template:
+        messages = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": _PROBE}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **chat_template_kwargs)
+        _, found, after = text.rpartition(_PROBE)
+        ids = encode(tokenizer, [after.lstrip()])[0] if found and after.strip() else []
+        if ids and tokenizer.convert_ids_to_tokens(ids[0]) in tokenizer.get_added_vocab():
+            return ids[0]
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-sequence token, so a supervised answer would never end. Fix: set eos_token in tokenizer_config.json.")
+    return tokenizer.eos_token_id

@@ -1,0 +1,1 @@
+"""Talks to SGLang: starts servers and the router, and speaks their HTTP."""

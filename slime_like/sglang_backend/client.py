@@ -1,0 +1,218 @@
+"""`EngineClient`: the control requests of one SGLang server over HTTP; the same class for launched and external engines.
+
+Generation during rollouts goes through the router and is asynchronous; `generate` here is for probes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import requests
+
+from slime_like.errors import EngineError, WaitTimeout
+from slime_like.records import EngineEndpoint
+from slime_like.utils.net import wait_until
+
+_BODY_HEAD_CHARS = 500
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class EngineHttpError(EngineError):
+    """An engine answered with an error status; `status` is None when it did not answer at all."""
+
+    def __init__(self, message: str, status: int | None = None):
+        self.message, self.status = message, status
+        super().__init__(message)
+
+    def __reduce__(self):
+        return (EngineHttpError, (self.message, self.status))
+
+
+class EngineClient:
+    """One engine's control requests. Every method raises EngineError naming url, request, status and the head of the answer.
+
+    Threads may share one client. timeout_s: deadline of a request that names none, in seconds.
+    """
+
+    def __init__(self, endpoint: EngineEndpoint, timeout_s: float = 60.0):
+        self.endpoint = endpoint
+        self.timeout_s = timeout_s
+        self._local = threading.local()
+        self._has_update_session: bool | None = None
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self.endpoint.url
+
+    # Liveness and facts
+
+    def health(self, timeout_s: float | None = None) -> bool:
+        """Whether the server answers and says that it is healthy. Never raises."""
+        try:
+            self._request("GET", "/health", timeout_s=timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    def server_info(self) -> dict:
+        """What the server was started with (`tp_size`, `version`, …)."""
+        return self._first_found("GET", ("/server_info", "/get_server_info"))
+
+    def model_info(self) -> dict:
+        """`model_path`, `weight_version`, …"""
+        return self._first_found("GET", ("/model_info", "/get_model_info"))
+
+    def weight_version(self) -> str:
+        """The version that the server reports; "default" until one was set."""
+        info = self.model_info()
+        if "weight_version" not in info:
+            raise EngineError(f"engine {self.endpoint.index} at {self.url}: /model_info reports no weight_version; this SGLang is too old for weight sync")
+        return str(info["weight_version"])
+
+    # Generation
+
+    def generate(self, input_ids: list[int] | list[list[int]], sampling_params: dict, **more: Any) -> Any:
+        """POST /generate; returns SGLang's answer (a list of them for a list of prompts)."""
+        return self._request("POST", "/generate", {"input_ids": input_ids, "sampling_params": sampling_params, **more})
+
+    def abort_all(self) -> None:
+        """Abort every request; each returns what it has with finish reason "abort"."""
+        self._request("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    def pause_generation(self, mode: str) -> None:
+        """Stop generating. "abort" ends running requests, "retract" keeps them and recomputes them later, "in_place" keeps their cache too."""
+        self._request("POST", "/pause_generation", {"mode": mode})
+
+    def continue_generation(self) -> None:
+        """Generate again after a pause."""
+        self._request("POST", "/continue_generation", {})
+
+    def flush_cache(self, deadline_s: float | None = None) -> None:
+        """Forget cached prefixes. Tries again while requests are still being wound down. Raises WaitTimeout at the deadline."""
+        deadline_s = self.timeout_s if deadline_s is None else deadline_s
+
+        def probe() -> str | None:
+            try:
+                self._request("POST", "/flush_cache", {}, timeout_s=deadline_s)
+            except EngineHttpError as error:
+                if error.status != 400:
+                    raise
+                return str(error)
+            return None
+
+        wait_until(probe, deadline_s=deadline_s, who="trainer", whom=f"engine {self.endpoint.index} at {self.url}", phase="flush cache")
+
+    # Weights
+
+    def begin_weight_update(self) -> None:
+        """Open a weight update session, where this SGLang has them (0.5.23 does; without one it refuses weights)."""
+        self._has_update_session = self._optional("/begin_weight_update")
+
+    def end_weight_update(self) -> None:
+        """Close the session that `begin_weight_update` opened, if it opened one."""
+        if self._has_update_session:
+            self._checked("/end_weight_update", {})
+        self._has_update_session = None
+
+    def update_weight_version(self, version: str, timeout_s: float | None = None) -> None:
+        """Name the weights that the server holds now."""
+        self._checked("/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout_s)
+
+    def update_weights_from_tensor(self, serialized: list[str], *, load_format: str | None, timeout_s: float | None = None) -> None:
+        """Load tensors. serialized: one base64 text per tensor parallel rank. The caller flushes the cache."""
+        body = {"serialized_named_tensors": serialized, "load_format": load_format, "flush_cache": False}
+        self._checked("/update_weights_from_tensor", body, timeout_s)
+
+    def update_weights_from_disk(self, model_path: str, timeout_s: float | None = None) -> None:
+        """Load an HF folder that the server can see. The caller flushes the cache."""
+        self._checked("/update_weights_from_disk", {"model_path": model_path, "load_format": "safetensors", "flush_cache": False}, timeout_s)
+
+    def init_weights_update_group(self, *, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str, timeout_s: float) -> None:
+        """Join a process group; returns when all of its ranks have."""
+        body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size, "group_name": group_name, "backend": backend}
+        self._checked("/init_weights_update_group", body, timeout_s)
+
+    def update_weights_from_distributed(self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, load_format: str | None, timeout_s: float) -> None:
+        """Receive one broadcast of rank 0 and load it. The caller flushes the cache."""
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "load_format": load_format, "flush_cache": False}
+        self._checked("/update_weights_from_distributed", body, timeout_s)
+
+    def destroy_weights_update_group(self, group_name: str, timeout_s: float | None = None) -> None:
+        """Leave a process group."""
+        self._checked("/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
+
+    def weights_checksum(self) -> Any:
+        """A checksum of the weights that the server holds, per rank; equal for equal weights and layout."""
+        answer = self._checked("/weights_checker", {"action": "checksum"})
+        return answer.get("per_engine_checksum") or answer.get("ranks")
+
+    # Memory
+
+    def release_memory_occupation(self, tags: list[str]) -> None:
+        """Give memory back: "kv_cache", "weights". The server must be idle. Without CUDA it is accepted and frees nothing."""
+        self._request("POST", "/release_memory_occupation", {"tags": tags})
+
+    def resume_memory_occupation(self, tags: list[str]) -> None:
+        """Take memory again; weights come back without their contents."""
+        self._request("POST", "/resume_memory_occupation", {"tags": tags})
+
+    # How it is sent
+
+    def _checked(self, path: str, body: dict, timeout_s: float | None = None) -> dict:
+        """POST; an answer that says `"success": false` is an error too."""
+        answer = self._request("POST", path, body, timeout_s=timeout_s)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineHttpError(f"engine {self.endpoint.index}: POST {self.url}{path} refused: {answer.get('message')}", 200)
+        return answer if isinstance(answer, dict) else {}
+
+    def _optional(self, path: str) -> bool:
+        """POST; False where the server does not know the path."""
+        try:
+            self._checked(path, {})
+        except EngineHttpError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def _first_found(self, method: str, paths: tuple[str, ...]) -> dict:
+        """The answer of the first path that this SGLang knows: names have changed between versions."""
+        for path in paths[:-1]:
+            try:
+                return self._request(method, path)
+            except EngineHttpError as error:
+                if error.status != 404:
+                    raise
+        return self._request(method, paths[-1])
+
+    def _session(self) -> requests.Session:
+        """One session a thread, without the environment's proxies: an engine is always reached directly."""
+        if not hasattr(self._local, "session"):
+            session = requests.Session()
+            session.trust_env = False
+            if self.endpoint.api_key:
+                session.headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
+            self._local.session = session
+        return self._local.session
+
+    def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = None) -> Any:
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
+        what = f"engine {self.endpoint.index}: {method} {self.url}{path}"
+        try:
+            response = self._session().request(method, self.url + path, json=body, timeout=(min(_CONNECT_TIMEOUT_S, timeout_s), timeout_s))
+        except requests.Timeout as error:
+            who = f"engine {self.endpoint.index} at {self.url}"
+            raise WaitTimeout(who="client", whom=who, phase=f"{method} {path}", seconds=time.monotonic() - start, last=type(error).__name__) from error
+        except requests.RequestException as error:
+            raise EngineHttpError(f"{what} failed: {error}") from error
+        if response.status_code >= 400:
+            hint = " (is the API key right?)" if response.status_code == 401 else ""
+            raise EngineHttpError(f"{what} answered {response.status_code}{hint}: {response.text[:_BODY_HEAD_CHARS]}", response.status_code)
+        try:
+            return response.json()
+        except ValueError:
+            return response.text

@@ -1,0 +1,165 @@
+"""Lets an unmodified sglang 0.5.23 wheel be imported where there is no CUDA. Call `install()` before importing sglang.
+
+Each workaround names what it is for and when it can go. All are for sglang 0.5.23 with the CPU build of torch 2.13; none changes
+torch itself: replacing torch's constructors leaves transformers' rotary tables uninitialised and gives wrong log-probs.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+#: Not installed on a CPU host. torchvision: the published wheel is built against CUDA torch and breaks transformers on import.
+#: Remove when sglang imports neither unless it uses it.
+_ABSENT = ("triton", "torchvision")
+
+#: Names that sglang imports from sgl_kernel (CUDA wheels only, no source distribution) although only speculative decoding calls them.
+#: Remove when sglang guards these imports, or when sgl_kernel has a CPU wheel.
+_KERNELS = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "rotate_input_ids_cpu",
+    "verify_tree_greedy_cpu",
+)
+
+
+def install() -> None:
+    """Put the stand-ins in place; does nothing for a package that is really installed."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # sglang's debug dumper imports megatron.core when it is installed: 0.7 s for nothing. Remove when that import is lazy.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
+    _install_absent_packages()
+    _install_sgl_kernel()
+
+
+class _Placeholder:
+    """Stands for any class of an absent package: can be subclassed, takes any arguments."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__()
+
+
+class _Constexpr:
+    """triton.language.constexpr: sglang reads `.value` of module-level constants."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+
+class _AbsentModule(types.ModuleType):
+    """A module that is not there. CamelCase attributes are classes, others are submodules; calling one decorates nothing."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__path__ = []
+        self.__file__ = __file__
+        self.__spec__ = importlib.machinery.ModuleSpec(name, _AbsentFinder(), is_package=True)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            value = type(name, (_Placeholder,), {"__module__": self.__name__})
+        else:
+            full = f"{self.__name__}.{name}"
+            value = sys.modules.setdefault(full, _AbsentModule(full))
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args, **kwargs):
+        """`@triton.jit` returns the function; `@triton.autotune(...)` returns a decorator that does."""
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]
+        return lambda function: function
+
+    def __contains__(self, item):  # `"cpu" in triton.backends.backends`
+        return False
+
+    def __iter__(self):
+        return iter(())
+
+    def __bool__(self):
+        return False
+
+
+class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module below the absent packages; asked last, so it never hides a real one."""
+
+    names: frozenset[str] = frozenset()
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.split(".")[0] in self.names:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def _install_absent_packages() -> None:
+    missing = frozenset(name for name in _ABSENT if importlib.util.find_spec(name) is None)
+    if not missing:
+        return
+    _let_others_record_the_truth()
+    _AbsentFinder.names = missing
+    sys.meta_path.append(_AbsentFinder())
+    if "triton" in missing:
+        triton = importlib.import_module("triton")
+        triton.__version__ = "0.0.0"  # type: ignore[attr-defined]
+        triton.cdiv = lambda a, b: -(a // -b)  # type: ignore[attr-defined]
+        triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1  # type: ignore[attr-defined]
+        triton.language.constexpr = _Constexpr
+
+
+def _let_others_record_the_truth() -> None:
+    """torch and transformers cache whether triton and torchvision exist: let them look before the stand-ins appear."""
+    import torch.utils._triton
+    import transformers.utils.import_utils as transformers_imports
+
+    torch.utils._triton.has_triton_package()
+    for name in ("is_torchvision_available", "is_torchvision_v2_available", "is_triton_available"):
+        probe = getattr(transformers_imports, name, None)
+        if probe is not None:
+            probe()
+
+
+def _install_sgl_kernel() -> None:
+    if "sgl_kernel" in sys.modules or importlib.util.find_spec("sgl_kernel") is not None:
+        return
+    module = types.ModuleType("sgl_kernel", "CPU stand-in: sglang needs the names at import, not the kernels.")
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+    module.__file__ = __file__
+    module.__version__ = "0.0.0"  # type: ignore[attr-defined]
+    for name in _KERNELS:
+        setattr(module, name, _unavailable(name))
+    module.assign_req_to_token_pool_cpu = _assign_req_to_token_pool  # type: ignore[attr-defined]
+    sys.modules["sgl_kernel"] = module
+
+
+def _unavailable(name: str):
+    def kernel(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} (speculative decoding) is not available without CUDA")
+
+    return kernel
+
+
+def _assign_req_to_token_pool(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len) -> None:
+    """The one kernel that plain decoding calls: row `req_pool_indices[i]`, columns start..end, get the next cache locations."""
+    taken = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start

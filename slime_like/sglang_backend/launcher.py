@@ -1,0 +1,220 @@
+"""Starts one SGLang server as a guarded child process and waits until it is healthy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+
+from slime_like.errors import EngineError, WaitTimeout
+from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.server_args import known_arguments, merge_flags, to_argv
+from slime_like.sglang_backend.shared_memory import DIRECTORY_VARIABLE, WEIGHT_LOADER, shared_directory
+from slime_like.utils.guard import GuardedProcess, group_members, start_guarded
+from slime_like.utils.net import free_port, host_port, http_url, interface_of, port_is_free
+
+_LOG_LINES = 30
+_CLOSE_GRACE_S = 1.0  # SGLang answers TERM with crash diagnostics, not with an orderly end: waiting longer gains nothing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What one engine is to be. extra_flags: underscored SGLang flag names -> value, list, or True; they win over our defaults."""
+
+    index: int
+    model_path: str
+    tp_size: int = 1
+    dtype: str | None = None  # None: as the checkpoint says
+    host: str = "127.0.0.1"
+    port: int | None = None  # None: a free one
+    gpu_ids: tuple[int, ...] = ()  # ignored without CUDA
+    context_length: int | None = None  # tokens; None: the model's
+    seed: int = 0
+    extra_flags: dict = dataclasses.field(default_factory=dict)
+    memory_saver: bool = False  # release and resume really free memory; CUDA only
+    log_path: str
+    custom_weight_loader: str | None = WEIGHT_LOADER
+    command: tuple[str, ...] | None = None  # instead of SGLang's server, before its arguments
+
+
+class Engine:
+    """A running engine; made by `launch_engine`."""
+
+    def __init__(self, spec: EngineSpec, process: GuardedProcess, endpoint: EngineEndpoint, private_dir: str):
+        self.spec = spec
+        self.endpoint = endpoint
+        self.pid = process.pid
+        self._process = process
+        self._private_dir = private_dir
+        self._shared_files: set[str] = set()
+
+    def poll(self) -> int | None:
+        """None while the server runs, else its exit status."""
+        return self._process.poll()
+
+    def check(self) -> None:
+        """Raise EngineError with the tail of the log if the server has ended."""
+        code = self.poll()
+        if code is not None:
+            raise EngineError(self._message(f"ended with status {code}"))
+
+    def close(self) -> None:
+        """End the server and everything it started, and remove what it left in shared memory. Harmless when called twice."""
+        self._note_shared_files()
+        self._process.close(grace_s=_CLOSE_GRACE_S)
+        for path in self._shared_files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        shutil.rmtree(self._private_dir, ignore_errors=True)
+
+    def wait_healthy(self, timeout_s: float) -> None:
+        """Wait for /health. Raises EngineError the moment the server ends, WaitTimeout at the deadline, both with the tail of the log."""
+        client = EngineClient(self.endpoint, timeout_s=5.0)
+        deadline = time.monotonic() + timeout_s
+        while not client.health():
+            self.check()
+            if time.monotonic() > deadline:
+                last = self._process.log_tail(_LOG_LINES)
+                raise WaitTimeout(who="launcher", whom=f"engine {self.spec.index} at {self.endpoint.url}", phase="start", seconds=timeout_s, last=f"\n{last}")
+            time.sleep(0.05)
+        # Health is answered by whoever listens there: make sure that it is ours, with our key.
+        self.check()
+        client.model_info()
+        self._note_shared_files()
+        shutil.rmtree(self._private_dir, ignore_errors=True)
+
+    def _message(self, what: str) -> str:
+        return f"engine {self.spec.index} ({self.spec.model_path}, {self.endpoint.url}) {what}. End of {self.spec.log_path}:\n{self._process.log_tail(_LOG_LINES)}"
+
+    def _note_shared_files(self) -> None:
+        """Remember the server's files in shared memory: sglang 0.5.23 leaves sglang_loads_*.shm behind when it is killed."""
+        for pid in group_members(self.pid):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+                self._shared_files.update(line.split()[-1] for line in maps if "/dev/shm/sglang_loads_" in line)
+
+
+def host_has_cuda() -> bool:
+    """Whether engines here run on CUDA: there is a device, and torch is a build that can use it. torch is not imported."""
+    if not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg")):
+        return False
+    try:
+        return not importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def launch_engine(spec: EngineSpec, timeout_s: float) -> Engine:
+    """Start a server and wait until it is healthy. It dies with this process, and always asks for a key that we make up.
+
+    Raises EngineError (port taken, SGLang missing, server ended; with the tail of its log) or WaitTimeout.
+    """
+    engine = start_engine(spec)
+    try:
+        engine.wait_healthy(timeout_s)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def start_engine(spec: EngineSpec) -> Engine:
+    """Start a server without waiting for it; `launch_engine` does both."""
+    cuda = host_has_cuda()
+    if spec.command is None and importlib.util.find_spec("sglang") is None:
+        raise EngineError(f"engine {spec.index}: SGLang is not installed in {sys.prefix}.")
+    if spec.port is not None and not port_is_free(spec.host, spec.port):
+        raise EngineError(f"engine {spec.index}: port {spec.port} on {spec.host} is taken. Fix: end the process that listens there, or choose another port.")
+    port = spec.port if spec.port is not None else free_port(spec.host)
+    key = secrets.token_urlsafe(24)
+    private_dir = tempfile.mkdtemp(prefix="slime-like-engine-")
+    endpoint = EngineEndpoint(index=spec.index, url=http_url(spec.host, port), api_key=key, tp_size=spec.tp_size)
+    try:
+        argv = [*(spec.command or _command(cuda)), *_server_argv(spec, port, cuda), "--config", _write_key(private_dir, key)]
+        process = start_guarded(argv, env=_environment(spec, cuda), log_path=spec.log_path, secrets=(key,))
+    except BaseException as error:
+        shutil.rmtree(private_dir, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise EngineError(f"engine {spec.index} at {host_port(spec.host, port)} could not be started: {error}") from error
+        raise
+    return Engine(spec, process, endpoint, private_dir)
+
+
+def _command(cuda: bool) -> tuple[str, ...]:
+    return (sys.executable, "-m", "sglang.launch_server" if cuda else "slime_like.sglang_backend.cpu_server")
+
+
+def _write_key(directory: str, key: str) -> str:
+    """The API key in a file that only we can read: on the command line every user of the host would see it.
+
+    SGLang takes it from no environment variable, but from its --config file.
+    """
+    path = os.path.join(directory, "server.yaml")
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f'api-key: "{key}"\n')
+    return path
+
+
+def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
+    """SGLang's command line without the key: what we decide, then our defaults, then the user's flags."""
+    fixed: dict = {"model_path": spec.model_path, "host": spec.host, "port": port, "tp_size": spec.tp_size, "random_seed": spec.seed}
+    defaults: dict = {} if cuda else _cpu_defaults(spec.context_length)
+    if spec.dtype is not None:
+        defaults["dtype"] = spec.dtype
+    if spec.context_length is not None:
+        defaults["context_length"] = spec.context_length
+    if spec.memory_saver and cuda:  # it needs torch_memory_saver, which is CUDA only
+        defaults["enable_memory_saver"] = True
+    extra = dict(spec.extra_flags)
+    if spec.custom_weight_loader and (spec.command or "custom_weight_loader" in known_arguments()):
+        given = extra.pop("custom_weight_loader", [])
+        fixed["custom_weight_loader"] = [*(given if isinstance(given, list) else [given]), spec.custom_weight_loader]
+    return to_argv(fixed | merge_flags(defaults, extra))
+
+
+def _cpu_defaults(context_length: int | None) -> dict:
+    """What makes SGLang start fast, idle at no cost and fit into memory without CUDA."""
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "disable_overlap_schedule": True,  # gains nothing here
+        "skip_server_warmup": True,
+        "sleep_on_idle": True,  # else the scheduler spins on a whole core
+        "mem_fraction_static": 0.3,
+        # The torch-native backend loops over sequences in Python: more at a time brings nothing. 256 tokens each.
+        "max_running_requests": 64,
+        "max_total_tokens": max(64 * 256, context_length or 0),
+    }
+
+
+def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:
+    """The server's environment variables."""
+    env = dict(os.environ)
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    env["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])])
+    env[DIRECTORY_VARIABLE] = shared_directory()
+    # Else /health generates a token and takes a second, and fails while generation is paused.
+    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    if os.path.isdir(spec.model_path):
+        env.setdefault("HF_HUB_OFFLINE", "1")
+    if cuda:
+        if spec.gpu_ids:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpu_ids))
+    else:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env["OMP_NUM_THREADS"] = env.get("SLIME_LIKE_ENGINE_OMP_THREADS", "1")
+        if spec.tp_size > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(spec.tp_size))
+    interface = interface_of(spec.host)
+    if interface:
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return env

@@ -1,0 +1,1 @@
+"""Small tools without a layer of their own: plugins and files."""

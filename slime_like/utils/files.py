@@ -1,0 +1,159 @@
+"""Files that are whole or absent, and the layout of a run directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from slime_like.errors import UserError
+
+
+def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def append_json_line(path: str | os.PathLike, record: dict) -> None:
+    """Add one JSON object as a line, in a single write, so that lines of several writers do not mix.
+
+    Raises ValueError for NaN and infinity, which JSON does not have.
+    """
+    line = json.dumps(record, allow_nan=False) + "\n"
+    with open(path, "ab", buffering=0) as file:
+        file.write(line.encode())
+
+
+def read_json_lines(path: str | os.PathLike) -> list[dict]:
+    """The objects of a JSONL file. A last line without its newline is a write cut short, and is left out."""
+    text = Path(path).read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in complete.splitlines() if line.strip()]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """Where everything of one run lies. Example: RunDirectory("runs/20250101-120000-train").metrics"""
+
+    path: str
+
+    @classmethod
+    def create(cls, config, *, root: str = "runs") -> RunDirectory:
+        """Make the directory of a new run and write config.json into it.
+
+        config: the RunConfig (its type is of a higher layer). Default path: {root}/<time>-<run name>.
+        Raises UserError if --run-dir already holds a run: it is never overwritten.
+        """
+        options = config.observability
+        if options.run_dir:
+            path = Path(options.run_dir)
+            if path.exists() and not path.is_dir():
+                raise UserError(f"--run-dir {path}: is a file. Fix: another --run-dir.")
+            for name in ("config.json", "metrics.jsonl"):
+                if (path / name).exists():
+                    raise UserError(f"--run-dir {path}: holds another run ({name}). Fix: another --run-dir, or none for runs/<time>-<name>.")
+            path = _make(path, exist_ok=True)
+        else:
+            path = _make_new(Path(root) / f"{time.strftime('%Y%m%d-%H%M%S')}-{options.run_name}")
+        run = cls(str(path.resolve()))
+        for folder in (run.samples, run.checkpoints, run.logs):
+            folder.mkdir(exist_ok=True)
+        write_atomic(run.config, config.to_json() + "\n")
+        return run
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return Path(self.path) / "config.json"
+
+    @property
+    def plan(self) -> Path:
+        """The placement plan."""
+        return Path(self.path) / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return Path(self.path) / "metrics.jsonl"
+
+    @property
+    def reward_curve(self) -> Path:
+        """The picture drawn from the metrics."""
+        return Path(self.path) / "reward.png"
+
+    @property
+    def samples(self) -> Path:
+        """Folder of samples that were asked for."""
+        return Path(self.path) / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return Path(self.path) / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard event files."""
+        return Path(self.path) / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of log files."""
+        return Path(self.path) / "logs"
+
+    def log(self, role: str, rank: int) -> Path:
+        """The log file of one process, e.g. logs/actor-0.log."""
+        return self.logs / f"{role}-{rank}.log"
+
+
+def _make(path: Path, *, exist_ok: bool) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise UserError(f"the run directory {path} cannot be made: {error.strerror}. Fix: --run-dir.") from None
+    return path
+
+
+def _make_new(path: Path) -> Path:
+    """`path`, or path-2, path-3 … if runs started within the same second."""
+    for attempt in itertools.count(1):
+        try:
+            return _make(path if attempt == 1 else path.with_name(f"{path.name}-{attempt}"), exist_ok=False)
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable: count() does not end")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

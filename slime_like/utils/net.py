@@ -1,0 +1,107 @@
+"""Ports, addresses, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from slime_like.errors import WaitTimeout
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at `host` now (somebody may take it before you do)."""
+    with _bindable(host) as bound:
+        bound.bind((host, 0))
+        return bound.getsockname()[1]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen at `host`:`port`."""
+    with _bindable(host) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing connection does not count
+        try:
+            bound.bind((host, port))
+            bound.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def _bindable(host: str) -> socket.socket:
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    return socket.socket(family, socket.SOCK_STREAM)
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def http_url(host: str, port: int) -> str:
+    """`http://host:port`, an IPv6 host in brackets."""
+    return f"http://{host_port(host, port)}"
+
+
+def url_host(url: str) -> str:
+    """The host of a URL, without brackets."""
+    host = urlsplit(url).hostname
+    if not host:
+        raise ValueError(f"{url!r} has no host")
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this machine only."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` names this machine: a server could listen there."""
+    try:
+        with _bindable(host) as bound:
+            bound.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def own_address(peer: str = "192.0.2.1") -> str:
+    """The address of this machine that `peer` would see; the loopback one without a network. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))
+        except OSError:
+            return "::1" if family == socket.AF_INET6 else "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface that holds `address`, or None if no interface of this machine does (IPv4, Linux)."""
+    if is_loopback(address):
+        return "lo"
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(packed[20:24]) == address:
+                    return name
+    return None
+
+
+def wait_until(probe: Callable[[], str | None], *, deadline_s: float, who: str, whom: str, phase: str, interval_s: float = 0.1) -> None:
+    """Call `probe` until it returns None; a string says what is still missing. Raises WaitTimeout with the last one."""
+    end = time.monotonic() + deadline_s
+    while (missing := probe()) is not None:
+        if time.monotonic() + interval_s > end:
+            raise WaitTimeout(who=who, whom=whom, phase=phase, seconds=deadline_s, last=missing)
+        time.sleep(interval_s)

@@ -1,0 +1,63 @@
+"""Load a user's function by its dotted path and check, at start, that it can be called as we will call it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+from slime_like.errors import PluginError
+
+
+def load_function(path: str, *, num_positional: int, flag: str) -> Callable:
+    """The function at `pkg.module.function` or `pkg.module:function`.
+
+    num_positional: how many positional arguments we will pass. flag: the command-line flag, for messages.
+    Raises PluginError naming the path, what was found, and the closest names.
+    """
+    module_path, name = _split(path, flag)
+    module = _import(module_path, path, flag)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4) or sorted(functions)[:5]
+        found = f"It has: {', '.join(close)}." if close else "It has no functions."
+        raise PluginError(f"{flag} {path}: module {module_path} has no {name!r}. {found}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise PluginError(f"{flag} {path}: {name!r} is a {type(function).__name__}, not a function.")
+    _check_signature(function, path, num_positional, flag)
+    return function
+
+
+def _split(path: str, flag: str) -> tuple[str, str]:
+    module_path, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not separator or not module_path or not name.isidentifier() or not all(part.isidentifier() for part in module_path.split(".")):
+        raise PluginError(f"{flag} {path}: is no path to a function. Fix: package.module.function or package.module:function.")
+    return module_path, name
+
+
+def _import(module_path: str, path: str, flag: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_path)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_path != missing and not module_path.startswith(missing + "."):
+            # The module is there; something that it imports is not.
+            raise PluginError(f"{flag} {path}: importing {module_path} failed: {error}") from error
+        raise PluginError(f"{flag} {path}: no module {missing!r}. Fix: the path, or add its folder to PYTHONPATH.") from None
+    except Exception as error:
+        raise PluginError(f"{flag} {path}: importing {module_path} raised {type(error).__name__}: {error}") from error
+
+
+def _check_signature(function: Callable, path: str, num_positional: int, flag: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin that does not tell; calling it will
+    try:
+        signature.bind(*[None] * num_positional)
+    except TypeError:
+        raise PluginError(f"{flag} {path}: will be called with {num_positional} positional arguments, but its signature is {signature}.") from None

@@ -1,0 +1,70 @@
+"""A Ray cluster as a user starts it, and data for whole runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.e2e.runs import ROOT, environment, stop_group
+
+
+@dataclasses.dataclass
+class Cluster:
+    """`ray start --head --num-gpus 4`, on loopback."""
+
+    address: str
+    dashboard: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a train.py that must join this cluster."""
+        return environment(RAY_ADDRESS=self.address)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    import socket
+
+    sockets = [socket.socket() for _ in range(count)]
+    for item in sockets:
+        item.bind(("127.0.0.1", 0))
+    ports = [item.getsockname()[1] for item in sockets]
+    for item in sockets:
+        item.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray")
+    port, dashboard = free_ports(2)
+    command = [
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--num-gpus", "4", "--node-ip-address", "127.0.0.1", "--port", str(port),
+        "--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard), "--disable-usage-stats", "--block",
+    ]  # fmt: skip
+    with open(folder / "ray.log", "w") as log:
+        process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    cluster = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+    deadline = time.monotonic() + 60
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "ray.log").read_text()
+        try:
+            if requests.get(f"{cluster.dashboard}/api/jobs/", timeout=2).ok:
+                break
+        except requests.RequestException:
+            time.sleep(0.3)
+    yield cluster
+    stop_group(process)
+
+
+@pytest.fixture(scope="session")
+def tiny_data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    subprocess.run([sys.executable, ROOT / "scripts/make_tiny_data.py", "sort4", folder], check=True, timeout=60)
+    return folder

@@ -1,0 +1,12 @@
+"""Rewards for whole runs with an untrained model: cheap, deterministic, and different within a group."""
+
+
+def even_tokens(args, sample) -> float:
+    """Share of even token ids in the response: random weights give about one half, and it can be learned."""
+    response = sample.tokens[sample.loss_mask.astype(bool)]
+    return float((response % 2 == 0).mean()) if len(response) else 0.0
+
+
+def raises(args, sample) -> float:
+    """A reward function with a bug."""
+    raise KeyError("no such key in the label")

@@ -1,0 +1,107 @@
+"""Starts train.py as users do, and reads what it left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+#: A rollout that takes a second on the tiny model.
+SMALL_RUN = [
+    "--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle",
+    "--custom-rm-path", "tests.e2e.rewards.even_tokens",
+    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--rollout-max-response-len", "12",
+    "--use-dynamic-batch-size", "--max-tokens-per-gpu", "256", "--balance-data", "--advantage-estimator", "grpo", "--lr", "1e-3", "--adam-beta2", "0.98", "--eps-clip-high", "0.28",
+]  # fmt: skip
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a run: this interpreter first on PATH, no proxies, no cluster but the one asked for."""
+    kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and "proxy" not in k.lower()}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"} | extra
+
+
+@dataclasses.dataclass
+class Finished:
+    """A run that ended."""
+
+    returncode: int
+    output: str
+    run_dir: Path
+
+    def metrics(self, kind: str) -> list[dict]:
+        """The metric lines of one kind."""
+        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == kind]
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failing assertion."""
+        parts = [self.output[-4000:]]
+        for path in sorted((self.run_dir / "logs").glob("*.log")):
+            parts.append(f"--- {path.name}\n" + path.read_text(errors="replace")[-1500:])
+        return "\n".join(parts)
+
+
+def run_train(*flags, run_dir: Path, timeout: float = 180, env: dict | None = None) -> Finished:
+    """`python train.py` with a deadline; output is standard output and error together."""
+    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags), "--run-dir", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
+    return Finished(done.returncode, done.stdout, run_dir)
+
+
+def start_train(*flags, run_dir: Path) -> subprocess.Popen:
+    """`python train.py` in the background, for tests that interrupt it."""
+    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags), "--run-dir", str(run_dir)]
+    with open(run_dir.parent / f"{run_dir.name}.out", "w") as output:
+        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def our_processes() -> dict[int, str]:
+    """Engines, routers, trainers and guards that run on this machine: pid -> command line."""
+    found = {}
+    for process in psutil.process_iter(["cmdline", "name"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if any(word in line for word in ("sglang", "slime_like", "ray::TrainActor", "ray::EngineActor", "raylet", "gcs_server")) and "pytest" not in line:
+            found[process.pid] = line[:200]
+    return found
+
+
+def assert_nothing_left(before: dict[int, str], seconds: float = 30) -> None:
+    """Every process started since `before` ends within `seconds`."""
+    deadline = time.monotonic() + seconds
+    left: dict[int, str] = {}
+    while time.monotonic() < deadline:
+        left = {pid: line for pid, line in our_processes().items() if pid not in before}
+        if not left:
+            return
+        time.sleep(0.5)
+    raise AssertionError("left behind: " + "\n".join(f"{pid} {line}" for pid, line in left.items()))
+
+
+def wait_for(path: Path, text: str, seconds: float, process: subprocess.Popen | None = None) -> str:
+    """Wait until a file holds a text."""
+    deadline = time.monotonic() + seconds
+    content = ""
+    while time.monotonic() < deadline:
+        content = path.read_text(errors="replace") if path.exists() else ""
+        if text in content:
+            return content
+        assert process is None or process.poll() is None, f"ended with {process.returncode} before {text!r}:\n{content[-3000:]}"
+        time.sleep(0.2)
+    raise AssertionError(f"{text!r} not in {path} after {seconds} s:\n{content[-3000:]}")
+
+
+def stop_group(process: subprocess.Popen, number: int = signal.SIGTERM, seconds: float = 30) -> None:
+    """Signal a process group that a test started, and wait for its leader."""
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+    process.wait(seconds)

@@ -1,0 +1,76 @@
+"""Interrupting, killing, resuming: nothing is left behind and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train, start_train, wait_for
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def base(tiny_model_dir, tiny_data_dir):
+    return [*SMALL_RUN, "--hf-checkpoint", str(tiny_model_dir), "--prompt-data", f"{tiny_data_dir}/train.jsonl", "--actor-num-gpus-per-node", "1", "--colocate"]
+
+
+def with_rollouts(flags, count):
+    flags = list(flags)
+    flags[flags.index("--num-rollout") + 1] = str(count)
+    return flags
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_interrupted_run_leaves_nothing(base, tmp_path, number, status):
+    before = our_processes()
+    process = start_train(*with_rollouts(base, 1000), run_dir=tmp_path / "run")
+    try:
+        wait_for(tmp_path / "run.out", "rollout 2/1000", 120, process)
+        os.kill(process.pid, number)  # to train.py alone: everything else must follow by itself
+        assert process.wait(60) == status
+        assert_nothing_left(before, seconds=45)
+        if number == signal.SIGINT:
+            assert "interrupted" in (tmp_path / "run.out").read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_resume_continues_step_data_and_optimizer(base, tmp_path):
+    flags = [*base, "--save", tmp_path / "save"]
+    first = run_train(*with_rollouts(flags, 2), run_dir=tmp_path / "a")
+    assert first.returncode == 0, first.logs()
+    second = run_train(*with_rollouts(flags, 3), "--load", tmp_path / "save", run_dir=tmp_path / "b")
+    assert second.returncode == 0, second.logs()
+    assert [line["step"] for line in second.metrics("train")] == [2]
+    assert second.metrics("train")[0]["train/logprob_abs_diff_max"] <= 1e-4
+    assert [line["sync/version"] for line in second.metrics("sync")] == [3, 4]
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def test_train_only_replays_saved_rollouts_to_the_same_losses(base, tmp_path):
+    """Samples saved by a full run, trained on without engines, give the very same losses: also the reference and its KL."""
+    flags = [*base, "--use-kl-loss", "--kl-loss-coef", "0.05", "--kl-loss-type", "low_var_kl", "--ref-load", base[base.index("--hf-checkpoint") + 1]]
+    full = run_train(*flags, "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "full")
+    assert full.returncode == 0, full.logs()
+    replay = run_train(*flags, "--debug-train-only", "--load-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "replay")
+    assert replay.returncode == 0, replay.logs()
+    for name in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
+        theirs, ours = ([line[name] for line in run.metrics("train")] for run in (full, replay))
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7), name
+    assert full.metrics("train")[2]["train/kl"] > 0
+
+
+def test_rollout_only_evaluates_and_filters(base, tiny_data_dir, tmp_path):
+    flags = ["--debug-rollout-only", "--rollout-num-gpus", "1", "--eval-prompt-data", "held_out", f"{tiny_data_dir}/eval.jsonl@[0:8]", "--eval-interval", "2",
+             "--dynamic-sampling-filter-path", "slime_like.rollout.filters.reward_nonzero_std"]  # fmt: skip
+    run = run_train(*[f for f in base if f != "--colocate"], *flags, run_dir=tmp_path / "run")
+    assert run.returncode == 0, run.logs()
+    assert len(run.metrics("rollout")) == 3 and not run.metrics("train") and not run.metrics("sync")
+    assert [line["step"] for line in run.metrics("eval")] == [0, 2, 3]
+    assert all(0 <= line["eval/held_out/pass@1"] <= 1 for line in run.metrics("eval"))
+    assert json.loads((run.run_dir / "plan.json").read_text())["mode"] == "rollout_only"

@@ -1,0 +1,156 @@
+"""What a train step means: independent of how it is cut up, right about old log-probs, and kind to the actor's weights."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.errors import CheckpointError, DataError
+from tests.helpers.hf_truth import load_model, score
+from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.train_world import make_config, make_samples, run_ranks
+
+PPO = {"eps_clip": 0.1, "eps_clip_high": 0.15, "eps_clip_c": 1.5}
+
+
+def in_world(place, folder, reference, ports):
+    """Everything that needs live trainers, on one rank."""
+    from slime_like.megatron_backend.worker import TrainWorker
+
+    found, ports = {}, list(ports)
+    samples = make_samples(8)
+
+    def worker_of(**options):
+        worker = TrainWorker(make_config(folder, **options), **(place | {"master_port": ports.pop(0)}))
+        worker.start()
+        return worker
+
+    cuts = {"one": {}, "four": {"micro_batch_size": 4}, "packed": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}}
+    for name, batch in cuts.items():
+        worker = worker_of(batch=batch)
+        found[name] = worker.train(0, samples).metrics
+        worker.close()
+
+    # The same primitives by hand: two calls add up to the gradient of the sum of both losses.
+    worker = worker_of(optimizer={"clip_grad": 0.0})
+    worker.forward_backward(samples[:4])
+    worker.forward_backward(samples[4:])
+    found["halves"] = worker.optim_step()
+    worker.close()
+
+    worker = worker_of(num_steps=2, loss=PPO)
+    found["ppo"] = worker.train(0, samples).metrics
+    worker.close()
+
+    worker = worker_of(loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, checkpoint={"ref_load": reference, "load": folder})
+    before = {name: p.detach().clone() for name, p in worker.stage.named_parameters()}
+    found["reference"] = worker.log_probs(samples, model="reference")
+    found["unchanged"] = all(torch.equal(p, before[name]) for name, p in worker.stage.named_parameters())
+    worker.close()
+
+    worker = worker_of(loss={"loss_type": "sft_loss"}, rollout={"rollout_temperature": 0.5})
+    found["sft"] = [worker.train(step, samples).metrics for step in range(6)]
+    worker.close()
+
+    bf16 = worker_of(optimizer={"bf16": True, "lr": 1e-2})
+    found["bf16"] = [bf16.train(step, samples).metrics for step in range(2)]
+    found["bf16 dtypes"] = sorted({str(t.dtype) for _, t in bf16.weights()})
+    try:
+        bf16.train(2, [dataclasses.replace(samples[0], tokens=samples[0].tokens[:1], loss_mask=samples[0].loss_mask[:1])])
+    except DataError as error:
+        found["short"] = str(error)
+    bf16.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return make_tiny_model(str(root / "actor"), "qwen3"), make_tiny_model(str(root / "reference"), "qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def world(folders):
+    from slime_like.utils.net import free_port
+
+    return run_ranks(in_world, 1, *folders, [free_port() for _ in range(10)], timeout_s=100)[0]
+
+
+@pytest.mark.parametrize("cut", ["four", "packed"])
+def test_how_micro_batches_are_cut_changes_nothing(world, cut):
+    for name, value in world["one"].items():
+        assert world[cut][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def test_two_calls_add_their_gradients(world, folders):
+    model, samples = load_model(folders[0]), make_samples(8)
+    for sample in samples:
+        log_probs, _ = score(model, sample.tokens, 1.0)
+        mask = torch.as_tensor(sample.loss_mask[1:].astype(bool))
+        # Each call takes the mean over its own four samples; the gradient of the ratio at 1 is that of the log-prob.
+        (-log_probs[mask].mean() * sample.advantage / 4).backward()
+    norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters())).item()
+    assert world["halves"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_later_steps_are_clipped_against_the_weights_before_the_first(world, folders):
+    model, samples = load_model(folders[0]), make_samples(8)
+    differences = []
+    with torch.no_grad():
+        for sample in samples:
+            rows = score(model, sample.tokens, 1.0)[0].numpy()
+            differences.append(np.abs(rows - sample.engine_logprobs[1:])[sample.loss_mask[1:].astype(bool)])
+    metrics = world["ppo"]
+    # The difference from the engine belongs to the weights that generated, although two steps were taken since.
+    assert metrics["train/logprob_abs_diff"] == pytest.approx(np.concatenate(differences).mean(), rel=1e-5)
+    # The first of the two steps has ratio 1 throughout; the second sees what the first changed.
+    assert metrics["train/clip_ratio"] > 0
+    assert metrics["train/ratio_mean"] != pytest.approx(1.0, abs=1e-4)
+    assert world["one"]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_reference_is_scored_and_the_actor_comes_back_bit_for_bit(world, folders):
+    model = load_model(folders[1])
+    for sample, ours in zip(make_samples(8), world["reference"], strict=True):
+        np.testing.assert_allclose(ours[1:], score(model, sample.tokens, 1.0)[0].detach().numpy(), atol=1e-5, rtol=0)
+    assert world["unchanged"]
+
+
+def test_supervised_loss_is_hfs_and_falls(world, folders):
+    model, samples = load_model(folders[0]), make_samples(8)
+    with torch.no_grad():
+        rows = [score(model, s.tokens, 1.0)[0][torch.as_tensor(s.loss_mask[1:].astype(bool))] for s in samples]
+    losses = [m["train/loss"] for m in world["sft"]]
+    assert losses[0] == pytest.approx(float(np.mean([-row.mean().item() for row in rows])), rel=1e-5)
+    assert losses[-1] < 0.8 * losses[0]
+    assert "train/logprob_abs_diff" not in world["sft"][0]
+
+
+def test_bf16_trains_close_to_fp32(world):
+    assert world["bf16 dtypes"] == ["torch.bfloat16"]
+    assert world["bf16"][0]["train/loss"] == pytest.approx(world["one"]["train/loss"], abs=0.02)
+    assert world["bf16"][0]["train/grad_norm"] == pytest.approx(world["one"]["train/grad_norm"], rel=0.05)
+    assert world["bf16"][1]["train/loss"] != world["bf16"][0]["train/loss"]
+
+
+def test_sample_without_a_prediction_is_refused_by_name(world):
+    assert "0/0" in world["short"]
+
+
+def test_missing_tensor_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_tiny_model(str(tmp_path / "model"), "llama", num_layers=1)
+    tensors = load_file(f"{folder}/model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"CheckpointError.*model\.layers\.0\.mlp\.up_proj\.weight"):
+        run_ranks(start_only, 1, folder)
+    assert issubclass(CheckpointError, Exception)
+
+
+def start_only(place, folder):
+    from slime_like.megatron_backend.worker import TrainWorker
+
+    TrainWorker(make_config(folder), **place).start()

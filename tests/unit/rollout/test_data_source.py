@@ -1,0 +1,164 @@
+"""Rows in, prompts out: the order, resuming, and what is said about bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rollout.rows import digits_row
+
+from slime_like.errors import CheckpointError, DataError, PluginError
+from slime_like.rollout.data_source import check_data
+
+
+def test_prompts_are_rendered_with_the_chat_template(make_config, tokenizer):
+    prompt = check_data(make_config()).draw(1)[0]
+    assert prompt.text == "<|im_start|>user\nsort 0000<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.tokens.dtype == np.int32 and tokenizer.decode(prompt.tokens.tolist()) == prompt.text
+    assert (prompt.index, prompt.label, prompt.metadata, prompt.response) == (0, "0000", {}, None)
+
+
+def test_a_string_is_one_user_turn_with_the_template_and_raw_without(make_config):
+    rows = [{"prompt": "sort 12", "label": "12", "metadata": {"level": 3}}]
+    assert check_data(make_config(rows)).draw(1)[0].text == "<|im_start|>user\nsort 12<|im_end|>\n<|im_start|>assistant\n"
+    raw = check_data(make_config(rows, apply_chat_template=False)).draw(1)[0]
+    assert (raw.text, raw.metadata) == ("sort 12", {"level": 3})
+
+
+def test_rows_come_in_file_order_and_wrap_into_the_next_epoch(make_config):
+    source = check_data(make_config())  # 7 rows
+    prompts = source.draw(9)
+    assert [prompt.index for prompt in prompts] == list(range(9))
+    assert [prompt.label for prompt in prompts] == ["0000", "0001", "0002", "0003", "0004", "0005", "0006", "0000", "0001"]
+
+
+def test_shuffle_gives_each_epoch_its_own_order_and_every_run_the_same(make_config):
+    config = make_config(rollout_shuffle=True, rollout_seed=5)
+    labels = [prompt.label for prompt in check_data(config).draw(21)]
+    assert labels == [prompt.label for prompt in check_data(config).draw(21)]
+    epochs = [labels[i : i + 7] for i in (0, 7, 14)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert labels != [prompt.label for prompt in check_data(make_config(rollout_shuffle=True, rollout_seed=6)).draw(21)]
+
+
+def test_the_shuffled_order_is_fixed_for_ever(make_config):
+    """A change of this order would break resuming of runs that exist."""
+    labels = [int(prompt.label) for prompt in check_data(make_config(rollout_shuffle=True, rollout_seed=42)).draw(7)]
+    assert labels == np.random.Generator(np.random.PCG64(np.random.SeedSequence([42, 0]))).permutation(7).tolist()
+
+
+@pytest.mark.parametrize("drawn", [0, 3, 7, 11])
+def test_resume_continues_exactly_also_in_the_middle_of_an_epoch(make_config, drawn):
+    config = make_config(rollout_shuffle=True)
+    whole, first, second = check_data(config), check_data(config), check_data(config)
+    first.draw(drawn)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    expected = [(prompt.index, prompt.label) for prompt in whole.draw(drawn + 10)][drawn:]
+    assert [(prompt.index, prompt.label) for prompt in second.draw(10)] == expected
+
+
+def test_resume_refuses_other_data(make_config):
+    state = check_data(make_config()).state_dict()
+    other = check_data(make_config([digits_row(1), digits_row(2)]))
+    with pytest.raises(CheckpointError, match="num_rows was 7 and is 2"):
+        other.load_state_dict(state)
+
+
+def test_slices_take_rows_by_position_and_errors_keep_the_file_line(make_config, write_rows):
+    path = write_rows(["", *[json.dumps(digits_row(n)) for n in range(5)], "{broken"], "sliced.jsonl")
+    source = check_data(make_config(prompt_data=f"{path}@[1:3]"))
+    assert [row.label for row in source.rows] == ["0001", "0002"]
+    assert source.rows[0].line == 3  # line 1 is blank
+    assert [row.label for row in check_data(make_config(prompt_data=f"{path}@[-3:-1]")).rows] == ["0003", "0004"]
+    with pytest.raises(DataError, match="line 7 is malformed JSON"):
+        check_data(make_config(prompt_data=path))
+    with pytest.raises(DataError, match=r"slice \[9:12\] takes none of its 6 rows"):
+        check_data(make_config(prompt_data=f"{path}@[9:12]"))
+
+
+def test_number_of_rollouts(make_config):
+    assert check_data(make_config(num_rollout=4)).num_rollouts(2) == 4
+    assert check_data(make_config(num_rollout=None, num_epoch=3)).num_rollouts(2) == 10  # 21 prompts
+
+
+def test_long_prompts_are_left_out_and_counted(make_config):
+    rows = [digits_row(1), {"prompt": [{"role": "user", "content": "sort " + "9" * 30}], "label": "x"}, digits_row(2)]
+    source = check_data(make_config(rows, rollout_max_prompt_len=20))
+    assert ([row.label for row in source.rows], source.num_filtered) == (["0001", "0002"], 1)
+    assert check_data(make_config(rows)).num_filtered == 0
+    assert check_data(make_config(rows, rollout_max_context_len=40)).num_filtered == 1  # no room for a single answer token
+    with pytest.raises(DataError, match="all 3 prompts are longer than 5 tokens"):
+        check_data(make_config(rows, rollout_max_prompt_len=5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], {}, "is empty"),
+        (["   "], {}, "is empty"),
+        ([digits_row(1), '{"prompt": '], {}, r"train.jsonl line 2 is malformed JSON: .* starts with '\{\"prompt\":'"),
+        (["[1, 2]"], {}, "line 1 is a JSON list, not an object"),
+        ([digits_row(1), {"question": "x", "label": 1}], {}, r"line 2 has no key 'prompt' \(--input-key\). Its keys: 'question', 'label'"),
+        ([{"prompt": "x"}], {}, r"line 1 has no key 'label' \(--label-key\). Its keys: 'prompt'"),
+        ([digits_row(1)], {"apply_chat_template": False}, "line 1: the prompt 'prompt' is a list of chat messages. Fix: add --apply-chat-template"),
+        ([{"prompt": 5, "label": 1}], {}, "is a int, neither a string nor a list"),
+        ([{"prompt": ["hi"], "label": 1}], {}, "a chat message needs 'role' and 'content', but is 'hi'"),
+        ([{"prompt": [], "label": 1}], {}, "list of chat messages is empty"),
+        ([{"prompt": "", "label": 1}], {"apply_chat_template": False}, "line 1: the prompt is empty"),
+        ([digits_row(1) | {"metadata": [1]}], {}, r"'metadata' \(--metadata-key\) is a list, not an object"),
+    ],
+)
+def test_bad_rows_are_named(make_config, rows, options, message):
+    with pytest.raises(DataError, match=message):
+        check_data(make_config(rows, **options))
+
+
+def test_files_that_cannot_be_read_are_named(make_config, tmp_path):
+    with pytest.raises(DataError, match="absent.jsonl cannot be read: No such file"):
+        check_data(make_config(prompt_data=str(tmp_path / "absent.jsonl")))
+    binary = tmp_path / "data.parquet"
+    binary.write_bytes(b"PAR1\xff\xfe\x00")
+    with pytest.raises(DataError, match="data.parquet is no UTF-8 text"):
+        check_data(make_config(prompt_data=str(binary)))
+
+
+def test_a_folder_without_a_tokenizer_is_named(make_config, tmp_path):
+    with pytest.raises(DataError, match="--hf-checkpoint .*: its tokenizer cannot be loaded"):
+        check_data(make_config(hf_checkpoint=str(tmp_path)))
+
+
+def test_a_tokenizer_without_a_template_is_named(make_config, tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has no chat template"):
+        check_data(make_config(hf_checkpoint=str(tmp_path / "plain")))
+
+
+def test_evaluation_data_and_plugins_are_checked_too(make_config, write_rows):
+    held_out = write_rows([{"question": "x"}], "held-out.jsonl")
+    with pytest.raises(DataError, match="held-out.jsonl line 1 has no key 'prompt'"):
+        check_data(make_config(eval_prompt_data=["held-out", held_out], eval_interval=1))
+    with pytest.raises(PluginError, match="--custom-rm-path nowhere.reward: no module 'nowhere'"):
+        check_data(make_config(custom_rm_path="nowhere.reward", rm_type=None))
+
+
+def test_the_fast_path_encodes_as_auto_tokenizer_and_needs_no_torch(make_config):
+    config = make_config()
+    script = (
+        "import sys; from slime_like.rollout.tokenizer import load_tokenizer, encode; import slime_like.rollout.manager\n"
+        "t = load_tokenizer(sys.argv[1]); texts = sys.argv[2:]; fast = encode(t, texts)\n"
+        "t.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
+        "from transformers import AutoTokenizer; slow = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "assert slow(texts, add_special_tokens=False)['input_ids'] == fast, fast"
+    )
+    texts = ["<|im_start|>user\nsort 7146<|im_end|>\n", "héllo 世界\n  <calc>12+3</calc>", "0237<|im_end|>"]
+    done = subprocess.run([sys.executable, "-c", script, config.checkpoint.hf_checkpoint, *texts], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,164 @@
+"""One request: what is sent, what comes back as a Sample, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import numpy as np
+import pytest
+
+from slime_like.config.rollout import RolloutConfig
+from slime_like.errors import EngineError
+from slime_like.records import ABORTED, COMPLETED, TRUNCATED, Prompt
+from slime_like.rollout.generate import GenerationClient, Sampling, sample_from, sample_seed
+from slime_like.testing.scripted_engine import Fault, ScriptedEngine
+
+PROMPT = Prompt(index=3, text="p", tokens=np.array([11, 12], dtype=np.int32), label="x", metadata={"k": 1})
+
+
+def three_tokens(_):
+    return [21, 22, 2], [-0.3, -0.1, -0.7]
+
+
+def ask(engine, *, sampling_params=None, api_key=None, num=1, concurrency=8, **options):
+    """`num` requests at once; results or the errors, in order."""
+
+    async def run():
+        client = GenerationClient(engine.url, api_key, RolloutConfig(**options), concurrency=concurrency, weight_version=lambda: 9)
+        try:
+            requests = [client.generate(PROMPT.tokens, sampling_params or {"max_new_tokens": 8}) for _ in range(num)]
+            return await asyncio.gather(*requests, return_exceptions=True)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_sample_is_prompt_and_response_in_flat_arrays():
+    with ScriptedEngine(three_tokens) as engine:
+        engine.weight_version = "4"
+        sample = sample_from(PROMPT, 1, ask(engine)[0])
+    assert sample.tokens.tolist() == [11, 12, 21, 22, 2]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1]
+    np.testing.assert_array_equal(sample.engine_logprobs, np.array([0, 0, -0.3, -0.1, -0.7], dtype=np.float32))
+    assert sample.weight_versions.tolist() == [-1, -1, 4, 4, 4]
+    assert [sample.tokens.dtype, sample.loss_mask.dtype, sample.weight_versions.dtype] == [np.int32, np.int8, np.int32]
+    assert (sample.prompt_index, sample.sample_index, sample.status, sample.label, sample.metadata) == (3, 1, COMPLETED, "x", {"k": 1})
+    assert sample.reward is None and sample.num_response_tokens == 3
+
+
+def test_an_engine_without_a_numbered_version_gets_the_managers():
+    with ScriptedEngine(three_tokens) as engine:  # its version is "default"
+        assert ask(engine)[0].weight_version == 9
+
+
+def test_what_is_sent():
+    rollout = RolloutConfig(rollout_max_response_len=50, rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5, rollout_stop=["\n"], rollout_stop_token_ids=[2])
+    sampling = Sampling.for_training(rollout, max_context_tokens=40, seed="42")
+    with ScriptedEngine(three_tokens, api_key="secret") as engine:
+        assert isinstance(ask(engine, sampling_params=sampling.request(PROMPT, 1), api_key="secret")[0].tokens, list)
+        body = engine.requests[0]
+    assert body["input_ids"] == [11, 12] and body["return_logprob"] is True
+    assert body["sampling_params"] == {
+        "max_new_tokens": 38,  # the context leaves less than --rollout-max-response-len
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "stop": ["\n"],
+        "stop_token_ids": [2],
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": False,
+        "sampling_seed": sample_seed("42", 3, 1),
+    }
+
+
+def test_every_sample_has_a_seed_of_its_own_that_never_changes():
+    seeds = {sample_seed(run, prompt, sample) for run in ("1", "2") for prompt in range(50) for sample in range(8)}
+    assert len(seeds) == 800 and all(0 <= seed < 2**31 for seed in seeds)
+    assert sample_seed("42", 0, 0) == 1046413377
+
+
+def test_the_key_is_needed_and_a_refusal_is_not_tried_again():
+    with ScriptedEngine(three_tokens, api_key="secret") as engine:
+        error = ask(engine, api_key="wrong")[0]
+    assert isinstance(error, EngineError) and "HTTP 401" in str(error)
+    assert "wrong" not in str(error) and "secret" not in str(error)
+    with ScriptedEngine(three_tokens, faults=[Fault(status=400)]) as engine:
+        assert "refused the request: HTTP 400" in str(ask(engine)[0])
+        assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("fault", [Fault(status=500), Fault(status=503), Fault(status=429), Fault(status=408), Fault(drop=True)])
+def test_a_failure_that_may_pass_is_tried_again(fault):
+    with ScriptedEngine(three_tokens, faults=[fault]) as engine:
+        assert ask(engine)[0].tokens == [21, 22, 2]
+        assert len(engine.requests) == 2
+
+
+def test_tries_are_bounded_and_the_last_answer_is_named():
+    with ScriptedEngine(three_tokens, fault_for=lambda _: Fault(status=503)) as engine:
+        error = ask(engine, rollout_request_retries=2)[0]
+        assert len(engine.requests) == 2
+    assert isinstance(error, EngineError)
+    assert "failed 2 times (--rollout-request-retries). Last: HTTP 503" in str(error)
+
+
+def test_nobody_listening_is_an_engine_error():
+    with ScriptedEngine(three_tokens) as engine:
+        pass
+    error = ask(engine, rollout_request_retries=2)[0]
+    assert isinstance(error, EngineError) and "Cannot connect" in str(error)
+
+
+def test_a_hanging_engine_meets_the_deadline():
+    with ScriptedEngine(three_tokens, fault_for=lambda _: Fault(delay_s=60)) as engine:
+        start = time.monotonic()
+        error = ask(engine, rollout_request_timeout_s=0.3)[0]
+        assert time.monotonic() - start < 3
+    assert isinstance(error, EngineError) and "no answer within 0.3 s (--rollout-request-timeout-s)" in str(error)
+
+
+def test_the_deadline_covers_all_tries():
+    with ScriptedEngine(three_tokens, fault_for=lambda _: Fault(status=500)) as engine:
+        error = ask(engine, rollout_request_timeout_s=0.5, rollout_request_retries=100)[0]
+    assert "no answer within 0.5 s" in str(error) and "Last heard: HTTP 500" in str(error)
+
+
+def test_length_and_abort_are_told_apart():
+    with ScriptedEngine(three_tokens, faults=[None, Fault(abort=1)]) as engine:
+        cut = ask(engine, sampling_params={"max_new_tokens": 2})[0]
+        aborted = ask(engine)[0]
+    assert (cut.status, cut.tokens) == (TRUNCATED, [21, 22])
+    assert (aborted.status, aborted.tokens) == (ABORTED, [21])
+
+
+def test_requests_in_flight_are_limited():
+    with ScriptedEngine(three_tokens, fault_for=lambda _: Fault(delay_s=0.05)) as engine:
+        assert all(answer.tokens == [21, 22, 2] for answer in ask(engine, num=12, concurrency=3))
+        assert engine.most_in_flight == 3
+
+
+def answer(**meta) -> str:
+    whole = {"output_token_logprobs": [[-0.5, 7, None]], "finish_reason": {"type": "stop"}} | meta
+    return json.dumps({"text": "t", "output_ids": [7], "meta_info": whole})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("not json", "not SGLang's"),
+        ('{"text": "x"}', "KeyError: 'meta_info'"),
+        ("[]", "not SGLang's"),
+        (answer(output_token_logprobs=[]), "1 tokens but log-probs of 0"),
+        (answer(output_token_logprobs=[[-0.5, 8, None]]), "or of other tokens"),
+        (answer(output_token_logprobs=[[None, 7, None]]), "not SGLang's"),
+        (answer(output_token_logprobs=[[float("nan"), 7, None]]), "not finite"),
+        (answer(finish_reason={"type": "tired"}), "finish reason 'tired' is unknown"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_refused(body, message):
+    with ScriptedEngine(three_tokens, faults=[Fault(body=body)]) as engine:
+        error = ask(engine)[0]
+    assert isinstance(error, EngineError) and message in str(error)

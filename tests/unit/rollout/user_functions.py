@@ -1,0 +1,94 @@
+"""Functions as a user would write them, good and bad; found by their dotted path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+def length_reward(args, sample):
+    return sample.num_response_tokens / args.rollout_max_response_len
+
+
+async def async_dict_reward(args, sample):
+    await asyncio.sleep(0)
+    return {"score": 0.25, "other": 1}
+
+
+def raising_reward(args, sample):
+    raise ValueError("no such answer")
+
+
+async def async_raising_reward(args, sample):
+    raise KeyError("gold")
+
+
+def exiting_reward(args, sample):
+    raise SystemExit(3)
+
+
+def timeout_raising_reward(args, sample):
+    raise TimeoutError("the judge is slow")
+
+
+def sleeping_reward(args, sample):
+    time.sleep(30)
+
+
+async def blocking_async_reward(args, sample):
+    time.sleep(30)
+
+
+def nan_reward(args, sample):
+    return float("nan")
+
+
+def text_reward(args, sample):
+    return "1.0"
+
+
+def none_reward(args, sample):
+    return None
+
+
+def one_argument(sample):
+    return 1.0
+
+
+def writing_reward(args, sample):
+    args.rollout_batch_size = 1
+
+
+def keep_even_prompts(args, samples):
+    return samples[0].prompt_index % 2 == 0
+
+
+def keep_nothing(args, samples):
+    return False, "too_easy"
+
+
+def bad_filter(args, samples):
+    return "yes"
+
+
+def raising_filter(args, samples):
+    raise RuntimeError("broken filter")
+
+
+async def ask_twice(args, prompt, sampling_params, engine):
+    """Throws the first answer away."""
+    from slime_like.rollout.generate import sample_from
+
+    await engine.generate(prompt.tokens, sampling_params)
+    return sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
+
+
+async def no_sample(args, prompt, sampling_params, engine):
+    return "hello"
+
+
+async def raising_generate(args, prompt, sampling_params, engine):
+    raise ValueError("my own bug")
+
+
+NOT_A_FUNCTION = 3
