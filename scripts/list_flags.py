@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from arguments import build_parser  # noqa: E402  (arguments.py is no part of the installed package)
+from arguments import build_parser
 
 
 def flag_lines() -> list[str]:

@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"show_rise: {error}", file=sys.stderr)
         return 2
     first, last = rise(rewards)
-    print(f"\nreward  {first:.2f} -> {last:.2f}  (rise {last - first:+.2f}; mean of the first {min(FIRST, len(rewards))} and the last {min(LAST, len(rewards))} rollouts)")
+    counts = f"mean of the first {min(FIRST, len(rewards))} and the last {min(LAST, len(rewards))} rollouts"
+    print(f"\nreward  {first:.2f} -> {last:.2f}  (rise {last - first:+.2f}; {counts})")
     for name, (steps, values) in sorted(series.items()):
         if name.startswith("eval/"):
             print(f"{name}  " + "  ".join(f"{value:.2f} after {step}" for step, value in zip(steps, values, strict=True)))

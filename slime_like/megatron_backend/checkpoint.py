@@ -78,7 +78,9 @@ def read_client_state(path: str) -> dict:
             state = json.load(file)
         sizes = state["files"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is no complete checkpoint: {state_path} cannot be read ({error!r}). Fix: write an older number into {TRACKER}, or remove the folder.") from None
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: {state_path} cannot be read ({error!r}). Fix: write an older number into {TRACKER}, or remove the folder."
+        ) from None
     for name, size in sizes.items():
         file_path = os.path.join(path, name)
         found = os.path.getsize(file_path) if os.path.isfile(file_path) else None
@@ -136,7 +138,7 @@ def load(path: str, state: TrainState) -> dict:
         state = dataclasses.replace(state, with_rng=False)
     try:
         loaded = dist_checkpointing.load(_sharded_state(state, is_loading=True), path)
-    except (Exception, CheckpointException) as error:  # torch's CheckpointException is no Exception
+    except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     unwrap(state.model).load_state_dict(loaded["model"])
     if state.optimizer is not None:

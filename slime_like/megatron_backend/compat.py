@@ -88,7 +88,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             run(module)
             fix(module)
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
@@ -162,7 +162,7 @@ def _cuda_stand_in() -> types.ModuleType:
         set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
         nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range_start=_nothing, range_end=_nothing, mark=_nothing, range=_no_context),
     )
-    cuda.__getattr__ = lambda name: getattr(torch.cuda, name)  # PEP 562: types, amp, …
+    cuda.__dict__["__getattr__"] = lambda name: getattr(torch.cuda, name)  # PEP 562: types, amp, …
     return cuda
 
 
@@ -199,10 +199,12 @@ def _torch_stand_in() -> types.ModuleType:
                 args = (_cpu_for_cuda(args[0]), *(args[1:] if _cpu_for_cuda(args[0]) is args[0] else ()))
             return torch.device(*args, **kwargs)
 
-    proxy.device = DeviceType("device", (), {})
-    proxy.cuda = _cuda_stand_in()
-    proxy.autocast = lambda device_type="cuda", *a, **k: torch.autocast(_cpu_for_cuda(device_type), *a, **k)
-    proxy.__getattr__ = lambda name: getattr(torch, name)
+    proxy.__dict__.update(
+        device=DeviceType("device", (), {}),
+        cuda=_cuda_stand_in(),
+        autocast=lambda device_type="cuda", *a, **k: torch.autocast(_cpu_for_cuda(device_type), *a, **k),
+        __getattr__=lambda name: getattr(torch, name),
+    )
     return proxy
 
 
@@ -249,7 +251,7 @@ class _QuietLogging:
     def __getattr__(self, name):
         return getattr(self._real, name)
 
-    def getLogger(self, *args):  # noqa: N802 - logging's name
+    def getLogger(self, *args):  # logging's name
         return types.SimpleNamespace(warning=_nothing)
 
 

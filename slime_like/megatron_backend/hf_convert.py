@@ -90,7 +90,8 @@ def load_hf(stage: GPTModel, model: ModelConfig, folder: str) -> None:
 def export_hf(stage: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """This pipeline stage's HF tensors, whole. Collective over the tensor parallel group: every rank of it must iterate to the end.
 
-    A tied output layer is not repeated: the first stage sends it as the embedding. Tensors are valid until the next one is asked for.
+    A tied output layer is not repeated: the first stage sends it as the embedding. Some tensors are views of the parameters: they
+    hold until the next optimizer step or weight swap.
     """
     group, size = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_world_size()
     for shard in shards(stage, model):

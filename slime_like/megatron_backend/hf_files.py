@@ -43,7 +43,7 @@ class HfReader:
     def read(self, name: str, *, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """One tensor, or its rows (dim 0) or columns (dim 1) start:stop; `shape` is what the whole of it must be."""
         if name not in self._file_of:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}, which this architecture needs. Its {len(self._file_of)} tensors are of another model.")
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}, which this architecture needs (it has {len(self._file_of)} others).")
         path = self._file_of[name]
         try:
             view = self._file(path).get_slice(name)
@@ -78,11 +78,11 @@ class HfReader:
         return self._open[path]
 
 
-def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix: str) -> dict[str, str]:
-    """Write named tensors as `<prefix>-<n>.safetensors` files of bounded size. Returns name -> file name."""
+def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix: str) -> tuple[dict[str, str], int]:
+    """Write named tensors as `<prefix>-<n>.safetensors` files of bounded size. Returns {name: file name}, and bytes in all."""
     file_of: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
-    number = 0
+    number = total_bytes = 0
 
     def flush() -> None:
         nonlocal number
@@ -95,11 +95,12 @@ def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix:
     for name, tensor in tensors:
         if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
-        # A clone: the caller may reuse the memory behind what it yields.
+        # A clone: parameters are views of one buffer, and safetensors refuses tensors that share memory.
         pending[name] = tensor.detach().clone()
+        total_bytes += tensor.nbytes
     if pending:
         flush()
-    return file_of
+    return file_of, total_bytes
 
 
 def finish_folder(folder: str, *, template: str, file_of: dict[str, str], total_bytes: int, dtype: torch.dtype) -> None:

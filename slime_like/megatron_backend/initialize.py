@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import time
 
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from slime_like.config.model import ParallelConfig
-from slime_like.errors import WaitTimeout
+from slime_like.errors import RunError, WaitTimeout
 from slime_like.utils.net import host_port, interface_of, own_address
 
 #: Pipeline stages draw from different streams, tensor parallel ranks of one stage from megatron's own tracker.
@@ -21,7 +22,7 @@ _SEED_STEP_PER_STAGE = 100
 def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int) -> None:
     """Join the world and make Megatron's groups: NCCL with CUDA (on device `local_rank`), gloo without.
 
-    Raises WaitTimeout if the other ranks do not show up within --distributed-timeout-minutes.
+    Raises WaitTimeout if the other ranks do not show up within --distributed-timeout-minutes, RunError if the address cannot be used.
     """
     minutes = parallel.distributed_timeout_minutes
     if torch.cuda.is_available():
@@ -30,6 +31,7 @@ def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_ra
     interface = interface_of(own_address(master_address))
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    started = time.monotonic()
     try:
         torch.distributed.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
@@ -39,9 +41,10 @@ def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_ra
             timeout=datetime.timedelta(minutes=minutes),
         )
     except torch.distributed.DistError as error:
-        raise WaitTimeout(
-            who=f"trainer rank {rank}", whom=f"{world_size} ranks at {host_port(master_address, master_port)}", phase="start", seconds=60.0 * minutes, last=str(error)
-        ) from error
+        waited, meeting = time.monotonic() - started, f"{world_size} ranks at {host_port(master_address, master_port)}"
+        if waited < 60.0 * minutes - 1:
+            raise RunError(f"trainer rank {rank} cannot join {meeting} during start: {error}") from error
+        raise WaitTimeout(who=f"trainer rank {rank}", whom=meeting, phase="start", seconds=waited, last=str(error)) from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,

@@ -99,7 +99,7 @@ class WeightPublisher:
             if self._gathers and parallel_state.get_pipeline_model_parallel_rank() == stage:
                 try:
                     result = act()
-                except Exception as raised:  # told to every rank below, then raised
+                except Exception as raised:  # noqa: BLE001 - raised below, once every rank was told
                     error = raised
             torch.distributed.barrier()
         outcomes: list = [None] * torch.distributed.get_world_size()

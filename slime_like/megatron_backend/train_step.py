@@ -40,7 +40,16 @@ class StepRunner:
     Means are over the global batch: the same on every layout and however micro-batches are cut.
     """
 
-    def __init__(self, model: torch.nn.Module, *, model_config: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, loss: LossConfig, temperature: float):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        model_config: ModelConfig,
+        parallel: ParallelConfig,
+        batch: BatchConfig,
+        loss: LossConfig,
+        temperature: float,
+    ):
         self.model = model
         self.loss = loss
         self._batch = batch

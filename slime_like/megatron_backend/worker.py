@@ -40,7 +40,8 @@ class TrainWorker:
         assert config.model.num_layers is not None, "the architecture must be resolved before workers are built"
         self.config = config
         self.rank = rank
-        self._place = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "master_address": master_address, "master_port": master_port}
+        self.world_size, self.local_rank = world_size, local_rank
+        self.master_address, self.master_port = master_address, master_port
         self._publisher: WeightPublisher | None = None
 
     # ------------------------------------------------------------------ start and end
@@ -50,9 +51,17 @@ class TrainWorker:
 
         Returns {"num_rollouts_done", "client_state" (of the checkpoint, else {}), "num_parameters" (whole model), "seconds": {part: s}}.
         """
-        config, seconds = self.config, {}
+        config = self.config
+        seconds: dict[str, float] = {}
         with _timed(seconds, "process_groups"):
-            initialize(config.parallel, **self._place)
+            initialize(
+                config.parallel,
+                rank=self.rank,
+                world_size=self.world_size,
+                local_rank=self.local_rank,
+                master_address=self.master_address,
+                master_port=self.master_port,
+            )
             set_seeds(config.observability.seed)
         with _timed(seconds, "model"):
             self.model = build_model(config.model, config.parallel, config.optimizer)
@@ -158,7 +167,7 @@ class TrainWorker:
             self._publisher.close()
             self._publisher = None
         if self._publisher is None:
-            publisher = WeightPublisher(self.config, endpoints, master_address=self._place["master_address"])
+            publisher = WeightPublisher(self.config, endpoints, master_address=self.master_address)
             publisher.connect()
             self._publisher = publisher
         return self._publisher.send(version, self.weights)
@@ -184,13 +193,10 @@ class TrainWorker:
         torch.distributed.barrier()
         file_of, num_bytes = {}, 0
         if parallel_state.get_data_parallel_rank() == 0:
-            sizes: list[int] = []
-            tensors = ((name, tensor) for name, tensor in self.weights() if sizes.append(tensor.nbytes) is None)
             if parallel_state.get_tensor_model_parallel_rank() == 0:
-                file_of = save_stage(tensors, draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}")
-                num_bytes = sum(sizes)
+                file_of, num_bytes = save_stage(self.weights(), draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}")
             else:
-                for _ in tensors:
+                for _ in self.weights():
                     pass
         parts: list = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, (file_of, num_bytes))

@@ -15,7 +15,7 @@ from slime_like.records import TRUNCATED, SampleGroup
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import Sampling
-from slime_like.rollout.groups import GroupMaker, GroupOutcome
+from slime_like.rollout.groups import GroupMaker, GroupOutcome, refuse_if_all_failed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class Collector:
                 raise RunError(self._exhausted(len(outcomes), len(kept), reasons, outcomes))
             drawn = await self._maker.groups(self._source.draw(count), self._rollout.n_samples_per_prompt, self._sampling)
             outcomes += drawn
+            refuse_if_all_failed(outcomes)
             kept += [outcome.group for outcome in drawn if self._keep(outcome, reasons)]
         groups = tuple(kept[:wanted])
         metrics = sample_metrics(groups) | drop_metrics(outcomes, reasons, num_surplus=len(kept) - wanted)

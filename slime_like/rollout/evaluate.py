@@ -11,7 +11,7 @@ from slime_like.config.run import RunConfig
 from slime_like.records import TRUNCATED
 from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.rollout.generate import Sampling
-from slime_like.rollout.groups import GroupMaker
+from slime_like.rollout.groups import GroupMaker, refuse_if_all_failed
 
 
 def eval_sampling(config: RunConfig, name: str) -> Sampling:
@@ -34,6 +34,7 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
     """
     prompts = [source.prompt_at(position) for position in range(len(source.rows))]
     outcomes = await maker.groups(prompts, config.eval.n_samples_per_eval_prompt, eval_sampling(config, name))
+    refuse_if_all_failed(outcomes)
     samples = [sample for outcome in outcomes for sample in outcome.group.samples]
     return {
         f"eval/{name}/pass@1": float(np.mean([sample.reward for sample in samples])),

@@ -51,12 +51,8 @@ class GroupMaker:
         return GroupOutcome(group=SampleGroup(prompt=prompt, samples=tuple(sample for sample, _ in made)), num_failures=sum(failures for _, failures in made))
 
     async def groups(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[GroupOutcome]:
-        """The groups of all prompts, in the prompts' order. Raises RunError if not one sample could be generated."""
-        outcomes = await gather_or_cancel([self.group(prompt, num_samples, sampling) for prompt in prompts])
-        failed = [sample for outcome in outcomes for sample in outcome.failed]
-        if failed and len(failed) == num_samples * len(prompts):
-            raise RunError(f"rollout: all {len(failed)} samples failed. Last error: {failed[-1].error}")
-        return outcomes
+        """The groups of all prompts, in the prompts' order."""
+        return await gather_or_cancel([self.group(prompt, num_samples, sampling) for prompt in prompts])
 
     async def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> tuple[Sample, int]:
         """(scored sample, failures on the way). Only this sample is asked for again: its siblings are good."""
@@ -99,6 +95,13 @@ class GroupMaker:
         if sample.status not in (FAILED, ABORTED) and sample.num_response_tokens == 0:
             raise RunError(f"{where}: the sample's loss mask is all zero: there is nothing to train on.")
         return dataclasses.replace(sample, prompt_index=prompt.index, sample_index=index)
+
+
+def refuse_if_all_failed(outcomes: Sequence[GroupOutcome]) -> None:
+    """Raise RunError naming the last error if not one sample could be generated: the engines are gone, and trying on is in vain."""
+    samples = [sample for outcome in outcomes for sample in outcome.group.samples]
+    if samples and all(sample.status == FAILED for sample in samples):
+        raise RunError(f"rollout: all {len(samples)} samples failed. Last error: {samples[-1].error}")
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[_T]]) -> list[_T]:

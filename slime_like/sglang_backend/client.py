@@ -53,7 +53,7 @@ class EngineClient:
         """Whether the server answers and says that it is healthy. Never raises."""
         try:
             self._request("GET", "/health", timeout_s=timeout_s)
-        except EngineError:
+        except (EngineError, WaitTimeout):
             return False
         return True
 
@@ -108,8 +108,17 @@ class EngineClient:
     # Weights
 
     def begin_weight_update(self) -> None:
-        """Open a weight update session, where this SGLang has them (0.5.23 does; without one it refuses weights)."""
-        self._has_update_session = self._optional("/begin_weight_update")
+        """Open a weight update session, where this SGLang has them (0.5.23 does, and refuses weights without one).
+
+        A session that a failed sync left open is closed first: nobody else will.
+        """
+        try:
+            self._has_update_session = self._optional("/begin_weight_update")
+        except EngineHttpError as error:
+            if "already open" not in str(error):
+                raise
+            self._checked("/end_weight_update", {})
+            self._has_update_session = self._optional("/begin_weight_update")
 
     def end_weight_update(self) -> None:
         """Close the session that `begin_weight_update` opened, if it opened one."""
@@ -130,15 +139,19 @@ class EngineClient:
         """Load an HF folder that the server can see. The caller flushes the cache."""
         self._checked("/update_weights_from_disk", {"model_path": model_path, "load_format": "safetensors", "flush_cache": False}, timeout_s)
 
-    def init_weights_update_group(self, *, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str, timeout_s: float) -> None:
-        """Join a process group; returns when all of its ranks have."""
-        body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size, "group_name": group_name, "backend": backend}
-        self._checked("/init_weights_update_group", body, timeout_s)
+    def init_weights_update_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str, timeout_s: float
+    ) -> None:
+        """Join a process group, whose rank 0 listens at address:port; returns when all of its ranks have joined."""
+        body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
+        self._checked("/init_weights_update_group", {**body, "group_name": group_name, "backend": backend}, timeout_s)
 
-    def update_weights_from_distributed(self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, load_format: str | None, timeout_s: float) -> None:
+    def update_weights_from_distributed(
+        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, load_format: str | None, timeout_s: float
+    ) -> None:
         """Receive one broadcast of rank 0 and load it. The caller flushes the cache."""
-        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "load_format": load_format, "flush_cache": False}
-        self._checked("/update_weights_from_distributed", body, timeout_s)
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "load_format": load_format}
+        self._checked("/update_weights_from_distributed", {**body, "flush_cache": False}, timeout_s)
 
     def destroy_weights_update_group(self, group_name: str, timeout_s: float | None = None) -> None:
         """Leave a process group."""

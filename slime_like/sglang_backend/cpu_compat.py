@@ -69,6 +69,7 @@ class _AbsentModule(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
+        value: object
         if name[0].isupper():
             value = type(name, (_Placeholder,), {"__module__": self.__name__})
         else:
@@ -127,10 +128,10 @@ def _install_absent_packages() -> None:
 
 def _let_others_record_the_truth() -> None:
     """torch and transformers cache whether triton and torchvision exist: let them look before the stand-ins appear."""
-    import torch.utils._triton
+    import torch.utils._triton as torch_triton
     import transformers.utils.import_utils as transformers_imports
 
-    torch.utils._triton.has_triton_package()
+    torch_triton.has_triton_package()
     for name in ("is_torchvision_available", "is_torchvision_v2_available", "is_triton_available"):
         probe = getattr(transformers_imports, name, None)
         if probe is not None:

@@ -93,7 +93,8 @@ class Engine:
         shutil.rmtree(self._private_dir, ignore_errors=True)
 
     def _message(self, what: str) -> str:
-        return f"engine {self.spec.index} ({self.spec.model_path}, {self.endpoint.url}) {what}. End of {self.spec.log_path}:\n{self._process.log_tail(_LOG_LINES)}"
+        engine = f"engine {self.spec.index} ({self.spec.model_path}, {self.endpoint.url})"
+        return f"{engine} {what}. End of {self.spec.log_path}:\n{self._process.log_tail(_LOG_LINES)}"
 
     def _note_shared_files(self) -> None:
         """Remember the server's files in shared memory: sglang 0.5.23 leaves sglang_loads_*.shm behind when it is killed."""

@@ -62,7 +62,8 @@ def check_flags(flags: dict[str, str | bool | list[str]]) -> tuple[list[str], li
             problems.append(f"--sglang-{_dashed(name)} cannot be set: {RESERVED[field]}.")
         elif known and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            problems.append(f"--sglang-{_dashed(name)}: SGLang has no argument --{_dashed(name)}." + (f" Did you mean --sglang-{_dashed(close[0])}?" if close else ""))
+            hint = f" Did you mean --sglang-{_dashed(close[0])}?" if close else ""
+            problems.append(f"--sglang-{_dashed(name)}: SGLang has no argument --{_dashed(name)}.{hint}")
         elif known:
             problems += _value_problems(name, value, known[name])
     notes = [] if known else ["SGLang is not installed here: --sglang-* flags were not checked against its arguments."]

@@ -122,8 +122,10 @@ class ScriptedEngine:
         for path in ("from_tensor", "from_distributed", "from_disk"):
             app.router.add_post(f"/update_weights_{path}", self._update)
         app.router.add_post("/update_weight_version", self._set_version)
-        for path in ("/init_weights_update_group", "/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation"):
+        for path in ("/init_weights_update_group", "/destroy_weights_update_group"):
             app.router.add_post(path, self._accept)
+        for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            app.router.add_post(path, self._change_memory)
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -271,6 +273,9 @@ class ScriptedEngine:
                 aborted.set()
         self.weight_version = str(body["new_version"])
         return web.json_response({"success": True, "message": f"Weight version updated to {self.weight_version}", "new_version": self.weight_version})
+
+    async def _change_memory(self, _: web.Request) -> web.Response:
+        return web.Response()
 
     async def _accept(self, _: web.Request) -> web.Response:
         return web.json_response({"success": True, "message": "Success"})

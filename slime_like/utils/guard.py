@@ -186,6 +186,7 @@ def _supervise(control: int, status: int) -> int:
         return 127
     os.write(status, json.dumps({"pid": child.pid}).encode() + b"\n")
     os.close(status)
+    assert child.stdout is not None, "it was asked for"
     output = child.stdout.fileno()
     os.set_blocking(output, False)
     grace = _watch(control, order["parent"], child, output, log)
@@ -208,9 +209,9 @@ def _watch(control: int, parent: int, child: subprocess.Popen, output: int, log:
         ready = select.select(watched, [], [], _PARENT_CHECK_S)[0]
         if output in ready:
             data = _read_available(output)
-            log.write(data)
             if data == b"":
                 watched.remove(output)  # closed by everyone; the command may still run
+            log.write(data or b"")
         if child.poll() is not None:
             return None
         if control in ready:

@@ -44,7 +44,8 @@ class DiskPublisher:
             shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed
             os.mkdir(partial)
         elif not os.path.isdir(partial):
-            raise WeightSyncError(f"source {options.source_index} of {options.num_sources}: {partial} is missing. Is {self._root} shared between the trainer's nodes?")
+            who = f"source {options.source_index} of {options.num_sources}"
+            raise WeightSyncError(f"{who}: {partial} is missing. Is {self._root} shared between the trainer's nodes?")
         digest = Digest()
         for number, bucket in enumerate(buckets(tensors, options.buffer_bytes)):
             for name, tensor in bucket:
@@ -71,7 +72,7 @@ def _write_index(folder: str) -> None:
         path = os.path.join(folder, file_name)
         total += os.path.getsize(path)
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
+            for name in file.keys():
                 if name in weight_map:
                     raise WeightSyncError(f"{name} was sent twice: {weight_map[name]} and {file_name} in {folder}")
                 weight_map[name] = file_name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import os
 import pickle
 import shutil
@@ -72,13 +73,13 @@ class IpcPublisher:
             self._directory = None
 
     def _load(self, path: str, what: str) -> None:
-        tasks = {
-            f"engine {client.endpoint.index} at {client.url}": (
-                lambda client=client: client.update_weights_from_tensor(_request(path, client.endpoint), load_format=WEIGHT_LOADER, timeout_s=self._options.timeout_s)
-            )
-            for client in self._clients
-        }
-        run_together(tasks, timeout_s=self._options.timeout_s, who=f"trainer source {self._options.source_index}", phase=f"load {what}")
+        timeout_s = self._options.timeout_s
+
+        def load_on(client: EngineClient) -> None:
+            client.update_weights_from_tensor(_request(path, client.endpoint), load_format=WEIGHT_LOADER, timeout_s=timeout_s)
+
+        tasks = {f"engine {client.endpoint.index} at {client.url}": functools.partial(load_on, client) for client in self._clients}
+        run_together(tasks, timeout_s=timeout_s, who=f"trainer source {self._options.source_index}", phase=f"load {what}")
 
 
 def _request(path: str, endpoint: EngineEndpoint) -> list[str]:

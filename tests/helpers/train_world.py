@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import time
 import traceback
 
@@ -16,7 +17,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
 from slime_like.records import TrainSample
-from slime_like.utils.net import free_port
+from slime_like.utils.net import port_is_free
 
 
 def make_config(hf_checkpoint: str, *, num_ranks: int = 1, num_samples: int = 8, num_steps: int = 1, **groups) -> RunConfig:
@@ -60,6 +61,12 @@ def make_samples(num_samples: int = 8, *, vocab_size: int = 101, seed: int = 0) 
     return samples
 
 
+def free_ports(count: int) -> list[int]:
+    """Different ports below the range that outgoing connections use, so that nobody is given one by chance before we listen."""
+    candidates = random.SystemRandom().sample(range(20_000, 32_000), 50 * count)
+    return [port for port in candidates if port_is_free("127.0.0.1", port)][:count]
+
+
 def run_ranks(function, num_ranks: int, *args, timeout_s: float = 120.0) -> list:
     """[function(place, *args) of each rank], where place holds TrainWorker's keyword arguments. One process per rank.
 
@@ -69,7 +76,7 @@ def run_ranks(function, num_ranks: int, *args, timeout_s: float = 120.0) -> list
 
     context = processes.get_context("spawn")
     answers = context.Queue()
-    port = free_port()
+    port = free_ports(1)[0]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     world = []
     for rank in range(num_ranks):
@@ -109,5 +116,5 @@ def _answer(function, place: dict, args: tuple, answers) -> None:
 
         torch.set_num_threads(1)
         answers.put((place["rank"], function(place, *args), None))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the parent raises it
         answers.put((place["rank"], None, traceback.format_exc()))

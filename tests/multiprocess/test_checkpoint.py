@@ -10,7 +10,9 @@ import pytest
 
 from tests.helpers.hf_truth import load_model, score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+
+pytestmark = pytest.mark.multiprocess
 
 TENSOR, PIPELINE, DATA = {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}, {}
 ROLLOUTS = [make_samples(8, seed=seed) for seed in range(4)]
@@ -90,14 +92,12 @@ def in_world(place, folder, root, ports):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    from slime_like.utils.net import free_port
-
     root = str(tmp_path_factory.mktemp("checkpoints"))
     folder = make_tiny_model(os.path.join(root, "model"), "qwen3", tied=True)
     make_tiny_model(os.path.join(root, "other"), "qwen3", tied=True, num_layers=2)
     with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
         file.write('{"a": "tokenizer"}')
-    first, second = run_ranks(in_world, 2, folder, root, [free_port() for _ in range(12)], timeout_s=150)
+    first, second = run_ranks(in_world, 2, folder, root, free_ports(12), timeout_s=150)
     assert first["straight"] == second["straight"]
     return first | {"root": root, "folder": folder}
 

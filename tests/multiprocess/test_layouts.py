@@ -7,7 +7,9 @@ import pytest
 
 from tests.helpers.hf_truth import first_step_truth, load_model
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+
+pytestmark = pytest.mark.multiprocess
 
 TEMPERATURE, KL_COEF, ENTROPY_COEF = 0.7, 0.1, 0.01
 LOSS = {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": KL_COEF, "entropy_coef": ENTROPY_COEF}
@@ -48,7 +50,8 @@ CASES = [
     Case("one rank", "llama scaled rope"),
     Case("tp2", "llama scaled rope", 2, tensor_parallel()),
 ]
-LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_ROPE["original_max_position_embeddings"] = 8192
 
 
 def run_cases(place, cases, folders, ports):
@@ -108,10 +111,7 @@ def truths(folders):
 @pytest.fixture(scope="module")
 def outcomes(folders):
     """case -> [result of each of its ranks], all from one world of four processes."""
-    from slime_like.utils.net import free_port
-
-    ports = [free_port() for _ in CASES]
-    by_rank = run_ranks(run_cases, 4, CASES, folders, ports, timeout_s=150)
+    by_rank = run_ranks(run_cases, 4, CASES, folders, free_ports(len(CASES)), timeout_s=150)
     return [[by_rank[rank][number] for rank in range(case.ranks)] for number, case in enumerate(CASES)]
 
 

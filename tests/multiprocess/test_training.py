@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.errors import CheckpointError, DataError
+from slime_like.errors import DataError
 from tests.helpers.hf_truth import load_model, score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+
+pytestmark = pytest.mark.multiprocess
 
 PPO = {"eps_clip": 0.1, "eps_clip_high": 0.15, "eps_clip_c": 1.5}
 
@@ -72,9 +74,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(folders):
-    from slime_like.utils.net import free_port
-
-    return run_ranks(in_world, 1, *folders, [free_port() for _ in range(10)], timeout_s=100)[0]
+    return run_ranks(in_world, 1, *folders, free_ports(10), timeout_s=100)[0]
 
 
 @pytest.mark.parametrize("cut", ["four", "packed"])
@@ -129,9 +129,10 @@ def test_supervised_loss_is_hfs_and_falls(world, folders):
 
 def test_bf16_trains_close_to_fp32(world):
     assert world["bf16 dtypes"] == ["torch.bfloat16"]
-    assert world["bf16"][0]["train/loss"] == pytest.approx(world["one"]["train/loss"], abs=0.02)
+    assert world["bf16"][0]["train/entropy"] == pytest.approx(world["one"]["train/entropy"], rel=0.01)
     assert world["bf16"][0]["train/grad_norm"] == pytest.approx(world["one"]["train/grad_norm"], rel=0.05)
-    assert world["bf16"][1]["train/loss"] != world["bf16"][0]["train/loss"]
+    # The policy loss at ratio 1 is the same under any weights; the entropy tells whether they moved.
+    assert abs(world["bf16"][1]["train/entropy"] - world["bf16"][0]["train/entropy"]) > 0.01
 
 
 def test_sample_without_a_prediction_is_refused_by_name(world):
@@ -147,7 +148,6 @@ def test_missing_tensor_is_named(tmp_path):
     save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match=r"CheckpointError.*model\.layers\.0\.mlp\.up_proj\.weight"):
         run_ranks(start_only, 1, folder)
-    assert issubclass(CheckpointError, Exception)
 
 
 def start_only(place, folder):

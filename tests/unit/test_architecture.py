@@ -49,7 +49,8 @@ def test_test_files_are_short_too(repo_root: Path):
 
 
 def test_nothing_else_at_the_top(repo_root: Path):
-    listed = subprocess.run(["git", "-C", str(repo_root), "ls-files", "--cached", "--others", "--exclude-standard"], capture_output=True, text=True, timeout=30, check=False)
+    command = ["git", "-C", str(repo_root), "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
     names = {line.split("/")[0] for line in listed.stdout.splitlines()}
@@ -57,7 +58,8 @@ def test_nothing_else_at_the_top(repo_root: Path):
 
 
 def test_a_tree_that_keeps_the_rules_passes(tmp_path: Path):
-    package = write_tree(tmp_path, {"records.py": "import slime_like.errors\n", "errors.py": "", "cluster/build.py": "import ray\nfrom slime_like import records\n"})
+    files = {"records.py": "import slime_like.errors\n", "errors.py": "", "cluster/build.py": "import ray\nfrom slime_like import records\n"}
+    package = write_tree(tmp_path, files)
     assert checks.layer_violations(package) == checks.fence_violations(package) == checks.import_cycles(package) == []
 
 

@@ -26,7 +26,8 @@ print(json.dumps({{"status": status or 0, "heavy": heavy}}), file=sys.stderr)
 """
 
 PLAN = ["--colocate", "--actor-num-gpus-per-node", "4", "--num-rollout", "1", "--rm-type", "math", "--rollout-batch-size", "4"]
-MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--vocab-size", "320", "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
+SIZES = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--vocab-size", "320"]
+MODEL = [*SIZES, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
 
 
 def probe(root: Path, argv: list[str]) -> tuple[dict, str, float]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rollout.rows import digits_row
+from tests.unit.rollout.rows import digits_row
 
 from slime_like.config.model import ModelConfig
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from rollout.rows import digits_row
+from tests.unit.rollout.rows import digits_row
 
 from slime_like.errors import CheckpointError, DataError, PluginError
 from slime_like.rollout.data_source import check_data

@@ -75,7 +75,8 @@ def test_close_kills_the_whole_tree(tmp_path):
 
 def test_nothing_survives_the_parent_being_killed(tmp_path):
     log = f"{tmp_path}/log"
-    code = f"import os, time; from slime_like.utils.guard import start_guarded\nstart_guarded([{sys.executable!r}, '-c', {STUBBORN!r}], env=dict(os.environ), log_path={log!r})\ntime.sleep(120)"
+    start = f"start_guarded([{sys.executable!r}, '-c', {STUBBORN!r}], env=dict(os.environ), log_path={log!r})"
+    code = f"import os, time; from slime_like.utils.guard import start_guarded\n{start}\ntime.sleep(120)"
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
         pids = pids_in(log)
@@ -103,7 +104,8 @@ def test_command_dies_with_its_supervisor_and_close_sweeps_the_group(tmp_path):
 def test_secrets_stay_out_of_the_log_and_the_command_line(tmp_path):
     log = f"{tmp_path}/log"
     env = {**os.environ, "KEY": "hunter2hunter2"}
-    process = start_guarded([sys.executable, "-c", "import os, time; print('key', os.environ['KEY'], flush=True); time.sleep(60)"], env=env, log_path=log, secrets=("hunter2hunter2",))
+    code = "import os, time; print('key', os.environ['KEY'], flush=True); time.sleep(60)"
+    process = start_guarded([sys.executable, "-c", code], env=env, log_path=log, secrets=("hunter2hunter2",))
     end = time.monotonic() + 10
     while "key" not in process.log_tail() and time.monotonic() < end:
         time.sleep(0.02)

@@ -33,7 +33,7 @@ def make_sample(response="42", label="42", status=COMPLETED) -> Sample:
 
 def score(*samples, function=None, **options):
     """(rewards, unscorable samples) of the samples, or the error."""
-    path = f"rollout.user_functions.{function}" if function else None
+    path = f"tests.unit.rollout.user_functions.{function}" if function else None
     config = RewardConfig(custom_rm_path=path, **options)
     scorer = RewardScorer(config, load_function(path, num_positional=2, flag="--custom-rm-path") if path else None, PluginArgs(RolloutConfig(rollout_max_response_len=8)))
 
@@ -101,7 +101,7 @@ def test_user_functions_plain_async_and_with_a_key():
 def test_a_bad_user_function_names_itself_and_the_sample(function, options, message):
     with pytest.raises(RewardError, match=message) as raised:
         score(make_sample("my answer", "gold"), function=function, **options)
-    assert f"rollout.user_functions.{function}" in str(raised.value)
+    assert f"tests.unit.rollout.user_functions.{function}" in str(raised.value)
     if "raised ValueError" in message:
         assert isinstance(raised.value.__cause__, ValueError)
 

@@ -1,0 +1,192 @@
+"""Starts sglang-router, or uses one that already runs, and keeps its list of engines.
+
+Keys: clients show `router.api_key` to the router; the router shows each engine the key that it was registered with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import secrets
+import sys
+import time
+from typing import Any
+
+import requests
+
+from slime_like.errors import EngineError, WaitTimeout
+from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.router_server import KEY_VARIABLE
+from slime_like.utils.guard import GuardedProcess, start_guarded
+from slime_like.utils.net import free_port, http_url, port_is_free, wait_until
+
+logger = logging.getLogger(__name__)
+
+_LOG_LINES = 30
+_REQUEST_TIMEOUT_S = 10.0
+
+
+class Router:
+    """A router with registered engines; made by `launch_router` or `attach_router`."""
+
+    def __init__(self, url: str, api_key: str | None, process: GuardedProcess | None):
+        self.url = url
+        self.api_key = api_key
+        self._process = process  # None: it is not ours
+        self._session = requests.Session()
+        self._session.trust_env = False  # a proxy of the environment must not stand between us and our own hosts
+        if api_key:
+            self._session.headers["Authorization"] = f"Bearer {api_key}"
+        self._workers: dict[str, str] = {}  # engine url -> the router's id of it
+
+    def poll(self) -> int | None:
+        """None while our router runs (always for one that is not ours), else its exit status."""
+        return self._process.poll() if self._process else None
+
+    def check(self) -> None:
+        """Raise EngineError with the tail of the log if our router has ended."""
+        code = self.poll()
+        if code is not None and self._process:
+            raise EngineError(f"the router at {self.url} ended with status {code}. End of {self._process.log_path}:\n{self._process.log_tail(_LOG_LINES)}")
+
+    def register(self, endpoint: EngineEndpoint, timeout_s: float) -> None:
+        """Add an engine and wait until the router calls it healthy. Raises EngineError or WaitTimeout."""
+        # The router asks only /health, which needs no key: with a wrong one it would route to the engine and get 401 for every request.
+        EngineClient(endpoint, timeout_s=_REQUEST_TIMEOUT_S).model_info()
+        body = {"url": endpoint.url, **({"api_key": endpoint.api_key} if endpoint.api_key else {})}
+        answer = self._request("POST", "/workers", body)
+        if isinstance(answer, dict) and answer.get("worker_id"):
+            self._workers[endpoint.url] = answer["worker_id"]
+
+        def probe() -> str | None:
+            self.check()
+            worker = self._find(endpoint.url)
+            if worker is None:
+                return "the router does not list it yet"
+            self._workers[endpoint.url] = worker.get("id", endpoint.url)
+            return None if worker.get("is_healthy") else f"the router says {worker}"
+
+        wait_until(probe, deadline_s=timeout_s, who=f"router at {self.url}", whom=f"engine {endpoint.index} at {endpoint.url}", phase="register")
+
+    def deregister(self, endpoint: EngineEndpoint, timeout_s: float = 10.0) -> None:
+        """Take an engine out and wait until the router no longer lists it. Harmless for one that is not registered."""
+        worker = self._find(endpoint.url)
+        if worker is None:
+            self._workers.pop(endpoint.url, None)
+            return
+        self._request("DELETE", f"/workers/{worker['id']}")
+
+        def probe() -> str | None:
+            return "the router still lists it" if self._find(endpoint.url) else None
+
+        wait_until(probe, deadline_s=timeout_s, who=f"router at {self.url}", whom=f"engine {endpoint.index} at {endpoint.url}", phase="deregister")
+        self._workers.pop(endpoint.url, None)
+
+    def engine_urls(self) -> list[str]:
+        """Addresses of the healthy engines."""
+        return [worker["url"] for worker in self._list() if worker.get("is_healthy")]
+
+    def close(self) -> None:
+        """End our router; take our engines out of one that is not ours. Harmless when called twice."""
+        if self._process is not None:
+            self._process.close(grace_s=2.0)
+            return
+        for url in list(self._workers):
+            try:
+                self.deregister(EngineEndpoint(index=-1, url=url))
+            except EngineError as error:
+                logger.warning("engine %s stays registered with the router at %s: %s", url, self.url, error)
+            except WaitTimeout as error:
+                logger.warning("%s", error)
+            self._workers.pop(url, None)
+
+    def _list(self) -> list[dict]:
+        answer = self._request("GET", "/workers")
+        return answer.get("workers", []) if isinstance(answer, dict) else []
+
+    def _find(self, url: str) -> dict | None:
+        return next((worker for worker in self._list() if worker.get("url") == url), None)
+
+    def _request(self, method: str, path: str, body: dict | None = None) -> Any:
+        what = f"router: {method} {self.url}{path}"
+        try:
+            response = self._session.request(method, self.url + path, json=body, timeout=_REQUEST_TIMEOUT_S)
+        except requests.RequestException as error:
+            self.check()  # if it has ended, its log says more than a refused connection
+            raise EngineError(f"{what} failed: {error}") from error
+        if response.status_code >= 400:
+            raise EngineError(f"{what} answered {response.status_code}: {response.text[:500]}")
+        try:
+            return response.json()
+        except ValueError:
+            return response.text
+
+
+def launch_router(
+    *,
+    policy: str,
+    log_path: str,
+    timeout_s: float,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    request_timeout_s: float = 3600.0,
+    api_key: str | None = None,
+) -> Router:
+    """Start sglang-router without engines and wait until it answers. It dies with us and asks for a key that we make up.
+
+    Raises EngineError (port taken, not installed, ended; with the tail of its log) or WaitTimeout.
+    """
+    if importlib.util.find_spec("sglang_router") is None:
+        raise EngineError(f"sglang-router is not installed in {sys.prefix}. Fix: pip install sglang-router.")
+    if port is not None and not port_is_free(host, port):
+        raise EngineError(f"the router's port {port} on {host} is taken. Fix: another --sglang-router-port, or none, which takes a free one.")
+    port = port if port is not None else free_port(host)
+    key = api_key or secrets.token_urlsafe(24)
+    arguments = {
+        "host": host,
+        "port": port,
+        "policy": policy,
+        "prometheus-host": "127.0.0.1",
+        "prometheus-port": free_port(),  # the default is one fixed port: a second router on the host would not start
+        "worker-startup-check-interval": 1,
+        "health-check-interval-secs": 5,
+        "request-timeout-secs": int(request_timeout_s),
+        "shutdown-grace-period-secs": 1,
+        "log-level": "warn",
+    }
+    argv = [sys.executable, "-m", "slime_like.sglang_backend.router_server", *(f"--{name}={value}" for name, value in arguments.items())]
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    router = Router(http_url(host, port), key, start_guarded(argv, env=env, log_path=log_path, secrets=(key,)))
+    try:
+        _wait_healthy(router, timeout_s)
+    except BaseException:
+        router.close()
+        raise
+    return router
+
+
+def attach_router(url: str, *, timeout_s: float, api_key: str | None = None) -> Router:
+    """Use a router that already runs; `close` leaves it running, without our engines. Raises WaitTimeout if it does not answer."""
+    router = Router(url.rstrip("/"), api_key, None)
+    _wait_healthy(router, timeout_s)
+    return router
+
+
+def _wait_healthy(router: Router, timeout_s: float) -> None:
+    start = time.monotonic()
+
+    def probe() -> str | None:
+        router.check()
+        try:
+            router._list()  # not /health: that answers 503 as long as no engine is registered, in some versions
+        except EngineError as error:
+            if "answered 401" in str(error):
+                raise
+            return str(error)
+        return None
+
+    wait_until(probe, deadline_s=timeout_s, who="launcher", whom=f"router at {router.url}", phase="start")
+    logger.info("router at %s answers after %.1f s", router.url, time.monotonic() - start)

@@ -1,0 +1,80 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.algorithms.losses import kl_estimate, ppo_clip
+
+LOG2 = math.log(2.0)
+
+
+def ratio_loss(ratio, advantage, **options):
+    bounds = {"clip_low": 0.2, "clip_high": 0.3} | options
+    result = ppo_clip(torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([float(advantage)]), **bounds)
+    return round(result.loss.item(), 5), result.clipped.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.1, 2, -2.2, 0),  # inside the bounds: -ratio x advantage
+        (1.5, 2, -2.6, 1),  # clip-higher at 1.3
+        (0.5, 2, -1.0, 0),  # going down with a good answer is never clipped
+        (0.5, -2, 1.6, 1),  # bounded below at 0.8
+        (1.5, -2, 3.0, 0),  # going up with a bad answer is never clipped …
+    ],
+)
+def test_clipped_surrogate_by_hand(ratio, advantage, loss, clipped):
+    assert ratio_loss(ratio, advantage) == (loss, clipped)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_answers_only():
+    assert ratio_loss(5.0, -2, dual_clip=3.0) == (6.0, 1)  # … but for dual clip: 3 x |-2|
+    assert ratio_loss(2.0, -2, dual_clip=3.0) == (4.0, 0)
+    assert ratio_loss(5.0, 2, dual_clip=3.0) == (-2.6, 1)
+
+
+def test_gradient_flows_only_where_nothing_clips():
+    log_probs = torch.tensor([math.log(1.1), math.log(1.5)], requires_grad=True)
+    ppo_clip(log_probs, torch.zeros(2), torch.tensor([2.0, 2.0]), clip_low=0.2, clip_high=0.2).loss.sum().backward()
+    np.testing.assert_allclose(log_probs.grad, [-2.2, 0.0], atol=1e-6)
+
+
+def test_ratio_is_capped_before_it_overflows():
+    result = ppo_clip(torch.tensor([100.0]), torch.tensor([0.0]), torch.tensor([-1.0]), clip_low=0.2, clip_high=0.2)
+    assert torch.isfinite(result.loss).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("k1", LOG2), ("k2", LOG2**2 / 2), ("k3", 0.5 - 1 + LOG2), ("low_var_kl", 0.5 - 1 + LOG2)],
+)
+def test_kl_by_hand(kind, value):
+    # Policy 0.5, reference 0.25.
+    estimate = kl_estimate(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]), kind)
+    assert estimate.item() == pytest.approx(value, rel=1e-5)
+
+
+def test_low_var_kl_is_clamped():
+    far = torch.tensor([-8.0]), torch.tensor([0.0])
+    assert kl_estimate(*far, "low_var_kl").item() == 10.0
+    assert kl_estimate(*far, "k3").item() == pytest.approx(math.exp(8) - 9, rel=1e-5)
+
+
+def test_k3_averages_to_the_divergence():
+    policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
+    per_token = kl_estimate(torch.tensor(np.log(policy)), torch.tensor(np.log(reference)), "k3").numpy()
+    assert (policy * per_token).sum() == pytest.approx((policy * np.log(policy / reference)).sum(), rel=1e-9)
+
+
+def test_reference_gets_no_gradient():
+    log_probs, reference = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    kl_estimate(log_probs, reference, "k2").sum().backward()
+    assert reference.grad is None
+    assert log_probs.grad.tolist() == [-1.0]
+
+
+def test_unknown_estimator_lists_the_known():
+    with pytest.raises(ValueError, match="k1, k2, k3, low_var_kl"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")

@@ -1,0 +1,257 @@
+"""The rollout side from end to end on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+from tests.unit.rollout.rows import digits_row
+
+from slime_like.config.training import LossConfig
+from slime_like.errors import CheckpointError, DataError, PluginError, RewardError, RunError
+from slime_like.records import COMPLETED
+from slime_like.rollout.manager import RolloutManager, check_data, to_train_samples
+from slime_like.testing.scripted_engine import Fault, ScriptedEngine
+
+HERE = "tests.unit.rollout.user_functions"
+
+
+@pytest.fixture
+def run(make_config, sorting_script, decode):
+    """Starts an engine and a manager on it; closes both at the end."""
+    opened = []
+
+    def start(rows=None, *, engine_options=None, script=None, **options):
+        engine = ScriptedEngine(script or sorting_script, decode=decode, **(engine_options or {})).start()
+        manager = RolloutManager(make_config(rows, **options), router_url=engine.url, router_api_key=None, num_engines=1)
+        opened.extend([manager, engine])
+        manager.start()
+        return manager, engine
+
+    yield start
+    for part in opened:
+        part.close()
+
+
+def indexes(result):
+    return [group.prompt.index for group in result.groups]
+
+
+def test_a_rollout_is_groups_in_order_scored_and_measured(run):
+    manager, engine = run()
+    engine.weight_version = "3"
+    result = manager.generate(0)
+    assert indexes(result) == [0, 1]
+    for group in result.groups:
+        assert [sample.sample_index for sample in group.samples] == [0, 1]
+        for sample in group.samples:
+            assert sample.response == group.prompt.label and sample.reward == 1.0 and sample.status == COMPLETED
+            assert set(sample.weight_versions.tolist()) == {-1, 3}
+    metrics = result.metrics
+    assert metrics["rollout/reward_mean"] == 1 and metrics["rollout/reward_std"] == 0 and metrics["rollout/zero_std_groups"] == 2
+    assert metrics["rollout/response_tokens_mean"] == 5 and metrics["rollout/tokens"] == 20 and metrics["rollout/truncated_ratio"] == 0
+    assert metrics["rollout/failed_samples"] == metrics["rollout/dropped_groups"] == 0
+    assert metrics["rollout/seconds"] > 0 and metrics["rollout/tokens_per_second"] == pytest.approx(20 / metrics["rollout/seconds"])
+    json.dumps(metrics, allow_nan=False)
+    assert indexes(manager.generate(1)) == [2, 3]
+    assert len(engine.requests) == 8
+
+
+def test_a_response_that_is_cut_is_truncated_and_earns_nothing(run):
+    manager, _ = run(rollout_max_response_len=4)  # the end token does not fit
+    metrics = manager.generate(0).metrics
+    assert metrics["rollout/truncated_ratio"] == 1 and metrics["rollout/reward_mean"] == 0
+
+
+def test_resume_in_the_middle_of_an_epoch_draws_what_would_have_come(run):
+    whole, _ = run(rollout_shuffle=True, rollout_batch_size=3)
+    labels = [[group.prompt.label for group in whole.generate(step).groups] for step in range(4)]
+    first, _ = run(rollout_shuffle=True, rollout_batch_size=3)
+    first.generate(0)
+    first.generate(1)
+    second, _ = run(rollout_shuffle=True, rollout_batch_size=3)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [[group.prompt.label for group in second.generate(step).groups] for step in (2, 3)] == labels[2:]
+    other, _ = run([digits_row(1)])
+    with pytest.raises(CheckpointError):
+        other.load_state_dict(first.state_dict())
+
+
+def test_a_failed_request_is_made_good(run):
+    manager, _ = run(engine_options={"faults": [Fault(status=400), None, Fault(abort=2)]})
+    result = manager.generate(0)
+    assert indexes(result) == [0, 1] and all(sample.reward == 1 for group in result.groups for sample in group.samples)
+    assert result.metrics["rollout/failed_requests"] == 2 and result.metrics["rollout/failed_samples"] == 0
+
+
+def test_a_group_that_keeps_failing_is_replaced_by_the_next_prompt(run, tokenizer):
+    bad = check_ids(tokenizer, digits_row(1))
+    manager, _ = run(engine_options={"fault_for": lambda body: Fault(status=400) if body["input_ids"] == bad else None})
+    result = manager.generate(0)
+    assert indexes(result) == [0, 2]
+    assert result.metrics["rollout/dropped_groups"] == 1 and result.metrics["rollout/failed_samples"] == 2 and result.metrics["rollout/prompts"] == 3
+    assert indexes(manager.generate(1)) == [3, 4]
+
+
+def check_ids(tokenizer, row) -> list[int]:
+    text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_if_every_request_fails_the_run_ends_with_the_last_error(run):
+    manager, engine = run(engine_options={"fault_for": lambda _: Fault(status=418)})
+    with pytest.raises(RunError, match="all 4 samples failed. Last error: EngineError: .*HTTP 418") as raised:
+        manager.generate(5)
+    assert raised.value.__notes__ == ["in rollout 5"]
+    assert len(engine.requests) == 12  # each sample: once, and two regenerations
+
+
+def test_failures_end_at_the_bound_on_prompts(run, tokenizer):
+    good = check_ids(tokenizer, digits_row(0))
+    faults = {"fault_for": lambda body: None if body["input_ids"] == good else Fault(status=400)}
+    rows = [digits_row(0), digits_row(1), digits_row(2)]
+    manager, _ = run(rows, dynamic_sampling_max_draws=2, engine_options=faults)
+    assert indexes(manager.generate(0)) == [0, 3]  # 1 and 2 failed; prompt 3 is the good row again
+    manager, _ = run(rows, dynamic_sampling_max_draws=1, engine_options=faults)
+    with pytest.raises(RunError, match=r"of 2 prompts only 1 of 2 groups could be kept .*Dropped: failed 1. Last failure: EngineError: .*HTTP 400"):
+        manager.generate(0)
+
+
+def test_empty_responses_are_failures(run):
+    manager, _ = run(script=lambda _: ([], []))
+    with pytest.raises(RunError, match="the engine gave no token"):
+        manager.generate(0)
+
+
+def test_dynamic_sampling_draws_until_the_rollout_is_full(run):
+    manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", rollout_batch_size=2, over_sampling_batch_size=5)
+    result = manager.generate(0)
+    assert indexes(result) == [0, 2]  # 4 was kept too, and is surplus
+    metrics = result.metrics
+    assert (metrics["rollout/prompts"], metrics["rollout/filtered_groups"], metrics["rollout/surplus_groups"]) == (5, 2, 1)
+    assert metrics["rollout/filtered_groups/filtered"] == 2
+    assert indexes(manager.generate(1)) == [6, 8]
+
+
+def test_the_built_in_filter_drops_groups_that_teach_nothing(run, sorting_script):
+    calls = {}
+
+    def script(prompt):
+        """Prompt '0001': one sample right, the other wrong. Every other prompt: all right."""
+        ids, logprobs = sorting_script(prompt)
+        key = tuple(ids)
+        calls[key] = calls.get(key, 0) + 1
+        return (ids[1:], logprobs[1:]) if ids[3] == ids[0] + 1 and calls[key] % 2 else (ids, logprobs)
+
+    manager, _ = run(script=script, rollout_batch_size=1, dynamic_sampling_filter_path="slime_like.rollout.filters.reward_nonzero_std")
+    result = manager.generate(0)
+    assert result.groups[0].prompt.label == "0001" and sorted(result.groups[0].rewards) == [0, 1]
+    assert result.metrics["rollout/filtered_groups/all_rewards_1"] == 1
+
+
+def test_a_filter_that_keeps_nothing_ends_at_the_bound_with_its_reasons(run):
+    manager, engine = run(dynamic_sampling_filter_path=f"{HERE}:keep_nothing", dynamic_sampling_max_draws=3)
+    with pytest.raises(RunError, match=r"of 6 prompts only 0 of 2 groups could be kept \(--dynamic-sampling-max-draws 3\). Dropped: filter/too_easy 6"):
+        manager.generate(0)
+    assert len(engine.requests) == 12
+
+
+@pytest.mark.parametrize(("name", "message"), [("bad_filter", "the filter gave 'yes'"), ("raising_filter", "the filter raised RuntimeError: broken filter")])
+def test_a_bad_filter_is_named(run, name, message):
+    manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.{name}")
+    with pytest.raises(RunError, match=f"--dynamic-sampling-filter-path {HERE}.{name}, prompt 0: {message}"):
+        manager.generate(0)
+
+
+def test_a_raising_reward_names_the_sample_and_cancels_the_rest(run):
+    manager, _ = run(custom_rm_path=f"{HERE}.raising_reward", rm_type=None)
+    with pytest.raises(RewardError, match="raised ValueError: no such answer: prompt 0, sample 0"):
+        manager.generate(0)
+
+
+def test_a_custom_generate_function_is_used(run):
+    manager, engine = run(custom_generate_function_path=f"{HERE}.ask_twice")
+    result = manager.generate(0)
+    assert len(engine.requests) == 8
+    assert [(sample.prompt_index, sample.sample_index) for group in result.groups for sample in group.samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no_sample", r"the function gave \['str'\]; it must give one Sample"), ("raising_generate", "the function raised ValueError: my own bug")],
+)
+def test_a_bad_custom_generate_function_is_named(run, name, message):
+    manager, _ = run(custom_generate_function_path=f"{HERE}.{name}")
+    with pytest.raises(RunError, match=f"--custom-generate-function-path, prompt 0, sample 0: {message}"):
+        manager.generate(0)
+
+
+def test_user_errors_surface_at_start_without_an_engine(make_config):
+    def start(**options):
+        manager = RolloutManager(make_config(**options), router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1)
+        try:
+            manager.start()
+        finally:
+            manager.close()
+
+    start()
+    with pytest.raises(PluginError, match="will be called with 2 positional arguments, but its signature is"):
+        start(custom_rm_path=f"{HERE}.one_argument", rm_type=None)
+    with pytest.raises(DataError, match="--label-key"):
+        start(label_key="gold")
+
+
+def test_start_generate_leaves_the_driver_free_and_evaluation_runs_beside_it(run, write_rows):
+    held_out = write_rows([digits_row(9876)], "held-out.jsonl")
+    gate = threading.Event()
+    manager, engine = run(
+        eval_prompt_data=["held_out", held_out], eval_interval=1,
+        engine_options={"fault_for": lambda body: None if gate.is_set() or body["sampling_params"]["temperature"] == 0 else Fault(delay_s=1.5)}, eval_temperature=0.0,
+    )  # fmt: skip
+    future = manager.start_generate(0)
+    with pytest.raises(RunError, match="rollout 1 cannot begin"):
+        manager.start_generate(1)
+    assert manager.evaluate(0)["eval/held_out/pass@1"] == 1
+    assert not future.done()
+    assert indexes(future.result(timeout=5)) == [0, 1]
+    gate.set()
+
+
+def test_close_cancels_a_running_rollout(run):
+    manager, _ = run(engine_options={"fault_for": lambda _: Fault(delay_s=30)})
+    future = manager.start_generate(0)
+    time.sleep(0.1)
+    start = time.monotonic()
+    manager.close()
+    assert time.monotonic() - start < 3 and future.cancelled()
+    with pytest.raises(RunError, match="not running"):
+        manager.generate(1)
+
+
+def test_num_rollouts_counts_epochs(make_config):
+    config = make_config(num_rollout=None, num_epoch=2)
+    manager = RolloutManager(config, router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1)
+    manager.start(check_data(config))
+    assert manager.num_rollouts == 7  # 14 prompts, 2 a rollout
+    manager.close()
+
+
+def test_train_samples_are_normalised_within_their_group(run, sorting_script):
+    count = iter(range(100))
+
+    def script(prompt):
+        ids, logprobs = sorting_script(prompt)
+        return (ids, logprobs) if next(count) < 1 else (ids[1:], logprobs[1:])  # only the very first answer is right
+
+    manager, _ = run(script=script, engine_options={"fault_for": None})
+    groups = manager.generate(0).groups
+    samples = to_train_samples(groups, LossConfig(disable_grpo_std_normalization=True))
+    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted(sample.advantage for sample in samples) == [-0.5, 0, 0, 0.5]
+    for group, pair in zip(groups, (samples[:2], samples[2:]), strict=True):
+        for sample, train in zip(group.samples, pair, strict=True):
+            assert train.tokens is sample.tokens and train.reward == sample.reward
+            np.testing.assert_array_equal(train.loss_mask, sample.loss_mask)

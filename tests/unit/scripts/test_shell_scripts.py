@@ -1,0 +1,88 @@
+"""The shell scripts hold together: strict mode, known flags, nothing killed by name, set-up that says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN_SCRIPTS = ("run-colocate.sh", "run-disaggregated.sh", "run-external.sh")
+
+
+def shell_files(root: Path) -> list[Path]:
+    return [root / ".ci" / "run", *sorted((root / "scripts").rglob("*.sh"))]
+
+
+def bash(*command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", *command], capture_output=True, text=True, timeout=120, check=False, env=env, cwd=cwd)
+
+
+def test_every_file_parses(repo_root: Path):
+    for path in shell_files(repo_root):
+        assert bash("-n", str(path)).returncode == 0, path
+
+
+def test_programs_are_strict_and_kill_nothing_by_name(repo_root: Path):
+    for path in shell_files(repo_root):
+        text = path.read_text()
+        if text.startswith("#!"):
+            assert "\nset -euo pipefail\n" in text, path
+        assert not re.search(r"\b(pkill|killall|ray stop)\b(?!\")", text), path
+
+
+@pytest.mark.parametrize("name", [*RUN_SCRIPTS, "quickstart.sh"])
+def test_every_flag_is_known(repo_root: Path, name: str):
+    known = {option for line in (repo_root / "tests/unit/flags.txt").read_text().splitlines() for option in line.split(" = ")[0].split(", ")}
+    text = re.sub(r"<<TEXT\n.*?\nTEXT\n", "", (repo_root / "scripts" / name).read_text(), flags=re.DOTALL)
+    arrays = re.findall(r"^[A-Z_]+_ARGS=\(\n(.*?)^\)", text, flags=re.DOTALL | re.MULTILINE)
+    flags = {word for body in arrays for word in re.findall(r"(?<!\S)--[a-z0-9-]+", body)}
+    assert len(flags) > 20
+    assert {flag for flag in flags if not flag.startswith("--sglang-")} - known == set()
+
+
+@pytest.mark.parametrize(("name", "mode"), [("run-colocate.sh", "colocate"), ("run-disaggregated.sh", "disaggregated"), ("run-external.sh", "external")])
+def test_run_scripts_submit_a_command_that_plans(repo_root: Path, tmp_path: Path, tiny_model_dir: Path, tiny_data_dir: Path, name: str, mode: str):
+    """`ray` is replaced by a recorder of its arguments; what follows `--` is then run with --plan."""
+    recorder = tmp_path / "ray"
+    recorder.write_text(f'#!/bin/sh\n[ "$1" = job ] || exit 0\nwhile [ "$1" != -- ]; do shift; done; shift\nprintf "%s\\n" "$@" > {tmp_path}/command\n')
+    recorder.chmod(0o755)
+    env = os.environ | {
+        "RAY": str(recorder), "HF_CHECKPOINT": str(tiny_model_dir), "PROMPT_DATA": str(tiny_data_dir / "train.jsonl"),
+        "ENGINE_ADDRS": "127.0.0.1:30000 127.0.0.1:30001", "RUN_DIR": str(tmp_path / "run"), "PYTHON": sys.executable,
+    }  # fmt: skip
+    result = bash(str(repo_root / "scripts" / name), env=env, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    command = (tmp_path / "command").read_text().splitlines()
+    planned = subprocess.run([*command, "--plan"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert f"mode {mode}" in planned.stdout
+
+
+def test_external_without_addresses_says_how_to_start_one(repo_root: Path, tiny_model_dir: Path, tiny_data_dir: Path):
+    env = os.environ | {"HF_CHECKPOINT": str(tiny_model_dir), "PROMPT_DATA": str(tiny_data_dir / "train.jsonl"), "PYTHON": sys.executable}
+    result = bash(str(repo_root / "scripts/run-external.sh"), env={k: v for k, v in env.items() if k != "ENGINE_ADDRS"})
+    assert result.returncode == 2 and "sglang.launch_server" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--rollouts"], ["--rollouts", "many"], ["--rollouts", "0"], ["--what", "1"]])
+def test_quickstart_refuses_bad_options(repo_root: Path, arguments: list[str]):
+    result = bash(str(repo_root / "scripts/quickstart.sh"), *arguments)
+    assert result.returncode == 2 and result.stderr.startswith("quickstart: ")
+
+
+def test_setup_without_the_right_python_says_what_to_install(repo_root: Path, tmp_path: Path):
+    for name in ("scripts/setup.sh", "setup.py", "scripts/requirements/cpu.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((repo_root / name).read_text())
+    result = bash(str(tmp_path / "scripts/setup.sh"), "--cpu", env=os.environ | {"PYTHON": str(tmp_path / "nopython")})
+    assert result.returncode == 1 and "apt-get install python3.11" in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_setup_refuses_unknown_options(repo_root: Path):
+    result = bash(str(repo_root / "scripts/setup.sh"), "--tpu")
+    assert result.returncode == 1 and "--tpu" in result.stderr

@@ -1,0 +1,102 @@
+"""EngineClient against a fake server: what it sends, what it says when something is wrong."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from sglang_backend.fake_http import serve
+
+from slime_like.errors import EngineError, WaitTimeout
+from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.client import EngineClient, EngineHttpError
+from slime_like.utils.net import free_port
+
+OK = (200, {"success": True, "message": "Success"})
+
+
+def client_of(url: str, key: str | None = None, timeout_s: float = 5.0) -> EngineClient:
+    return EngineClient(EngineEndpoint(index=3, url=url, api_key=key), timeout_s)
+
+
+def test_error_names_engine_request_status_and_answer():
+    with serve({"/pause_generation": (500, "it broke " + "x" * 2000)}) as server, pytest.raises(EngineHttpError) as caught:
+        client_of(server.url).pause_generation("abort")
+    text = str(caught.value)
+    assert f"engine 3: POST {server.url}/pause_generation answered 500: it broke xxx" in text
+    assert len(text) < 700
+    assert caught.value.status == 500
+    assert pickle.loads(pickle.dumps(caught.value)).status == 500
+
+
+def test_key_is_sent_and_a_wrong_one_is_an_error_without_the_key_in_it():
+    with serve({"/model_info": (200, {"weight_version": "4"})}, api_key="right") as server:
+        assert client_of(server.url, "right").weight_version() == "4"
+        with pytest.raises(EngineError, match="401.*API key") as caught:
+            client_of(server.url, "secret-wrong").weight_version()
+    assert "secret-wrong" not in str(caught.value)
+
+
+def test_refusal_in_a_good_answer_is_an_error():
+    with serve({"/update_weights_from_disk": (200, {"success": False, "message": "no such folder"})}) as server, pytest.raises(EngineError, match="no such folder"):
+        client_of(server.url).update_weights_from_disk("/nowhere")
+
+
+def test_nobody_there():
+    url = f"http://127.0.0.1:{free_port()}"
+    assert not client_of(url).health()
+    with pytest.raises(EngineError, match=f"engine 3: GET {url}/server_info failed"):
+        client_of(url).server_info()
+
+
+def test_late_answer_is_a_timeout_that_names_the_request():
+    import time
+
+    with serve({"/continue_generation": lambda body: (time.sleep(1.0), OK)[1]}) as server, pytest.raises(WaitTimeout, match="engine 3.*POST /continue_generation"):
+        client_of(server.url, timeout_s=0.2).continue_generation()
+
+
+def test_flush_is_tried_again_until_requests_have_ended():
+    left = [2]
+
+    def flush(body):
+        left[0] -= 1
+        return (400, "requests are running") if left[0] >= 0 else (200, "flushed")
+
+    with serve({"/flush_cache": flush}) as server:
+        client_of(server.url).flush_cache()
+        assert len(server.calls) == 3
+        left[0] = 10**6
+        with pytest.raises(WaitTimeout, match="flush cache.*requests are running"):
+            client_of(server.url).flush_cache(deadline_s=0.3)
+
+
+def test_older_names_of_information():
+    with serve({"/get_server_info": (200, {"tp_size": 2})}) as server:
+        assert client_of(server.url).server_info() == {"tp_size": 2}
+
+
+def test_session_is_used_where_there_is_one():
+    with serve({"/begin_weight_update": OK, "/end_weight_update": OK}) as server:
+        client = client_of(server.url)
+        client.begin_weight_update()
+        client.end_weight_update()
+        client.end_weight_update()
+        assert server.paths == ["/begin_weight_update", "/end_weight_update"]
+    with serve({}) as server:
+        client = client_of(server.url)
+        client.begin_weight_update()
+        client.end_weight_update()
+        assert server.paths == ["/begin_weight_update"]
+
+
+def test_session_left_open_by_a_failed_sync_is_closed_first():
+    answers = [(400, {"success": False, "message": "a weight-update session is already open; call end_weight_update() first"}), OK]
+    with serve({"/begin_weight_update": lambda body: answers.pop(0), "/end_weight_update": OK}) as server:
+        client_of(server.url).begin_weight_update()
+        assert server.paths == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+
+
+def test_engine_without_weight_versions_is_refused():
+    with serve({"/model_info": (200, {"model_path": "m"})}) as server, pytest.raises(EngineError, match="too old for weight sync"):
+        client_of(server.url).weight_version()

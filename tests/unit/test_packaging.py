@@ -1,0 +1,76 @@
+"""setup.py's ranges, the pinned versions, and what is installed agree."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import runpy
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+#: Installed by its own extra only, so it has no pin in the CPU constraints.
+GPU_ONLY = {"transformer-engine"}
+
+
+@pytest.fixture(scope="module")
+def metadata(repo_root: Path) -> dict:
+    """The keyword arguments that setup.py hands to setuptools."""
+    import setuptools
+
+    captured: dict = {}
+    original = setuptools.setup
+    setuptools.setup = captured.update  # setup.py does nothing but this call
+    try:
+        runpy.run_path(str(repo_root / "setup.py"))
+    finally:
+        setuptools.setup = original
+    return captured
+
+
+@pytest.fixture(scope="module")
+def pins(repo_root: Path) -> dict[str, Version]:
+    lines = (repo_root / "scripts/requirements/constraints-cpu.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def names(path: Path) -> list[Requirement]:
+    return [Requirement(line) for line in path.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def test_pins_lie_within_the_ranges(metadata: dict, pins: dict[str, Version]):
+    texts = metadata["install_requires"] + [text for extra in metadata["extras_require"].values() for text in extra]
+    requirements = [Requirement(text) for text in texts]
+    wrong = [
+        f"{r} but {pins.get(canonicalize_name(r.name))} is pinned"
+        for r in requirements
+        if r.name not in GPU_ONLY and not r.specifier.contains(pins.get(canonicalize_name(r.name), Version("0")), prereleases=True)
+    ]
+    assert wrong == []
+
+
+def test_the_stack_that_the_project_stands_on_is_declared(metadata: dict):
+    declared = {Requirement(text).name for text in metadata["install_requires"] + metadata["extras_require"]["gpu"]}
+    assert {"megatron-core", "sglang", "ray", "torch", "transformer-engine", "sglang-router", "requests"} <= declared
+    assert set(metadata["extras_require"]) >= {"cpu", "gpu", "dev"}
+    assert metadata["python_requires"] == ">=3.11"
+
+
+def test_everything_that_is_installed_by_name_is_pinned(repo_root: Path, pins: dict[str, Version]):
+    folder = repo_root / "scripts" / "requirements"
+    for requirement in names(folder / "cpu.txt") + names(folder / "cpu-nodeps.txt"):
+        version = pins.get(canonicalize_name(requirement.name))
+        assert version is not None and requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_every_pin_is_installed_as_pinned(pins: dict[str, Version]):
+    assert {name: Version(importlib.metadata.version(name)) for name in pins} == pins
+
+
+def test_every_package_folder_is_packaged(repo_root: Path, metadata: dict):
+    folders = {".".join(path.parent.relative_to(repo_root).parts) for path in (repo_root / "slime_like").rglob("*.py")}
+    assert set(metadata["packages"]) == folders
+    assert not {"tests", "scripts", "train"} & set(metadata["packages"])

@@ -1,0 +1,41 @@
+"""Ports, addresses, waiting."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from slime_like.errors import WaitTimeout
+from slime_like.utils.net import free_port, host_port, http_url, interface_of, is_loopback, is_own_address, own_address, port_is_free, url_host, wait_until
+
+
+def test_free_and_taken_ports():
+    port = free_port()
+    assert port_is_free("127.0.0.1", port)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        assert not port_is_free("127.0.0.1", port)
+
+
+def test_addresses_are_written_with_brackets_where_needed():
+    assert host_port("10.0.0.1", 80) == "10.0.0.1:80"
+    assert http_url("fd00::1", 80) == "http://[fd00::1]:80"
+    assert url_host("http://[fd00::1]:80") == "fd00::1"
+
+
+def test_own_addresses():
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and not is_loopback("192.0.2.1")
+    assert is_own_address("127.0.0.1") and is_own_address(own_address())
+    assert not is_own_address("192.0.2.77")
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.77") is None
+
+
+def test_wait_until():
+    answers = ["not yet", "soon", None]
+    wait_until(lambda: answers.pop(0), deadline_s=5, who="a", whom="b", phase="c", interval_s=0.001)
+    assert answers == []
+    with pytest.raises(WaitTimeout, match="a waited 0 s for b during c. Last heard: never"):
+        wait_until(lambda: "never", deadline_s=0.05, who="a", whom="b", phase="c", interval_s=0.01)

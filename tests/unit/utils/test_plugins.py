@@ -1,0 +1,58 @@
+"""A path to a function either loads and fits, or says exactly why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.errors import PluginError
+from slime_like.utils.plugins import load_function
+
+USER = "tests.unit.rollout.user_functions"
+
+
+def load(path: str, num_positional: int = 2):
+    return load_function(path, num_positional=num_positional, flag="--custom-rm-path")
+
+
+def test_both_spellings_give_the_function():
+    dotted, colon = load(f"{USER}.length_reward"), load(f"{USER}:length_reward")
+    assert dotted is colon and dotted.__name__ == "length_reward"
+
+
+def test_defaults_and_varargs_fit(tmp_path, monkeypatch):
+    (tmp_path / "flexible_plugin.py").write_text("def defaults(args, sample, extra=1): pass\ndef anything(*args, **kwargs): pass\ndef keyword(args, sample, *, must): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    load("flexible_plugin.defaults")
+    load("flexible_plugin.anything")
+    with pytest.raises(PluginError, match=r"2 positional arguments, but its signature is \(args, sample, \*, must\)"):
+        load("flexible_plugin.keyword")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (f"{USER}.lenght_reward", "module .*user_functions has no 'lenght_reward'. It has: length_reward"),
+        (f"{USER}.one_argument", r"will be called with 2 positional arguments, but its signature is \(sample\)"),
+        (f"{USER}.NOT_A_FUNCTION", "'NOT_A_FUNCTION' is a int, not a function"),
+        ("nowhere.function", "no module 'nowhere'. Fix: the path, or add its folder to PYTHONPATH"),
+        (f"{USER}.deeper.function", "no module .*deeper"),
+        ("function", "is no path to a function"),
+        ("a:b:c", "is no path to a function"),
+        ("./file.py", "is no path to a function"),
+        ("", "is no path to a function"),
+    ],
+)
+def test_what_is_wrong_is_named(path, message):
+    with pytest.raises(PluginError, match=message) as raised:
+        load(path)
+    assert str(raised.value).startswith(f"--custom-rm-path {path}")
+
+
+def test_a_module_that_breaks_while_it_is_imported_is_told_from_a_missing_one(tmp_path, monkeypatch):
+    (tmp_path / "needs_plugin.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "broken_plugin.py").write_text("raise ValueError('at import')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match="importing needs_plugin failed: No module named 'not_installed_anywhere'"):
+        load("needs_plugin.function")
+    with pytest.raises(PluginError, match="importing broken_plugin raised ValueError: at import"):
+        load("broken_plugin.function")
