@@ -49,9 +49,6 @@ def main(argv: list[str]) -> int:
 
 def _train(command: Command, plan: PlacementPlan) -> int:
     # Heavy imports only here, so that --help, --plan and mistakes answer at once.
-    from slime_like.cluster.ray_environment import prepare_ray_environment
-
-    prepare_ray_environment()
     from slime_like.cluster.build import build, check_everything, resolve
     from slime_like.loops import sync_loop
     from slime_like.observability.console import ProgressConsole

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import textwrap
 
 from slime_like.errors import UserError
 from slime_like.observability.curve import draw_reward_curve, reward_series
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         rewards = series.get("rollout/reward_mean", ([], []))[1]
         if not rewards:
             raise UserError(f"{run.metrics}: no rollout has a reward")
-        curve = draw_reward_curve(run, caption=WHAT_IT_SHOWS)
+        curve = draw_reward_curve(run, caption=textwrap.fill(WHAT_IT_SHOWS, 70))
     except UserError as error:
         print(f"show_rise: {error}", file=sys.stderr)
         return 2

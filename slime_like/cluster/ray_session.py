@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import time
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from slime_like.cluster.ray_environment import running_cluster
 from slime_like.errors import PlacementError, RunError, SlimeLikeError, WaitTimeout
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,11 @@ logger = logging.getLogger(__name__)
 def connect(num_gpus: int) -> bool:
     """Join the running Ray cluster, or start a local one with `num_gpus` GPUs. Returns True if it was started here.
 
-    On a host without CUDA a local cluster's GPUs are logical: names for shares of the CPU.
+    On a host without CUDA a local cluster's GPUs are logical: names for shares of the CPU. Ray listens on every interface,
+    but from 2.60 on a cluster that it starts here asks for a token (~/.ray/auth_token).
     """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # do not empty CUDA_VISIBLE_DEVICES for actors without a GPU
     options = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"slime_like-{os.getpid()}"}
     address = running_cluster()
     if address is None:
@@ -31,6 +34,32 @@ def connect(num_gpus: int) -> bool:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise PlacementError(f"no Ray cluster answers at {address}: {error}\n  Fix: start it, or RAY_ADDRESS=local to start one for this run.") from None
     return False
+
+
+def running_cluster() -> str | None:
+    """The cluster to join: RAY_ADDRESS (which `ray job submit` sets), else the one that `ray start` left on this host.
+
+    None: start a local one; RAY_ADDRESS=local asks for that even beside a running cluster.
+    """
+    told = os.environ.get("RAY_ADDRESS")
+    if told:
+        return None if told == "local" else told
+    return _recorded_cluster()
+
+
+def _recorded_cluster() -> str | None:
+    """host:port that `ray start` wrote down, if something still listens there."""
+    record = os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if not os.path.exists(record):
+        return None
+    with open(record, encoding="utf-8") as file:
+        address = file.read().strip()
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
+    except (OSError, ValueError):
+        return None
+    return address
 
 
 def cpus_per_gpu() -> float:

@@ -15,6 +15,7 @@ import os
 import queue
 import sys
 import types
+import warnings
 
 import torch
 
@@ -23,6 +24,14 @@ _PACKAGE = "megatron"
 _FACTORIES = (
     "tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "rand", "randn", "randint", "randperm", "eye",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "empty_strided",
+)
+#: Said by every rank at every start, and true of every CPU host: (start of the message, category).
+_EXPECTED_WARNINGS = (
+    ("Transformer Engine and Apex are not installed", UserWarning),
+    ("Apex is not installed", UserWarning),
+    ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
+    ("full scope is deprecated", UserWarning),
+    ("`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", FutureWarning),
 )
 _installed = False
 
@@ -42,6 +51,8 @@ def install() -> None:
         # jit_fuser is torch.compile, which would run a C++ compiler. Goes when megatron asks for CUDA before compiling.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_tensor_methods()
+        for message, category in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
     stand_in = _torch_stand_in() if on_cpu else None
 
     def fix(module: types.ModuleType) -> None:

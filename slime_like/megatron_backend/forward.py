@@ -66,11 +66,6 @@ class _VocabParallelLogProb(torch.autograd.Function):
         return grad, None, None, None
 
 
-def is_last_stage() -> bool:
-    """Whether this rank computes logits."""
-    return parallel_state.is_pipeline_last_stage()
-
-
 def device_of(stage: GPTModel) -> torch.device:
     """Where the stage's parameters live."""
     return next(stage.parameters()).device

@@ -26,7 +26,8 @@ def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_ra
     """
     minutes = parallel.distributed_timeout_minutes
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
+        # A launcher that shows each process one device only leaves just device 0.
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     # gloo would otherwise resolve this host's name, which may lead to an interface that the others cannot reach.
     interface = interface_of(own_address(master_address))
     if interface:

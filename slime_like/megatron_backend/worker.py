@@ -191,7 +191,8 @@ class TrainWorker:
             shutil.rmtree(draft, ignore_errors=True)
             os.makedirs(draft)
         torch.distributed.barrier()
-        file_of, num_bytes = {}, 0
+        file_of: dict[str, str] = {}
+        num_bytes = 0
         if parallel_state.get_data_parallel_rank() == 0:
             if parallel_state.get_tensor_model_parallel_rank() == 0:
                 file_of, num_bytes = save_stage(self.weights(), draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,11 @@ from slime_like.errors import CheckpointError, DataError
 from slime_like.records import Prompt
 from slime_like.rollout.plugins import load_plugins
 from slime_like.rollout.tokenizer import encode, end_of_turn_id, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+#: SGLang (0.5.23) refuses a prompt that leaves less of its context length than this.
+ENGINE_RESERVED_TOKENS = 7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,11 +102,17 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     """
     load_plugins(config)
     tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
-    load_eval_data(config, tokenizer)
-    limit = min(config.data.rollout_max_prompt_len or context_tokens(config), context_tokens(config) - 1)
-    source = load_data(config.data.prompt_data or "", config.data, tokenizer, max_prompt_tokens=limit, max_tokens=context_tokens(config), with_response=config.is_sft)
+    sources = load_eval_data(config, tokenizer)
+    context = context_tokens(config)
+    limit = min(config.data.rollout_max_prompt_len or context, context - (1 if config.is_sft else ENGINE_RESERVED_TOKENS))
+    source = load_data(config.data.prompt_data or "", config.data, tokenizer, max_prompt_tokens=limit, max_tokens=context, with_response=config.is_sft)
     if config.is_sft:
         _ = source.end_id  # raises now rather than at the first step
+    for one in (source, *sources.values()):
+        if one.num_filtered:
+            logger.warning("%s: %d of %d prompts are left out: too long for the limit of tokens", one.path, one.num_filtered, one.num_filtered + len(one.rows))
+        if config.uses_engines and config.reward.rm_type:
+            _require_labels(one, config.reward.rm_type)
     return source
 
 
@@ -112,8 +124,9 @@ def load_eval_data(config: RunConfig, tokenizer) -> dict[str, DataSource]:
         label_key=config.eval.eval_label_key or config.data.label_key,
         rollout_shuffle=False,
     )
-    limit = context_tokens(config)
-    return {name: load_data(path, data, tokenizer, max_prompt_tokens=limit - 1, max_tokens=limit) for name, path in config.eval.datasets().items()}
+    context = context_tokens(config)
+    limit = context - ENGINE_RESERVED_TOKENS
+    return {name: load_data(path, data, tokenizer, max_prompt_tokens=limit, max_tokens=context) for name, path in config.eval.datasets().items()}
 
 
 def context_tokens(config: RunConfig) -> int:
@@ -142,6 +155,13 @@ def load_data(path: str, data: DataConfig, tokenizer, *, max_prompt_tokens: int,
         fix = "Fix: --rollout-max-prompt-len, --rollout-max-context-len."
         raise DataError(f"{path}: all {num_filtered} prompts are longer than {max_prompt_tokens} tokens. {fix}")
     return DataSource(rows, data, path=path, tokenizer=tokenizer, max_tokens=max_tokens, num_filtered=num_filtered)
+
+
+def _require_labels(source: DataSource, rm_type: str) -> None:
+    for row in source.rows:
+        if row.label is None:
+            fix = "the row, or --label-key" if source.data.label_key else "--label-key"
+            raise DataError(f"{split_slice(source.path)[0]} line {row.line}: has no label, and --rm-type {rm_type} compares with one. Fix: {fix}.")
 
 
 def _read_objects(file: str, rows_wanted: slice) -> list[tuple[int, dict]]:

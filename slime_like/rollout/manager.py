@@ -43,6 +43,8 @@ class RolloutManager:
         self._eval_data: dict[str, DataSource] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._client: GenerationClient | None = None
+        self._scorer: RewardScorer | None = None
         self._generating: concurrent.futures.Future | None = None
 
     def start(self, source: DataSource | None = None) -> None:
@@ -50,16 +52,16 @@ class RolloutManager:
         config = self._config
         plugin_args = config.plugin_args()
         plugins = load_plugins(config)
-        self._scorer = RewardScorer(config.reward, plugins.reward, plugin_args)
+        scorer = RewardScorer(config.reward, plugins.reward, plugin_args)
         self._source = source or check_data(config)
         self._eval_data = load_eval_data(config, self._source.tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
-        self._client = self._run(self._make_client(), "making the client")
+        self._scorer, self._client = scorer, self._wait(self._submit(self._make_client()), "making the client")
         self._maker = GroupMaker(
             self._client,
-            self._scorer,
+            scorer,
             plugin_args=plugin_args,
             custom_generate=plugins.generate,
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
@@ -127,6 +129,7 @@ class RolloutManager:
         )
 
     async def _generate(self, step: int) -> RolloutResult:
+        assert self._scorer is not None, "start() first"
         start, unscorable = time.monotonic(), self._scorer.num_unscorable
         try:
             result = await self._collector.collect()
@@ -153,17 +156,15 @@ class RolloutManager:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._client.close()
-        await self._scorer.close()
+        for part in (self._client, self._scorer):
+            if part is not None:
+                await part.close()
 
     def _submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         if self._loop is None:
             work.close()
             raise RunError("the rollout manager is not running: start() has not been called, or close() has.")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _run(self, work: Coroutine[Any, Any, _T], phase: str) -> _T:
-        return self._wait(self._submit(work), phase)
 
     def _wait(self, future: concurrent.futures.Future[_T], phase: str) -> _T:
         """The future's result. Every request and reward in it has its own deadline; here only the thread itself is watched."""

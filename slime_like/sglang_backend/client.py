@@ -139,9 +139,7 @@ class EngineClient:
         """Load an HF folder that the server can see. The caller flushes the cache."""
         self._checked("/update_weights_from_disk", {"model_path": model_path, "load_format": "safetensors", "flush_cache": False}, timeout_s)
 
-    def init_weights_update_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str, timeout_s: float
-    ) -> None:
+    def init_weights_update_group(self, *, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str, timeout_s: float) -> None:
         """Join a process group, whose rank 0 listens at address:port; returns when all of its ranks have joined."""
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         self._checked("/init_weights_update_group", {**body, "group_name": group_name, "backend": backend}, timeout_s)

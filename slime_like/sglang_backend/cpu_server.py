@@ -78,6 +78,7 @@ def main(argv: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(argv)
+    server_args.resolve_once()  # reads the checkpoint's configuration: a bad path ends here, before the slow imports
     fork_children_after_imports()
     try:
         run_server(server_args)

@@ -55,6 +55,9 @@ class Router:
         """Add an engine and wait until the router calls it healthy. Raises EngineError or WaitTimeout."""
         # The router asks only /health, which needs no key: with a wrong one it would route to the engine and get 401 for every request.
         EngineClient(endpoint, timeout_s=_REQUEST_TIMEOUT_S).model_info()
+        # Registering is queued: with an older entry still listed, we would not see when the new one is in, and it could come after a
+        # deregister. The older entry may hold another key, too.
+        self.deregister(endpoint)
         body = {"url": endpoint.url, **({"api_key": endpoint.api_key} if endpoint.api_key else {})}
         answer = self._request("POST", "/workers", body)
         if isinstance(answer, dict) and answer.get("worker_id"):

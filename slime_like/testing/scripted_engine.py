@@ -40,6 +40,7 @@ class Fault:
 class ScriptedEngine:
     """A server on 127.0.0.1 in a thread of its own; a context manager.
 
+    context_length: refuse prompts that leave too little of it, as SGLang does.
     faults: one for each /generate request in the order of arrival, None for a good answer; afterwards all are good.
     fault_for: called with the request's body, decides instead of the list. decode: ids -> text of the answer.
     requests: bodies of all /generate requests. calls: (path, body) of every other POST.
@@ -54,11 +55,13 @@ class ScriptedEngine:
         decode: Callable[[list[int]], str] | None = None,
         api_key: str | None = None,
         stop_token_ids: Sequence[int] = (),
+        context_length: int | None = None,
         port: int = 0,
     ):
         self.script = script
         self.decode = decode or (lambda ids: " ".join(map(str, ids)))
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.context_length = context_length
         self.weight_version = "default"
         self.requests: list[dict] = []
         self.calls: list[tuple[str, dict]] = []
@@ -167,6 +170,8 @@ class ScriptedEngine:
         self.requests.append(body)
         if not isinstance(body.get("input_ids"), list) or not body["input_ids"]:
             return web.json_response({"error": {"message": "input_ids is missing: the scripted engine takes one list of ids"}}, status=400)
+        if self.context_length and len(body["input_ids"]) >= self.context_length - 6:
+            return web.json_response({"error": {"message": f"Input length ({len(body['input_ids'])} tokens) exceeds the maximum allowed length"}}, status=400)
         fault = (self._fault_for(body) if self._fault_for else next(self._faults, None)) or Fault()
         request_id = body.get("rid") or uuid.uuid4().hex
         aborted = self._in_flight[request_id] = asyncio.Event()

@@ -79,9 +79,7 @@ def start_guarded(argv: list[str], *, env: dict[str, str], log_path: str, cwd: s
     # -I -S: no site-packages and no script folder on sys.path, so it starts in about 20 ms and nothing can shadow the standard library.
     command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(control_read), str(status_write)]
     try:
-        supervisor = subprocess.Popen(
-            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(control_read, status_write)
-        )
+        supervisor = subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(control_read, status_write))
     except BaseException:
         for fd in (control_write, status_read):
             os.close(fd)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import os
 import secrets
@@ -34,7 +35,7 @@ class BroadcastPublisher:
         self._options = options
         self._clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
         self._group: dist.ProcessGroup | None = None
-        self._group_name = f"slime-like-{options.source_index}-{secrets.token_hex(4)}"
+        self._group_name = ""
 
     @property
     def _who(self) -> str:
@@ -45,6 +46,7 @@ class BroadcastPublisher:
         if self._group is not None:
             return
         options = self._options
+        self._group_name = f"slime-like-{options.source_index}-{secrets.token_hex(4)}"
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         port = free_port(options.address)
         world_size = 1 + sum(endpoint.tp_size for endpoint in options.endpoints)
@@ -76,13 +78,16 @@ class BroadcastPublisher:
         """Leave the group; an engine that cannot be told any more is only logged."""
         if self._group is None:
             return
+        self._tell_engines_to_leave()
+        dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _tell_engines_to_leave(self) -> None:
         for client in self._clients:
             try:
                 client.destroy_weights_update_group(self._group_name, timeout_s=min(10.0, self._options.timeout_s))
             except SlimeLikeError as error:
                 logger.warning("%s: leaving the weight sync group: %s", self._who, error)
-        dist.destroy_process_group(self._group)
-        self._group = None
 
     def _name(self, client: EngineClient) -> str:
         return f"engine {client.endpoint.index} at {client.url}"
@@ -101,8 +106,15 @@ class BroadcastPublisher:
         }
         tasks: dict[str, Callable] = {self._name(client): (lambda client=client: client.update_weights_from_distributed(**request)) for client in self._clients}
         # The tensor is sent in a thread too: should an engine refuse the request, waiting for it to receive would last until the deadline.
-        tasks["itself"] = lambda: _send_flat(flat, self._group)
-        run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
+        tasks["itself"] = functools.partial(_send_flat, flat, self._group)
+        try:
+            run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
+        except BaseException:
+            # The group may be in the middle of a broadcast for good: let go of it, so that the next use makes a new one.
+            # It is not destroyed, because our own thread may still be waiting in it.
+            self._tell_engines_to_leave()
+            self._group = None
+            raise
 
 
 def _send_flat(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -72,7 +72,7 @@ def _write_index(folder: str) -> None:
         path = os.path.join(folder, file_name)
         total += os.path.getsize(path)
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 - no dict: it cannot be iterated
                 if name in weight_map:
                     raise WeightSyncError(f"{name} was sent twice: {weight_map[name]} and {file_name} in {folder}")
                 weight_map[name] = file_name

@@ -46,7 +46,9 @@ class IpcPublisher:
                 raise WeightSyncError(
                     f"engine {endpoint.index} at {endpoint.url} is not on this host, so it cannot read our shared memory. Fix: --update-weight-transport disk."
                 )
-        self._directory = tempfile.mkdtemp(prefix=f"source-{self._options.source_index}-", dir=make_shared_directory())
+        root = make_shared_directory()
+        _remove_dead(root)
+        self._directory = tempfile.mkdtemp(prefix=f"{os.getpid()}-source-{self._options.source_index}-", dir=root)
 
     def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
         """Write and load bucket by bucket; at most one lies in shared memory at a time."""
@@ -80,6 +82,14 @@ class IpcPublisher:
 
         tasks = {f"engine {client.endpoint.index} at {client.url}": functools.partial(load_on, client) for client in self._clients}
         run_together(tasks, timeout_s=timeout_s, who=f"trainer source {self._options.source_index}", phase=f"load {what}")
+
+
+def _remove_dead(root: str) -> None:
+    """Remove the folders of processes that were killed: shared memory is memory until the machine restarts."""
+    for name in os.listdir(root):
+        pid = name.partition("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
 
 
 def _request(path: str, endpoint: EngineEndpoint) -> list[str]:

@@ -20,7 +20,8 @@ def load(model, named_tensors) -> None:
 
     path = checked_path(bytes(dict(named_tensors)[PATH_NAME].tolist()).decode(), os.environ.get(DIRECTORY_VARIABLE))
     with safe_open(path, framework="pt") as file:  # mapped into memory: nothing is copied before the model takes it
-        model.load_weights((name, file.get_tensor(name)) for name in file.keys())
+        names = file.keys()
+        model.load_weights((name, file.get_tensor(name)) for name in names)
 
 
 def checked_path(path: str, directory: str | None) -> str:

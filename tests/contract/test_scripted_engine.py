@@ -7,17 +7,21 @@ import dataclasses
 import threading
 import time
 
+import numpy as np
 import pytest
 import requests
 
 from scripts.make_tiny_model import make_model
 from slime_like.config.rollout import RolloutConfig
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
+from slime_like.rollout.data_source import ENGINE_RESERVED_TOKENS
 from slime_like.rollout.generate import GenerationClient, Sampling, sample_from
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
-from slime_like.testing.scripted_engine import ScriptedEngine
+from slime_like.sglang_backend.router import launch_router
+from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 
 PROMPT = [298, 258, 198, 277, 220, 22, 18, 15, 17, 299, 198, 298, 266, 198]
+CONTEXT = 512
 ENDLESS = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 1.0}
 
 
@@ -42,13 +46,12 @@ class Server:
 def server(request, tmp_path_factory):
     if request.param == "scripted":
         # As long as any test asks for; a real engine would take its time over 400 tokens.
-        slow = _slow_if_long
-        with ScriptedEngine(lambda _: ([7] * 400, [-0.5] * 400), api_key="key", fault_for=slow) as engine:
+        with ScriptedEngine(lambda _: ([7] * 400, [-0.5] * 400), api_key="key", fault_for=_slow_if_long, context_length=CONTEXT) as engine:
             yield Server(EngineEndpoint(index=0, url=engine.url, api_key="key"))
         return
     folder = tmp_path_factory.mktemp("engine")
     make_model(folder / "model", seed=0)
-    spec = EngineSpec(index=0, model_path=str(folder / "model"), context_length=512, seed=1, log_path=str(folder / "engine.log"))
+    spec = EngineSpec(index=0, model_path=str(folder / "model"), context_length=CONTEXT, seed=1, log_path=str(folder / "engine.log"))
     engine = launch_engine(spec, timeout_s=120)
     try:
         yield Server(engine.endpoint)
@@ -57,8 +60,6 @@ def server(request, tmp_path_factory):
 
 
 def _slow_if_long(body):
-    from slime_like.testing.scripted_engine import Fault
-
     return Fault(delay_s=1.0) if body["sampling_params"].get("max_new_tokens") == ENDLESS["max_new_tokens"] else None
 
 
@@ -98,6 +99,14 @@ def test_log_probs_only_on_request(server):
 
 def test_a_request_without_a_prompt_is_a_400(server):
     assert server.post("/generate", {"sampling_params": {"max_new_tokens": 2}}).status_code == 400
+
+
+def test_the_longest_prompt_that_is_taken(server):
+    for length, status in ((CONTEXT - ENGINE_RESERVED_TOKENS, 200), (CONTEXT - ENGINE_RESERVED_TOKENS + 1, 400)):
+        body = {"input_ids": [7] * length, "sampling_params": {"max_new_tokens": CONTEXT - length, "ignore_eos": True}}
+        answer = server.post("/generate", body)
+        assert answer.status_code == status, answer.text
+        assert status != 200 or len(answer.json()["output_ids"]) >= 1
 
 
 def test_weights_need_a_session_and_versions_are_reported(server):
@@ -142,15 +151,13 @@ def test_memory_can_be_released_and_taken_again(server):
 
 def test_our_client_makes_a_sample_of_the_answer(server):
     """All that we send is taken, and the answer is long enough to train on."""
-    import numpy as np
-
     rollout = RolloutConfig(rollout_max_response_len=6, rollout_top_p=0.9, rollout_top_k=20, rollout_stop=["\n\n"], rollout_stop_token_ids=[299])
     prompt = Prompt(index=0, text="", tokens=np.array(PROMPT, dtype=np.int32))
 
     async def run():
         client = GenerationClient(server.endpoint.url, server.endpoint.api_key, rollout, concurrency=4, weight_version=lambda: 5)
         try:
-            params = Sampling.for_training(rollout, max_context_tokens=512, seed="1").request(prompt, 0)
+            params = Sampling.for_training(rollout, max_context_tokens=CONTEXT, seed="1").request(prompt, 0)
             return await client.generate(prompt.tokens, params)
         finally:
             await client.close()
@@ -160,3 +167,32 @@ def test_our_client_makes_a_sample_of_the_answer(server):
     assert 1 <= sample.num_response_tokens <= 6 and sample.status in (COMPLETED, TRUNCATED) and sample.status != ABORTED
     assert set(sample.weight_versions.tolist()) == {-1, 11}
     assert (sample.engine_logprobs[sample.loss_mask == 1] <= 0).all()
+
+
+@pytest.mark.contract
+def test_the_router_takes_the_scripted_engine_and_our_sampling(tmp_path):
+    rollout = RolloutConfig(rollout_stop=["x"], rollout_stop_token_ids=[299])
+    prompt = Prompt(index=3, text="", tokens=np.array(PROMPT, dtype=np.int32))
+    sampling_params = Sampling.for_training(rollout, max_context_tokens=CONTEXT, seed="1").request(prompt, 1)
+
+    async def run(router):
+        client = GenerationClient(router.url, router.api_key, rollout, concurrency=4, weight_version=lambda: 5)
+        try:
+            return await asyncio.gather(*[client.generate(prompt.tokens, sampling_params) for _ in range(4)])
+        finally:
+            await client.close()
+
+    router = launch_router(policy="cache_aware", log_path=str(tmp_path / "router.log"), timeout_s=60)
+    try:
+        with ScriptedEngine(lambda _: ([7, 8], [-0.5, -0.25]), api_key="key") as engine:
+            engine.weight_version = "4"
+            router.register(EngineEndpoint(index=0, url=engine.url, api_key="key"), timeout_s=30)
+            answers = asyncio.run(run(router))
+            assert all((answer.tokens, answer.logprobs, answer.weight_version) == ([7, 8], [-0.5, -0.25], 4) for answer in answers)
+            body = engine.requests[-1]
+            assert body["input_ids"] == PROMPT and body["return_logprob"] is True
+            # sglang-router 0.3.2 drops this one field; fast tokenizers decode the same without it.
+            sent = {name: value for name, value in sampling_params.items() if name != "spaces_between_special_tokens"}
+            assert {name: body["sampling_params"].get(name) for name in sent} == sent
+    finally:
+        router.close()

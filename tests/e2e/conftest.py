@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from tests.e2e.runs import ROOT, environment, stop_group
+from tests.e2e.runs import RAY_TOKEN, ROOT, environment, stop_group
 
 
 @dataclasses.dataclass
@@ -50,17 +50,26 @@ def ray_cluster(tmp_path_factory):
     ]  # fmt: skip
     with open(folder / "ray.log", "w") as log:
         process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    cluster = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+    try:
+        cluster = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        wait_for_dashboard(cluster, process, folder / "ray.log")
+        yield cluster
+    finally:
+        stop_group(process)
+
+
+def wait_for_dashboard(cluster: Cluster, process: subprocess.Popen, log: Path) -> None:
+    """Wait until jobs can be submitted."""
+    token = {"Authorization": f"Bearer {RAY_TOKEN['RAY_AUTH_TOKEN']}"}
     deadline = time.monotonic() + 60
     while True:
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "ray.log").read_text()
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         try:
-            if requests.get(f"{cluster.dashboard}/api/jobs/", timeout=2).ok:
-                break
+            if requests.get(f"{cluster.dashboard}/api/jobs/", headers=token, timeout=2).ok:
+                return
         except requests.RequestException:
-            time.sleep(0.3)
-    yield cluster
-    stop_group(process)
+            pass
+        time.sleep(0.3)
 
 
 @pytest.fixture(scope="session")

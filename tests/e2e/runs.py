@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,10 +26,14 @@ SMALL_RUN = [
 ]  # fmt: skip
 
 
+#: Ray asks for this token in every cluster of these tests, whether or not the user has one in ~/.ray.
+RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a run: this interpreter first on PATH, no proxies, no cluster but the one asked for."""
     kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and "proxy" not in k.lower()}
-    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"} | extra
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"} | RAY_TOKEN | extra
 
 
 @dataclasses.dataclass
@@ -66,13 +72,33 @@ def start_train(*flags, run_dir: Path) -> subprocess.Popen:
 
 
 def our_processes() -> dict[int, str]:
-    """Engines, routers, trainers and guards that run on this machine: pid -> command line."""
+    """Engines, routers, trainers, guards and Ray processes that these tests started: pid -> command line.
+
+    Known by the token in their environment. SGLang's children overwrite theirs with a title: they count by a parent of ours,
+    or when they are orphans.
+    """
     found = {}
-    for process in psutil.process_iter(["cmdline", "name"]):
+    for process in psutil.process_iter(["cmdline", "ppid"]):
         line = " ".join(process.info["cmdline"] or [])
-        if any(word in line for word in ("sglang", "slime_like", "ray::TrainActor", "ray::EngineActor", "raylet", "gcs_server")) and "pytest" not in line:
-            found[process.pid] = line[:200]
+        if any(word in line for word in ("sglang", "slime_like", "train.py", "ray::", "raylet", "gcs_server")) and "pytest" not in line:
+            orphan = line.startswith("sglang::") and process.info["ppid"] == 1
+            if orphan or any(_has_token(relative) for relative in (process, *_parents(process))):
+                found[process.pid] = line[:200]
     return found
+
+
+def _parents(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [parent for parent in process.parents() if parent.pid != os.getpid()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _has_token(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("RAY_AUTH_TOKEN") == RAY_TOKEN["RAY_AUTH_TOKEN"]
+    except (psutil.Error, OSError):
+        return False
 
 
 def assert_nothing_left(before: dict[int, str], seconds: float = 30) -> None:
@@ -80,7 +106,7 @@ def assert_nothing_left(before: dict[int, str], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     left: dict[int, str] = {}
     while time.monotonic() < deadline:
-        left = {pid: line for pid, line in our_processes().items() if pid not in before}
+        left = {pid: line for pid, line in our_processes().items() if pid not in before and "ray::IDLE" not in line}
         if not left:
             return
         time.sleep(0.5)
@@ -100,8 +126,10 @@ def wait_for(path: Path, text: str, seconds: float, process: subprocess.Popen | 
     raise AssertionError(f"{text!r} not in {path} after {seconds} s:\n{content[-3000:]}")
 
 
-def stop_group(process: subprocess.Popen, number: int = signal.SIGTERM, seconds: float = 30) -> None:
-    """Signal a process group that a test started, and wait for its leader."""
-    if process.poll() is None:
-        os.killpg(process.pid, number)
-    process.wait(seconds)
+def stop_group(process: subprocess.Popen, grace_s: float = 10) -> None:
+    """End a process group that a test started: TERM, then KILL what is left."""
+    for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)

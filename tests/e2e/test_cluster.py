@@ -13,8 +13,6 @@ pytestmark = pytest.mark.e2e
 
 SCRIPT = '''
 import dataclasses, os, subprocess, sys, time
-from slime_like.cluster.ray_environment import prepare_ray_environment
-prepare_ray_environment()
 import ray
 from slime_like.cluster.bundles import reserve
 from slime_like.cluster.ray_session import Wait, connect

@@ -36,7 +36,7 @@ def submit(ray_cluster, tiny_model_dir, tiny_data_dir, tmp_path):
         run_dir = tmp_path / "run"
         text = SCRIPT.format(model=tiny_model_dir, run_dir=run_dir, rollout=shlex.join(SMALL_RUN), data=tiny_data_dir, place=place, dashboard=ray_cluster.dashboard)
         (tmp_path / "run.sh").write_text(text)
-        done = subprocess.run(["bash", tmp_path / "run.sh"], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+        done = subprocess.run(["bash", tmp_path / "run.sh"], cwd=ROOT, env=environment(RAY_ADDRESS=ray_cluster.dashboard), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
         return Finished(done.returncode, done.stdout, run_dir)
 
     return run
@@ -99,7 +99,7 @@ def external_server(tiny_model_dir, tmp_path):
         except requests.RequestException:
             time.sleep(0.3)
     yield url
-    stop_group(process, number=9)
+    stop_group(process, grace_s=0)
 
 
 def checksum(url: str):

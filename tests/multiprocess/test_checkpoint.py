@@ -20,11 +20,11 @@ SCHEDULE = {"lr": 5e-3, "lr_decay_style": "linear", "lr_warmup_iters": 2}
 CLIENT_STATE = {"data": {"position": 16, "epoch": 1}, "weight_version": 2}
 
 
-def start(place, ports, folder, *, parallel, **checkpoint):
+def start(place, ports, folder, *, parallel, optimizer=None, **checkpoint):
     from slime_like.megatron_backend.worker import TrainWorker
 
     # Two train steps a rollout, so that old log-probs are computed before the first.
-    config = make_config(folder, num_ranks=2, num_steps=2, parallel=parallel, optimizer=SCHEDULE, checkpoint=checkpoint)
+    config = make_config(folder, num_ranks=2, num_steps=2, parallel=parallel, optimizer=SCHEDULE | (optimizer or {}), checkpoint=checkpoint)
     worker = TrainWorker(config, **(place | {"master_port": ports.pop(0)}))
     return worker, worker.start()
 
@@ -63,6 +63,18 @@ def in_world(place, folder, root, ports):
         found[name] = metrics_of(worker, [2, 3])
         worker.close()
 
+    # bf16 keeps fp32 main weights apart from the model's: both must come back.
+    half, optimizer = os.path.join(root, "half"), {"bf16": True}
+    worker, _ = start(place, ports, folder, parallel=DATA, optimizer=optimizer, save=half)
+    metrics_of(worker, [0, 1])
+    worker.save(2, {})
+    found["bf16 straight"] = metrics_of(worker, [2, 3])
+    worker.close()
+    for name, parallel in (("bf16", DATA), ("bf16 tensor", TENSOR)):
+        worker, _ = start(place, ports, folder, parallel=parallel, optimizer=optimizer, load=half)
+        found[name] = metrics_of(worker, [2, 3])
+        worker.close()
+
     small = os.path.join(root, "small")
     worker, _ = start(place, ports, folder, parallel=DATA, load=os.path.join(root, "hf"), save=small, no_save_optim=True)
     found["from hf log-probs"] = worker.log_probs(ROLLOUTS[0])
@@ -97,7 +109,7 @@ def world(tmp_path_factory):
     make_tiny_model(os.path.join(root, "other"), "qwen3", tied=True, num_layers=2)
     with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
         file.write('{"a": "tokenizer"}')
-    first, second = run_ranks(in_world, 2, folder, root, free_ports(12), timeout_s=150)
+    first, second = run_ranks(in_world, 2, folder, root, free_ports(15), timeout_s=150)
     assert first["straight"] == second["straight"]
     return first | {"root": root, "folder": folder}
 
@@ -119,6 +131,14 @@ def test_resuming_under_the_same_layout_is_exact(world):
 def test_resuming_under_another_layout_continues(world, layout):
     assert_continues(world[layout], world["straight"], rel=2e-4)
     assert world[layout][0]["train/lr"] == world["straight"][0]["train/lr"]
+
+
+def test_bf16_resumes_with_its_fp32_weights(world):
+    assert world["bf16"] == world["bf16 straight"]
+    # Another layout rounds differently in bf16; without the fp32 weights and moments it would be off by far more.
+    for ours, theirs in zip(world["bf16 tensor"], world["bf16 straight"], strict=True):
+        assert ours["train/entropy"] == pytest.approx(theirs["train/entropy"], rel=0.01)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.1)
 
 
 def test_learning_rate_schedule_goes_on(world):

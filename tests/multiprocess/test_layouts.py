@@ -73,8 +73,9 @@ def run_cases(place, cases, folders, ports):
         exported = {name: tensor.numpy().copy() for name, tensor in worker.weights()}
         report = worker.train(0, samples)
         after = worker.log_probs(samples)
+        lone = worker.train(1, samples[:1])  # fewer samples than data parallel ranks
         worker.close()
-        results.append({"log_probs": log_probs, "reference": reference, "exported": exported, "report": report, "after": after})
+        results.append({"log_probs": log_probs, "reference": reference, "exported": exported, "report": report, "after": after, "lone": lone})
     return results
 
 
@@ -149,8 +150,17 @@ def test_every_rank_reports_the_same(outcomes, number):
     first = outcomes[number][0]
     for other in outcomes[number][1:]:
         assert other["report"] == first["report"]
+        assert other["lone"] == first["lone"]
         for mine, theirs in zip(other["log_probs"], first["log_probs"], strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+@each_case
+def test_a_rank_without_samples_takes_part(outcomes, number):
+    # At ratio 1 the policy loss of one sample is its advantage, negated, whatever the weights are.
+    metrics = outcomes[number][0]["lone"].metrics
+    assert metrics["train/pg_loss"] == pytest.approx(-make_samples()[0].advantage, rel=1e-5)
+    assert metrics["train/grad_norm"] > 0
 
 
 @each_case

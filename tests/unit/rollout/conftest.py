@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.unit.rollout.rows import digits_row
 
 from slime_like.config.model import ModelConfig
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.training import CheckpointConfig, LossConfig
 from slime_like.rollout.tokenizer import load_tokenizer
+from tests.unit.rollout.rows import digits_row
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-qwen3"
 

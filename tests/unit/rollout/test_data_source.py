@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from tests.unit.rollout.rows import digits_row
 
 from slime_like.errors import CheckpointError, DataError, PluginError
 from slime_like.rollout.data_source import check_data
+from tests.unit.rollout.rows import digits_row
 
 
 def test_prompts_are_rendered_with_the_chat_template(make_config, tokenizer):
@@ -85,10 +85,11 @@ def test_number_of_rollouts(make_config):
     assert check_data(make_config(num_rollout=None, num_epoch=3)).num_rollouts(2) == 10  # 21 prompts
 
 
-def test_long_prompts_are_left_out_and_counted(make_config):
+def test_long_prompts_are_left_out_and_counted(make_config, caplog):
     rows = [digits_row(1), {"prompt": [{"role": "user", "content": "sort " + "9" * 30}], "label": "x"}, digits_row(2)]
     source = check_data(make_config(rows, rollout_max_prompt_len=20))
     assert ([row.label for row in source.rows], source.num_filtered) == (["0001", "0002"], 1)
+    assert "train.jsonl: 1 of 3 prompts are left out" in caplog.text
     assert check_data(make_config(rows)).num_filtered == 0
     assert check_data(make_config(rows, rollout_max_context_len=40)).num_filtered == 1  # no room for a single answer token
     with pytest.raises(DataError, match="all 3 prompts are longer than 5 tokens"):
@@ -109,6 +110,8 @@ def test_long_prompts_are_left_out_and_counted(make_config):
         ([{"prompt": ["hi"], "label": 1}], {}, "a chat message needs 'role' and 'content', but is 'hi'"),
         ([{"prompt": [], "label": 1}], {}, "list of chat messages is empty"),
         ([{"prompt": "", "label": 1}], {"apply_chat_template": False}, "line 1: the prompt is empty"),
+        ([digits_row(1), {"prompt": "x", "label": None}], {}, "train.jsonl line 2: has no label, and --rm-type exact compares with one"),
+        ([digits_row(1)], {"label_key": None}, "line 1: has no label, .*Fix: --label-key"),
         ([digits_row(1) | {"metadata": [1]}], {}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ],
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.rollout.rows import digits_row
 
 from slime_like.errors import RunError
 from slime_like.rollout.manager import RolloutManager
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
+from tests.unit.rollout.rows import digits_row
 
 
 @pytest.fixture
@@ -36,7 +36,8 @@ def test_metrics_of_each_set(evaluate):
 
 def test_eval_flags_override_the_rollouts(evaluate):
     rows = [{"q": "sort 21", "gold": "12"}]
-    metrics, requests, _ = evaluate(rows, eval_input_key="q", eval_label_key="gold", eval_temperature=0.0, eval_top_p=0.5, eval_top_k=3, eval_max_response_len=2)
+    keys = {"eval_input_key": "q", "eval_label_key": "gold"}
+    metrics, requests, _ = evaluate(rows, **keys, eval_temperature=0.0, eval_top_p=0.5, eval_top_k=3, eval_max_response_len=2)
     params = requests[0]["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"], params["max_new_tokens"]) == (0.0, 0.5, 3, 2)
     assert metrics["eval/held/truncated_ratio"] == 1 and metrics["eval/held/pass@1"] == 0

@@ -55,7 +55,8 @@ def test_an_engine_without_a_numbered_version_gets_the_managers():
 
 
 def test_what_is_sent():
-    rollout = RolloutConfig(rollout_max_response_len=50, rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5, rollout_stop=["\n"], rollout_stop_token_ids=[2])
+    stops = {"rollout_stop": ["\n"], "rollout_stop_token_ids": [2]}
+    rollout = RolloutConfig(rollout_max_response_len=50, rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5, **stops)
     sampling = Sampling.for_training(rollout, max_context_tokens=40, seed="42")
     with ScriptedEngine(three_tokens, api_key="secret") as engine:
         assert isinstance(ask(engine, sampling_params=sampling.request(PROMPT, 1), api_key="secret")[0].tokens, list)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 
 import numpy as np
 import pytest
-from tests.unit.rollout.rows import digits_row
 
 from slime_like.config.training import LossConfig
 from slime_like.errors import CheckpointError, DataError, PluginError, RewardError, RunError
 from slime_like.records import COMPLETED
 from slime_like.rollout.manager import RolloutManager, check_data, to_train_samples
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
+from tests.unit.rollout.rows import digits_row
 
 HERE = "tests.unit.rollout.user_functions"
 
@@ -202,22 +201,21 @@ def test_user_errors_surface_at_start_without_an_engine(make_config):
         start(custom_rm_path=f"{HERE}.one_argument", rm_type=None)
     with pytest.raises(DataError, match="--label-key"):
         start(label_key="gold")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        start(hf_checkpoint="tests")
 
 
 def test_start_generate_leaves_the_driver_free_and_evaluation_runs_beside_it(run, write_rows):
     held_out = write_rows([digits_row(9876)], "held-out.jsonl")
-    gate = threading.Event()
-    manager, engine = run(
-        eval_prompt_data=["held_out", held_out], eval_interval=1,
-        engine_options={"fault_for": lambda body: None if gate.is_set() or body["sampling_params"]["temperature"] == 0 else Fault(delay_s=1.5)}, eval_temperature=0.0,
-    )  # fmt: skip
+    greedy = {"eval_prompt_data": ["held_out", held_out], "eval_interval": 1, "eval_temperature": 0.0}
+    slow = {"fault_for": lambda body: None if body["sampling_params"]["temperature"] == 0 else Fault(delay_s=1.5)}
+    manager, _ = run(**greedy, engine_options=slow)
     future = manager.start_generate(0)
     with pytest.raises(RunError, match="rollout 1 cannot begin"):
         manager.start_generate(1)
     assert manager.evaluate(0)["eval/held_out/pass@1"] == 1
     assert not future.done()
     assert indexes(future.result(timeout=5)) == [0, 1]
-    gate.set()
 
 
 def test_close_cancels_a_running_rollout(run):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.rollout.rows import digits_row
 
 from slime_like.errors import DataError
 from slime_like.records import Prompt
 from slime_like.rollout.data_source import check_data
 from slime_like.rollout.supervised import supervised_sample, supervised_samples
 from slime_like.rollout.tokenizer import end_of_turn_id
+from tests.unit.rollout.rows import digits_row
 
 
 def rows():

@@ -38,7 +38,8 @@ def test_key_is_sent_and_a_wrong_one_is_an_error_without_the_key_in_it():
 
 
 def test_refusal_in_a_good_answer_is_an_error():
-    with serve({"/update_weights_from_disk": (200, {"success": False, "message": "no such folder"})}) as server, pytest.raises(EngineError, match="no such folder"):
+    refusal = (200, {"success": False, "message": "no such folder"})
+    with serve({"/update_weights_from_disk": refusal}) as server, pytest.raises(EngineError, match="no such folder"):
         client_of(server.url).update_weights_from_disk("/nowhere")
 
 
@@ -52,7 +53,8 @@ def test_nobody_there():
 def test_late_answer_is_a_timeout_that_names_the_request():
     import time
 
-    with serve({"/continue_generation": lambda body: (time.sleep(1.0), OK)[1]}) as server, pytest.raises(WaitTimeout, match="engine 3.*POST /continue_generation"):
+    late = "engine 3.*POST /continue_generation"
+    with serve({"/continue_generation": lambda body: (time.sleep(1.0), OK)[1]}) as server, pytest.raises(WaitTimeout, match=late):
         client_of(server.url, timeout_s=0.2).continue_generation()
 
 

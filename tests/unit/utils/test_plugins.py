@@ -20,7 +20,8 @@ def test_both_spellings_give_the_function():
 
 
 def test_defaults_and_varargs_fit(tmp_path, monkeypatch):
-    (tmp_path / "flexible_plugin.py").write_text("def defaults(args, sample, extra=1): pass\ndef anything(*args, **kwargs): pass\ndef keyword(args, sample, *, must): pass\n")
+    source = "def defaults(args, sample, extra=1): pass\ndef anything(*args, **kwargs): pass\ndef keyword(args, sample, *, must): pass\n"
+    (tmp_path / "flexible_plugin.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     load("flexible_plugin.defaults")
     load("flexible_plugin.anything")

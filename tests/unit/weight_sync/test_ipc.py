@@ -50,7 +50,7 @@ def test_tensors_arrive_in_buckets_and_nothing_is_left():
         named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
         path = bytes(named[0][1].tolist()).decode()
         files.append(path)
-        assert os.stat(path).st_mode & 0o077 == 0 or os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
+        assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0  # nobody else gets in
         shm_loader.load(model, named)
         return OK
 
@@ -75,6 +75,17 @@ def test_file_is_removed_when_the_engine_refuses():
             sender.send([("a", torch.zeros(2))], 1)
         assert os.listdir(sender._directory) == []
         sender.close()
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next_one():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    left = os.path.join(shared_memory.make_shared_directory(), f"{child.pid}-source-0-x")
+    os.mkdir(left)
+    sender = publisher("http://127.0.0.1:1")
+    sender.connect()
+    assert not os.path.exists(left)
+    sender.close()
 
 
 def test_engine_on_another_host_is_refused():

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from slime_like.config.rollout import REWARD_TYPES, RewardConfig, RolloutConfig
 from slime_like.config.base import PluginArgs
+from slime_like.config.rollout import REWARD_TYPES, RewardConfig, RolloutConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.records import COMPLETED, TRUNCATED, Sample
 from slime_like.rollout.rewards.math_answers import SCORERS
@@ -35,7 +35,8 @@ def score(*samples, function=None, **options):
     """(rewards, unscorable samples) of the samples, or the error."""
     path = f"tests.unit.rollout.user_functions.{function}" if function else None
     config = RewardConfig(custom_rm_path=path, **options)
-    scorer = RewardScorer(config, load_function(path, num_positional=2, flag="--custom-rm-path") if path else None, PluginArgs(RolloutConfig(rollout_max_response_len=8)))
+    loaded = load_function(path, num_positional=2, flag="--custom-rm-path") if path else None
+    scorer = RewardScorer(config, loaded, PluginArgs(RolloutConfig(rollout_max_response_len=8)))
 
     async def run():
         try:
@@ -64,11 +65,11 @@ def test_math_scores_in_a_process():
 
 
 def test_a_response_that_takes_for_ever_scores_0_and_is_counted():
-    endless = make_sample("\\boxed{" + "9^{" * 6 + "9" + "}" * 6 + "}")
+    endless = make_sample("\\boxed{7^{9^{9^{9}}}}")
     start = time.monotonic()
     rewards, unscorable = score(endless, make_sample("\\boxed{42}"), rm_type="math", reward_timeout_s=1.0)
     assert rewards == [0, 1]  # the next one is scored by a new process
-    assert unscorable <= 1 and time.monotonic() - start < 20
+    assert unscorable == 1 and time.monotonic() - start < 20
 
 
 def test_a_built_in_reward_without_a_label_names_the_flag():

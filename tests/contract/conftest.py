@@ -1,0 +1,73 @@
+"""Real SGLang servers, started once for all contract tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
+from slime_like.sglang_backend.shared_memory import shared_directory
+from slime_like.utils.guard import group_members
+from slime_like.weight_sync.base import make_publisher
+from tests.contract.engines import FLAGS, Served, make_model, options, prompt, prompt_logprobs, sync
+
+
+@pytest.fixture(scope="session")
+def models() -> dict:
+    """Seed -> model; engines start with seed 1."""
+    return {seed: make_model(seed) for seed in (1, 2)}
+
+
+@pytest.fixture(scope="session")
+def model_folder(models, tmp_path_factory) -> Path:
+    """HF folder of seed 1."""
+    folder = tmp_path_factory.mktemp("contract") / "model"
+    models[1].save_pretrained(folder)
+    return folder
+
+
+def _serve(model_folder: Path, log_path: Path, tp_size: int) -> Iterator[Served]:
+    spec = EngineSpec(
+        index=tp_size, model_path=str(model_folder), tp_size=tp_size, dtype="float32", log_path=str(log_path), context_length=1024, extra_flags=FLAGS
+    )
+    engine = launch_engine(spec, timeout_s=120)
+    try:
+        client = EngineClient(engine.endpoint, timeout_s=30)
+        yield Served(engine, client, prompt_logprobs(client, prompt(1)))
+        members = group_members(engine.pid)
+    finally:
+        engine.close()
+    assert len(members) >= 3, "server, scheduler and detokenizer were there before"
+    assert group_members(engine.pid) == []
+    assert engine._shared_files and not any(map(os.path.exists, engine._shared_files))
+    shared = os.listdir(shared_directory()) if os.path.exists(shared_directory()) else []
+    assert [name for name in shared if name.startswith(f"{os.getpid()}-")] == []
+
+
+@pytest.fixture(scope="session")
+def tp1(model_folder, tmp_path_factory) -> Iterator[Served]:
+    """One engine of one rank for the whole session."""
+    yield from _serve(model_folder, tmp_path_factory.mktemp("logs") / "engine-1.log", 1)
+
+
+@pytest.fixture(scope="session")
+def tp2(model_folder, tmp_path_factory) -> Iterator[Served]:
+    """One engine of two ranks for the whole session."""
+    yield from _serve(model_folder, tmp_path_factory.mktemp("logs") / "engine-2.log", 2)
+
+
+@pytest.fixture
+def served(request, tp1) -> Served:
+    """The engine of one rank with the weights of seed 1, whatever the test before has sent it."""
+    return _at_seed_1(tp1, request)
+
+
+def _at_seed_1(one: Served, request) -> Served:
+    folder = request.getfixturevalue("tmp_path") / "seed-1"
+    publisher = make_publisher(options([one], "disk", directory=folder))
+    sync([one], request.getfixturevalue("models")[1], [publisher], "disk", folder)
+    return one
