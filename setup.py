@@ -1,6 +1,5 @@
 """Package metadata: dependency ranges and extras. The exact versions of a CPU host are in scripts/requirements/constraints-cpu.txt."""
 
-import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -41,7 +40,7 @@ EXTRAS = {
 
 setup(
     name="slime-like",
-    version=re.search(r'__version__ = "(.+)"', (ROOT / "slime_like" / "__init__.py").read_text(encoding="utf-8")).group(1),
+    version=(ROOT / "slime_like" / "__init__.py").read_text(encoding="utf-8").partition('__version__ = "')[2].partition('"')[0],
     description="Megatron-native RL training: Megatron-core trains, SGLang generates, Ray places.",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -22,6 +22,8 @@ done
 
 bash scripts/setup.sh
 PATH="${PWD}/.venv/bin:${PATH}"
+# A Ray of its own, unless told which one to join: whatever else runs on this host may be full, or ask for a token.
+export RAY_ADDRESS="${RAY_ADDRESS:-local}"
 # Nothing is fetched from a model hub nor reported to anyone; few cores are shared by several processes.
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

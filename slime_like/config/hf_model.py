@@ -16,6 +16,12 @@ FAMILIES = {
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
 }
 
+#: Built into Megatron-core 0.16.1; another value would train silently wrong.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+#: What the supported families may say in config.json but do not build otherwise; another value would train silently wrong.
+_USUAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+
 #: Fields that must agree between flags and checkpoint; the others are only the trainer's business.
 _CHECKED = (
     "num_layers", "hidden_size", "mlp_size", "num_attention_heads", "num_kv_heads", "head_size", "vocab_size",
@@ -41,6 +47,9 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
     family = FAMILIES.get(hf.get("model_type", ""))
     if family is None:
         raise ConfigError([f"model_type {hf.get('model_type')!r} is not supported. Known: {', '.join(sorted(FAMILIES))}."])
+    unusual = {k: hf[k] for k, usual in _USUAL.items() if hf.get(k, usual) not in (usual, None)}
+    if unusual:
+        raise ConfigError([f"config.json has {unusual}, which is not supported. Supported: {_USUAL}."])
     missing = [k for k in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps") if k not in hf]
     if missing:
         raise ConfigError([f"config.json lacks {', '.join(missing)}"])
@@ -49,6 +58,9 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise ConfigError([f"rope type {rope_type!r} is not supported. Known: default, llama3."])
+    different = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope_type == "llama3" and rope.get(k, v) != v}
+    if different:
+        raise ConfigError([f"llama3 rope scaling with {different} is not supported: Megatron-core 0.16.1 has {_LLAMA3_ROPE} built in."])
     kv_heads = hf.get("num_key_value_heads", hf["num_attention_heads"])
     return dataclasses.replace(
         flags,

@@ -74,7 +74,7 @@ class RolloutConfig:
     over_sampling_batch_size: int | None = flag(None, help="Prompts drawn at a time when a dynamic filter rejects groups. Default: --rollout-batch-size.")
     dynamic_sampling_filter_path: str | None = flag(None, help="module.function(args, samples) -> bool or (keep, reason): which groups are trained on.")
     dynamic_sampling_max_draws: int = flag(10, help="With a filter: stop after this many times the rollout batch size of prompts, naming why groups were dropped.")
-    custom_generate_function_path: str | None = flag(None, help="async module.function(args, prompt, sampling_params, engine) -> Sample or list of them, instead of one request.")
+    custom_generate_function_path: str | None = flag(None, help="async module.function(args, prompt, sampling_params, engine) -> Sample, instead of one request.")
     rollout_max_response_len: int = flag(1024, help="Most new tokens.")
     rollout_max_context_len: int | None = flag(None, help="Most tokens of prompt and response together. Default: the model's.")
     rollout_temperature: float = flag(1.0, help="Sampling temperature; the trainer's log-probs use it too.")

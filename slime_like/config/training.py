@@ -61,6 +61,8 @@ class OptimizerConfig:
             found.append(f"--lr-warmup-fraction {self.lr_warmup_fraction}: must be in [0, 1).")
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             found.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other.")
+        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
+            found.append(f"--lr-warmup-iters {self.lr_warmup_iters} does not end before --lr-decay-iters {self.lr_decay_iters}.")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be in [0, 1).")

@@ -11,7 +11,6 @@ from megatron.core.utils import get_model_config
 
 from slime_like.config.model import ParallelConfig
 from slime_like.config.training import OptimizerConfig
-from slime_like.errors import ConfigError
 from slime_like.megatron_backend.model_provider import trains_in_bf16
 
 
@@ -39,14 +38,10 @@ def build_optimizer(model: DistributedDataParallel, optimizer: OptimizerConfig, 
 
 
 def build_scheduler(built: MegatronOptimizer, optimizer: OptimizerConfig, *, total_steps: int) -> OptimizerParamScheduler:
-    """Learning rate as a function of optimizer steps done. total_steps: of the whole run, where --lr-decay-iters is not given.
-
-    Raises ConfigError if the warm-up is not shorter than the decay.
-    """
+    """Learning rate as a function of optimizer steps done. total_steps: of the whole run, where --lr-decay-iters is not given."""
     decay_steps = optimizer.lr_decay_iters or total_steps
     warmup_steps = optimizer.lr_warmup_iters if optimizer.lr_warmup_fraction is None else int(optimizer.lr_warmup_fraction * decay_steps)
-    if warmup_steps and warmup_steps >= decay_steps:
-        raise ConfigError([f"{warmup_steps} steps of warm-up do not end before the run's {decay_steps}: --lr-warmup-iters, --lr-decay-iters, --num-rollout."])
+    decay_steps = max(decay_steps, warmup_steps + 1)  # a run may end within its warm-up; Megatron's scheduler wants a decay after it
     return OptimizerParamScheduler(
         built,
         init_lr=0.0,

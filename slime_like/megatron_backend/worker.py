@@ -83,8 +83,7 @@ class TrainWorker:
             parallel=config.parallel,
             batch=config.batch,
             loss=config.loss,
-            # Supervised answers were not sampled; temperature 0 (greedy) has no distribution of its own.
-            temperature=1.0 if config.is_sft else config.rollout.rollout_temperature or 1.0,
+            temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,  # supervised answers were not sampled
         )
         self._clear_gradients()
         return {**resumed, "num_parameters": hf_convert.num_parameters(config.model), "seconds": seconds}

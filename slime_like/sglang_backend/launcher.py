@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -19,10 +18,12 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.server_args import known_arguments, merge_flags, to_argv
 from slime_like.sglang_backend.shared_memory import DIRECTORY_VARIABLE, WEIGHT_LOADER, shared_directory
-from slime_like.utils.guard import GuardedProcess, group_members, start_guarded
+from slime_like.utils.guard import GuardedProcess, start_guarded
 from slime_like.utils.net import free_port, host_port, http_url, interface_of, port_is_free
 
 _LOG_LINES = 30
+#: sglang 0.5.23 leaves these files in shared memory when it is killed. Remove when it unlinks them.
+_SHARED_FILES = "/dev/shm/sglang_loads_"
 _CLOSE_GRACE_S = 1.0  # SGLang answers TERM with crash diagnostics, not with an orderly end: waiting longer gains nothing
 
 
@@ -55,7 +56,6 @@ class Engine:
         self.pid = process.pid
         self._process = process
         self._private_dir = private_dir
-        self._shared_files: set[str] = set()
 
     def poll(self) -> int | None:
         """None while the server runs, else its exit status."""
@@ -68,12 +68,8 @@ class Engine:
             raise EngineError(self._message(f"ended with status {code}"))
 
     def close(self) -> None:
-        """End the server and everything it started, and remove what it left in shared memory. Harmless when called twice."""
-        self._note_shared_files()
+        """End the server and everything it started. Harmless when called twice."""
         self._process.close(grace_s=_CLOSE_GRACE_S)
-        for path in self._shared_files:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
         shutil.rmtree(self._private_dir, ignore_errors=True)
 
     def wait_healthy(self, timeout_s: float) -> None:
@@ -89,18 +85,11 @@ class Engine:
         # Health is answered by whoever listens there: make sure that it is ours, with our key.
         self.check()
         client.model_info()
-        self._note_shared_files()
         shutil.rmtree(self._private_dir, ignore_errors=True)
 
     def _message(self, what: str) -> str:
         engine = f"engine {self.spec.index} ({self.spec.model_path}, {self.endpoint.url})"
         return f"{engine} {what}. End of {self.spec.log_path}:\n{self._process.log_tail(_LOG_LINES)}"
-
-    def _note_shared_files(self) -> None:
-        """Remember the server's files in shared memory: sglang 0.5.23 leaves sglang_loads_*.shm behind when it is killed."""
-        for pid in group_members(self.pid):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-                self._shared_files.update(line.split()[-1] for line in maps if "/dev/shm/sglang_loads_" in line)
 
 
 def host_has_cuda() -> bool:
@@ -135,12 +124,12 @@ def start_engine(spec: EngineSpec) -> Engine:
     if spec.port is not None and not port_is_free(spec.host, spec.port):
         raise EngineError(f"engine {spec.index}: port {spec.port} on {spec.host} is taken. Fix: end the process that listens there, or choose another port.")
     port = spec.port if spec.port is not None else free_port(spec.host)
-    key = secrets.token_urlsafe(24)
+    key = secrets.token_hex(24)
     private_dir = tempfile.mkdtemp(prefix="slime-like-engine-")
     endpoint = EngineEndpoint(index=spec.index, url=http_url(spec.host, port), api_key=key, tp_size=spec.tp_size)
     try:
         argv = [*(spec.command or _command(cuda)), *_server_argv(spec, port, cuda), "--config", _write_key(private_dir, key)]
-        process = start_guarded(argv, env=_environment(spec, cuda), log_path=spec.log_path, secrets=(key,))
+        process = start_guarded(argv, env=_environment(spec, cuda), log_path=spec.log_path, secrets=(key,), remove_mapped=_SHARED_FILES)
     except BaseException as error:
         shutil.rmtree(private_dir, ignore_errors=True)
         if isinstance(error, OSError):

@@ -146,7 +146,7 @@ def launch_router(
     if port is not None and not port_is_free(host, port):
         raise EngineError(f"the router's port {port} on {host} is taken. Fix: another --sglang-router-port, or none, which takes a free one.")
     port = port if port is not None else free_port(host)
-    key = api_key or secrets.token_urlsafe(24)
+    key = api_key or secrets.token_hex(24)
     arguments = {
         "host": host,
         "port": port,

@@ -68,9 +68,12 @@ class GuardedProcess:
             return f"(no log at {self.log_path})"
 
 
-def start_guarded(argv: list[str], *, env: dict[str, str], log_path: str, cwd: str | None = None, secrets: tuple[str, ...] = ()) -> GuardedProcess:
+def start_guarded(
+    argv: list[str], *, env: dict[str, str], log_path: str, cwd: str | None = None, secrets: tuple[str, ...] = (), remove_mapped: str | None = None
+) -> GuardedProcess:
     """Start `argv` under a supervisor, in a process group of its own; output goes to `log_path`, with `secrets` replaced by ***.
 
+    remove_mapped: prefix of files, such as those in shared memory, that are removed at the end if the group had them mapped.
     Raises FileNotFoundError or PermissionError if the command cannot be executed.
     """
     os.makedirs(os.path.dirname(os.path.abspath(log_path)), exist_ok=True)
@@ -88,7 +91,7 @@ def start_guarded(argv: list[str], *, env: dict[str, str], log_path: str, cwd: s
         os.close(control_read)
         os.close(status_write)
     # Through the pipe, not the command line: other users can see command lines.
-    order = {"argv": argv, "log_path": os.path.abspath(log_path), "secrets": [s for s in secrets if s], "parent": os.getpid()}
+    order = {"argv": argv, "log_path": os.path.abspath(log_path), "secrets": [s for s in secrets if s], "parent": os.getpid(), "remove": remove_mapped}
     with contextlib.suppress(BrokenPipeError):
         _write_all(control_write, json.dumps(order).encode() + b"\n")
     answer = json.loads(_read_line(status_read, timeout_s=20.0) or b'{"error": "the supervisor ended at once"}')
@@ -188,9 +191,13 @@ def _supervise(control: int, status: int) -> int:
     output = child.stdout.fileno()
     os.set_blocking(output, False)
     grace = _watch(control, order["parent"], child, output, log)
+    mapped = _mapped_files(child.pid, order["remove"]) if order["remove"] else set()
     if grace is not None:
         _end_group(child, grace, output, log)
     _kill_rest(child.pid)
+    for path in mapped:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
     while data := _read_available(output):
         log.write(data)
     log.write(b"", last=True)
@@ -217,6 +224,15 @@ def _watch(control: int, parent: int, child: subprocess.Popen, output: int, log:
             return float(message) if message.strip() else _ORPHAN_GRACE_S
         if told_to_end or os.getppid() != parent:
             return _ORPHAN_GRACE_S
+
+
+def _mapped_files(group: int, prefix: str) -> set[str]:
+    """Files whose path begins with `prefix` that a process of the group has mapped."""
+    found: set[str] = set()
+    for pid in group_members(group):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+            found.update(line.split()[-1] for line in maps if f" {prefix}" in line and not line.endswith("(deleted)\n"))
+    return found
 
 
 def _end_group(child: subprocess.Popen, grace_s: float, output: int, log: _Log) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -11,12 +12,17 @@ from urllib.parse import urlsplit
 
 from slime_like.errors import WaitTimeout
 
+#: Where free_port looks: below the ports that Linux gives to outgoing connections (32768 and up), one of which could
+#: take the port between our look and the server's bind.
+_PORTS = range(20000, 32000)
+
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at `host` now (somebody may take it before you do)."""
-    with _bindable(host) as bound:
-        bound.bind((host, 0))
-        return bound.getsockname()[1]
+    """A port that nobody listens on at `host` now, chosen at random so that two who ask at once rarely get the same."""
+    for port in random.sample(_PORTS, 200):
+        if port_is_free(host, port):
+            return port
+    raise OSError(f"no free port found at {host} between {_PORTS.start} and {_PORTS.stop}")
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from slime_like.errors import SlimeLikeError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import free_port, host_port, interface_of
-from slime_like.weight_sync.base import Digest, NamedTensor, PublisherOptions, SentReport, buckets, raw_bytes
+from slime_like.weight_sync.stream import Digest, NamedTensor, PublisherOptions, SentReport, buckets, raw_bytes
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slime_like.errors import WeightSyncError
-from slime_like.weight_sync.base import Digest, NamedTensor, PublisherOptions, SentReport, buckets
 from slime_like.weight_sync.envelope import version_directory
+from slime_like.weight_sync.stream import Digest, NamedTensor, PublisherOptions, SentReport, buckets
 
 
 class DiskPublisher:

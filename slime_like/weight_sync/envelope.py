@@ -1,9 +1,10 @@
 """The driver's side of a weight sync: what must happen on every engine before the first tensor and after the last. No torch.
 
-update = WeightUpdate(clients, transport, timeout_s)
-update.begin()              # pause, flush, open
-... every trainer source sends its tensors (base.make_publisher) ...
-update.finish(version)      # close, flush, name the version, read it back, continue
+How it is used:
+    update = WeightUpdate(clients, transport, timeout_s)
+    update.begin()          # pause, flush, open
+    # every trainer source sends its tensors: base.make_publisher
+    update.finish(version)  # close, flush, name the version, read it back, continue
 """
 
 from __future__ import annotations

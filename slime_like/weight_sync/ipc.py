@@ -24,8 +24,8 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER, drop_shared_directory, make_shared_directory
 from slime_like.utils.net import is_own_address, url_host
-from slime_like.weight_sync.base import Digest, NamedTensor, PublisherOptions, SentReport, buckets
 from slime_like.weight_sync.shm_loader import PATH_NAME
+from slime_like.weight_sync.stream import Digest, NamedTensor, PublisherOptions, SentReport, buckets
 from slime_like.weight_sync.together import run_together
 
 

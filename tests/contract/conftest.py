@@ -39,13 +39,20 @@ def _serve(model_folder: Path, log_path: Path, tp_size: int) -> Iterator[Served]
         client = EngineClient(engine.endpoint, timeout_s=30)
         yield Served(engine, client, prompt_logprobs(client, prompt(1)))
         members = group_members(engine.pid)
+        files = {path for pid in members for path in _shared_files(pid)}
     finally:
         engine.close()
     assert len(members) >= 3, "server, scheduler and detokenizer were there before"
     assert group_members(engine.pid) == []
-    assert engine._shared_files and not any(map(os.path.exists, engine._shared_files))
+    assert files and not any(map(os.path.exists, files))
     shared = os.listdir(shared_directory()) if os.path.exists(shared_directory()) else []
     assert [name for name in shared if name.startswith(f"{os.getpid()}-")] == []
+
+
+def _shared_files(pid: int) -> set[str]:
+    """SGLang's files in shared memory that a process has mapped."""
+    with open(f"/proc/{pid}/maps") as maps:
+        return {line.split()[-1] for line in maps if "/dev/shm/sglang_loads_" in line}
 
 
 @pytest.fixture(scope="session")

@@ -72,17 +72,3 @@ def test_external_without_addresses_says_how_to_start_one(repo_root: Path, tiny_
 def test_quickstart_refuses_bad_options(repo_root: Path, arguments: list[str]):
     result = bash(str(repo_root / "scripts/quickstart.sh"), *arguments)
     assert result.returncode == 2 and result.stderr.startswith("quickstart: ")
-
-
-def test_setup_without_the_right_python_says_what_to_install(repo_root: Path, tmp_path: Path):
-    for name in ("scripts/setup.sh", "setup.py", "scripts/requirements/cpu.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text((repo_root / name).read_text())
-    result = bash(str(tmp_path / "scripts/setup.sh"), "--cpu", env=os.environ | {"PYTHON": str(tmp_path / "nopython")})
-    assert result.returncode == 1 and "apt-get install python3.11" in result.stderr
-    assert not (tmp_path / ".venv").exists()
-
-
-def test_setup_refuses_unknown_options(repo_root: Path):
-    result = bash(str(repo_root / "scripts/setup.sh"), "--tpu")
-    assert result.returncode == 1 and "--tpu" in result.stderr

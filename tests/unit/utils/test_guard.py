@@ -115,6 +115,25 @@ def test_secrets_stay_out_of_the_log_and_the_command_line(tmp_path):
     process.close(grace_s=2.0)
 
 
+def test_mapped_files_are_removed_at_the_end(tmp_path):
+    code = f"""
+import mmap, os, time
+for name in ("mine-1", "other"):
+    fd = os.open({str(tmp_path)!r} + "/" + name, os.O_CREAT | os.O_RDWR)
+    os.ftruncate(fd, 4096)
+    keep = mmap.mmap(fd, 4096)
+    globals()[name] = keep
+print("pids", os.getpid(), flush=True)
+time.sleep(60)
+"""
+    (tmp_path / "mine-2").write_text("belongs to somebody else")
+    log = f"{tmp_path}/log"
+    process = start_guarded([sys.executable, "-c", code], env=dict(os.environ), log_path=log, remove_mapped=f"{tmp_path}/mine-")
+    pids_in(log)
+    process.close(grace_s=1.0)
+    assert sorted(name for name in os.listdir(tmp_path) if name != "log") == ["mine-2", "other"]
+
+
 def test_missing_command_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no-such-command"):
         start_guarded(["/no-such-command"], env=dict(os.environ), log_path=f"{tmp_path}/log")

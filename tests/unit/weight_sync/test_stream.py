@@ -1,0 +1,72 @@
+"""Buckets and the digest."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+from slime_like.weight_sync.stream import Digest, buckets, raw_bytes
+
+
+def named(*sizes: int) -> list:
+    return [(f"t{i}", torch.full((size,), i, dtype=torch.float32)) for i, size in enumerate(sizes)]  # 4 bytes an element
+
+
+def names(tensors, max_bytes: int) -> list[list[str]]:
+    return [[name for name, _ in bucket] for bucket in buckets(tensors, max_bytes)]
+
+
+def test_buckets_are_filled_up_to_the_limit_in_order():
+    assert names(named(2, 2, 1, 4), 16) == [["t0", "t1"], ["t2"], ["t3"]]
+    assert names(named(1, 1, 1, 1), 16) == [["t0", "t1", "t2", "t3"]]
+
+
+def test_only_a_tensor_that_is_larger_alone_exceeds_the_limit():
+    assert names(named(1, 100, 1, 1), 16) == [["t0"], ["t1"], ["t2", "t3"]]
+
+
+def test_nothing_gives_no_bucket_and_nothing_is_read_ahead():
+    assert names([], 16) == []
+    taken = []
+    stream = (taken.append(name) or (name, tensor) for name, tensor in named(4, 4, 4))
+    next(buckets(stream, 16))
+    assert taken == ["t0", "t1"]
+
+
+def test_raw_bytes_of_every_type_and_shape():
+    assert raw_bytes(torch.tensor([1, 256], dtype=torch.int16)).tolist() == [1, 0, 0, 1]
+    assert raw_bytes(torch.tensor(1.0, dtype=torch.bfloat16)).tolist() == [0x80, 0x3F]
+    assert raw_bytes(torch.arange(4, dtype=torch.uint8).reshape(2, 2).t()).tolist() == [0, 2, 1, 3]
+    assert raw_bytes(torch.zeros(0, 3)).tolist() == []
+
+
+def digest(tensors) -> int:
+    found = Digest()
+    for name, tensor in tensors:
+        found.add(name, tensor)
+    return found.report().digest
+
+
+def test_digest_of_one_tensor_by_hand():
+    report = Digest()
+    report.add("w", torch.tensor([[1, 2]], dtype=torch.uint8))
+    assert report.report().digest == xxhash.xxh3_64(b"w|uint8|[1, 2]|\x01\x02").intdigest()
+    assert (report.report().num_tensors, report.report().num_bytes) == (1, 2)
+
+
+def test_digest_ignores_order_and_adds_up_over_sources():
+    tensors = named(1, 2, 3)
+    assert digest(tensors) == digest(reversed(tensors)) == (digest(tensors[:1]) + digest(tensors[1:])) % 2**64
+
+
+def test_digest_sees_name_type_shape_and_one_bit():
+    base = [("w", torch.zeros(2, 2))]
+    changed = torch.zeros(2, 2)
+    changed.view(torch.int32)[0, 0] = 1
+    others = [[("v", torch.zeros(2, 2))], [("w", torch.zeros(4))], [("w", torch.zeros(2, 2, dtype=torch.int32))], [("w", changed)]]
+    assert len({digest(tensors) for tensors in [base, *others]}) == 5
+
+
+def test_digest_of_a_view_is_that_of_its_elements():
+    whole = torch.arange(6.0).reshape(2, 3)
+    assert digest([("w", whole.t())]) == digest([("w", whole.t().contiguous())])
