@@ -2,6 +2,8 @@
 PYTHON="${PYTHON:-${ROOT}/.venv/bin/python}"
 RAY="${RAY:-${ROOT}/.venv/bin/ray}"
 RAY_JOB_ADDRESS="${RAY_JOB_ADDRESS:-http://127.0.0.1:8265}"
+# Ray 2.60: once a local Ray has left a token here, `ray start` asks for one, but `ray job submit` sends it only in this mode.
+if [[ -z "${RAY_AUTH_MODE:-}" && -f "${HOME}/.ray/auth_token" ]]; then export RAY_AUTH_MODE=token; fi
 
 [[ -x "${PYTHON}" ]] || { printf 'no %s. Fix: bash scripts/setup.sh, or set PYTHON.\n' "${PYTHON}" >&2; exit 2; }
 

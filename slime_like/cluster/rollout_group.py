@@ -13,12 +13,14 @@ from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.cluster.train_group import redirect_output
 from slime_like.config.run import RunConfig
+from slime_like.config.system import engine_url
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.planning.placement import EnginePlan, PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import EngineSpec, host_has_cuda, launch_engine
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
+from slime_like.utils.net import host_port
 from slime_like.weight_sync.envelope import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,8 @@ class RolloutGroup:
     def _make_router(self) -> Router:
         engine, log_path = self._config.engine, f"{self._run_dir}/logs/router-0.log"
         if engine.sglang_router_ip:
-            return attach_router(f"http://{engine.sglang_router_ip}:{engine.sglang_router_port}", timeout_s=engine.engine_start_timeout_s)
+            url = engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port))
+            return attach_router(url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env))
         return launch_router(policy=engine.sglang_router_policy, port=engine.sglang_router_port, log_path=log_path, timeout_s=engine.engine_start_timeout_s)
 
     def _spec(self, engine: EnginePlan, host: str) -> EngineSpec:

@@ -82,6 +82,7 @@ class EngineConfig:
 
     sglang_router_ip: str | None = flag(None, help="Use a router that already runs, at this address.")
     sglang_router_port: int | None = flag(None, help="Port of the router; of ours too. Default: a free one.")
+    sglang_router_api_key_env: str = flag("SLIME_LIKE_ROUTER_API_KEY", help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one.")
     sglang_router_policy: str = flag("cache_aware", choices=("cache_aware", "round_robin", "random", "power_of_two"), help="How our router picks an engine.")
     sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.")
     engine_start_timeout_s: float = flag(600.0, help="Deadline for an engine or the router to become healthy, in seconds.")

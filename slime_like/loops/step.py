@@ -10,6 +10,7 @@ from slime_like.cluster.build import Job
 from slime_like.errors import RunError
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
+from slime_like.observability.tracing import PhaseTrace
 from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.manager import to_train_samples
@@ -23,8 +24,13 @@ class Phases:
     job: Job
     log: MetricsLog
     console: ProgressConsole
+    trace: PhaseTrace
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     version: int = 0
+
+    def begin_step(self, step: int) -> None:
+        """Count and trace phases as of `step` from now on."""
+        self.timers = PhaseTimers(self.trace, step)
 
     def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
         """One rollout step's scored groups, and its metrics."""

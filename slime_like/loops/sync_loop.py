@@ -5,13 +5,15 @@ from __future__ import annotations
 from slime_like.cluster.build import Job
 from slime_like.loops.step import Phases
 from slime_like.observability.console import ProgressConsole
-from slime_like.observability.metrics import MetricsLog, PhaseTimers
+from slime_like.observability.metrics import MetricsLog
+from slime_like.observability.tracing import PhaseTrace
 
 
 def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
     """All rollout steps of a job, from where its checkpoint stopped."""
-    phases = Phases(job, log, console)
+    phases = Phases(job, log, console, PhaseTrace(job.run.trace))
     first, last = phases.restore(), job.config.data.num_rollout
+    phases.begin_step(first)
     log.log("start", first, {f"start/{part.replace(' ', '_')}_seconds": seconds for part, seconds in job.start_seconds.items()})
     console.note("started in " + ", ".join(f"{part} {seconds:.1f} s" for part, seconds in job.start_seconds.items()))
     if first >= last:
@@ -26,7 +28,7 @@ def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
 
 
 def _step(job: Job, phases: Phases, step: int) -> None:
-    phases.timers = PhaseTimers()
+    phases.begin_step(step)
     done = step + 1
     if job.train is None:
         metrics = phases.generate(step)[1]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slime_like.observability.tracing import PhaseTrace
 from slime_like.utils.files import RunDirectory, append_json_line
 
 KINDS = ("start", "rollout", "train", "sync", "eval", "step")
@@ -79,7 +80,8 @@ class PhaseTimers:
     #: What a step is for; the rest of its time is overhead.
     WORK = ("generate", "train", "sync")
 
-    def __init__(self):
+    def __init__(self, trace: PhaseTrace | None = None, step: int = 0):
+        self._trace, self._step = trace, step
         self._seconds: dict[str, float] = {}
         self._start = time.monotonic()
 
@@ -90,7 +92,10 @@ class PhaseTimers:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+            end = time.monotonic()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            if self._trace is not None:
+                self._trace.add(name, start, end, self._step)
 
     def seconds(self, name: str) -> float:
         """Seconds spent in the phase during this step; 0 if it did not run."""

@@ -95,6 +95,11 @@ class RunDirectory:
         return Path(self.path) / "metrics.jsonl"
 
     @property
+    def trace(self) -> Path:
+        """The phases of the run in Chrome's trace format."""
+        return Path(self.path) / "trace.json"
+
+    @property
     def reward_curve(self) -> Path:
         """The picture drawn from the metrics."""
         return Path(self.path) / "reward.png"

@@ -1,0 +1,26 @@
+"""trace.json: the phases of a run in Chrome's trace format, for chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+
+class PhaseTrace:
+    """Appends one complete event a phase.
+
+    The file is a JSON array without its closing bracket, which the format allows: it can be read while the run goes on, and after a crash.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = Path(path)
+        self._zero = time.monotonic()
+        self._path.write_text("[\n", encoding="utf-8")
+
+    def add(self, name: str, start: float, end: float, step: int) -> None:
+        """One event; start and end are of time.monotonic()."""
+        event = {"name": name, "ph": "X", "ts": round((start - self._zero) * 1e6), "dur": round((end - start) * 1e6), "pid": 0, "tid": 0, "args": {"step": step}}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + ",\n")
