@@ -5,11 +5,10 @@ Needs neither torch nor Ray nor SGLang, so that `--help` and `--plan` answer at 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 
-from slime_like.config.base import add_flags, from_namespace, make_parser, parse
+from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
 from slime_like.config.hf_model import disagreements, model_from_hf, read_hf_config
 from slime_like.config.run import GROUPS, RunConfig
 from slime_like.errors import ConfigError
@@ -27,12 +26,14 @@ class Command:
     notes: tuple[str, ...]  # for the user: what was derived, what could not be checked
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ProblemParser:
     """Every flag of every group."""
     parser = make_parser(DESCRIPTION)
     for group in GROUPS.values():
         add_flags(parser, group)
-    parser.add_argument("--plan", nargs="?", const="text", choices=("text", "json"), help="Print what would run where, and exit. Starts nothing, needs no checkpoint.")
+    parser.add_argument(
+        "--plan", nargs="?", const="text", choices=("text", "json"), help="Print what would run where, and exit. Starts nothing, needs no checkpoint."
+    )
     return parser
 
 
@@ -76,7 +77,11 @@ def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[st
     folder, flags = config.checkpoint.hf_checkpoint, config.model
     if not folder or not os.path.isfile(os.path.join(folder, "config.json")):
         if flags.num_layers is None:
-            return config, ["the architecture is unknown: give --hf-checkpoint (a folder with config.json), or Megatron's model flags (source scripts/models/<name>.sh)."], []
+            return (
+                config,
+                ["the architecture is unknown: give --hf-checkpoint (a folder with config.json), or Megatron's model flags (source scripts/models/<name>.sh)."],
+                [],
+            )
         return config, [], []
     try:
         from_checkpoint = model_from_hf(read_hf_config(folder), flags)

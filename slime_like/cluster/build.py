@@ -86,7 +86,9 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
             job.engines.start()
             job.engines.wait_started()
             clock.lap("engines")
-            job.manager = RolloutManager(config, router_url=job.engines.router.url, router_api_key=job.engines.router.api_key, num_engines=len(job.engines.endpoints))
+            job.manager = RolloutManager(
+                config, router_url=job.engines.router.url, router_api_key=job.engines.router.api_key, num_engines=len(job.engines.endpoints)
+            )
             job.manager.start(data)
             clock.lap("rollout manager")
         if job.train is not None:

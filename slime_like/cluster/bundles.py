@@ -78,10 +78,15 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> Bundles:
     started, told = time.monotonic(), 0.0
     while not group.wait(timeout_seconds=1):
         waited, free = time.monotonic() - started, ray.available_resources()
-        missing = f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed, {free.get('GPU', 0):g} and {free.get('CPU', 0):g} are free of {total:g} GPUs"
+        missing = (
+            f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed, {free.get('GPU', 0):g} and {free.get('CPU', 0):g} are free of {total:g} GPUs"
+        )
         if waited > timeout_s:
             remove_placement_group(group)
-            raise PlacementError(f"waited {waited:.0f} s (--placement-timeout {timeout_s:g}) for GPUs: {missing}. Fix: end the job that holds them (`ray status`), or raise the deadline.")
+            raise PlacementError(
+                f"waited {waited:.0f} s (--placement-timeout {timeout_s:g}) for GPUs: {missing}. Fix: end the job that holds them "
+                "(`ray status`), or raise the deadline."
+            )
         if waited - told > 10:
             told = waited
             logger.warning("waiting for GPUs since %.0f s: %s", waited, missing)

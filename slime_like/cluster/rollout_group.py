@@ -18,7 +18,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.planning.placement import EnginePlan, PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.launcher import EngineSpec, host_has_cuda, launch_engine
+from slime_like.sglang_backend.launcher import Engine, EngineSpec, host_has_cuda, launch_engine
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
 from slime_like.utils.net import host_port
 from slime_like.weight_sync.envelope import WeightUpdate
@@ -34,7 +34,7 @@ class EngineActor:
 
     def __init__(self, index: int, log_dir: str):
         redirect_output(f"{log_dir}/engine-actor-{index}.log")
-        self._engine = None
+        self._engine: Engine | None = None
 
     def address(self) -> str:
         """This node's address."""

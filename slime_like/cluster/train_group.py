@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import ray
 
@@ -22,7 +23,7 @@ class TrainActor:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # before torch is imported; Ray's own value counts only this actor's CPU share
         self._place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
         self._config = config
-        self._worker = None
+        self._worker: Any = None  # TrainWorker, whose import needs torch
 
     def address(self) -> tuple[str, int]:
         """(node address, a free port there) for the ranks' rendezvous."""
@@ -63,7 +64,9 @@ class TrainGroup:
 
     def start(self) -> None:
         """Begin building every rank; `wait_started` waits for it (engines start meanwhile)."""
-        host, port = Wait(self._config.engine.engine_start_timeout_s, whom="trainer rank 0", phase="start").gather({"trainer rank 0": self.actors[0].address.remote()})[0]
+        host, port = Wait(self._config.engine.engine_start_timeout_s, whom="trainer rank 0", phase="start").gather(
+            {"trainer rank 0": self.actors[0].address.remote()}
+        )[0]
         host = "127.0.0.1" if self._one_host else host
         self._build = {f"trainer rank {i}": actor.build.remote(host, port) for i, actor in enumerate(self.actors)}
 

@@ -23,7 +23,7 @@ def flag(default=dataclasses.MISSING, *, help: str, choices: tuple | None = None
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def add_flags(parser: "ProblemParser", group_class: type) -> None:
+def add_flags(parser: ProblemParser, group_class: type) -> None:
     """Add one argparse group holding every field of `group_class`; the docstring's first line is its title."""
     group = parser.add_argument_group((group_class.__doc__ or group_class.__name__).strip().splitlines()[0])
     hints = typing.get_type_hints(group_class)
@@ -74,7 +74,9 @@ class _Converter:
             return None
         if self.choices and value not in self.choices:
             close = difflib.get_close_matches(text, [str(c) for c in self.choices], n=1)
-            self.problems.append(f"{self.name} {text!r} is unknown. Known: {', '.join(map(str, self.choices))}." + (f" Did you mean {close[0]}?" if close else ""))
+            self.problems.append(
+                f"{self.name} {text!r} is unknown. Known: {', '.join(map(str, self.choices))}." + (f" Did you mean {close[0]}?" if close else "")
+            )
             return None
         return value
 

@@ -24,8 +24,19 @@ _USUAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": Fals
 
 #: Fields that must agree between flags and checkpoint; the others are only the trainer's business.
 _CHECKED = (
-    "num_layers", "hidden_size", "mlp_size", "num_attention_heads", "num_kv_heads", "head_size", "vocab_size",
-    "norm_epsilon", "rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "use_rope_scaling",
+    "num_layers",
+    "hidden_size",
+    "mlp_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_size",
+    "vocab_size",
+    "norm_epsilon",
+    "rotary_base",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "use_rope_scaling",
 )
 
 
@@ -72,7 +83,7 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
         num_query_groups=kv_heads,
         kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         vocab_size=hf["vocab_size"],
-        max_position_embeddings=flags.max_position_embeddings or hf.get("max_position_embeddings"),
+        max_position_embeddings=flags.max_position_embeddings or int(hf.get("max_position_embeddings", 32768)),
         normalization="RMSNorm",
         norm_epsilon=hf["rms_norm_eps"],
         swiglu=True,
@@ -81,7 +92,8 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
         rotary_base=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
         use_rope_scaling=rope_type == "llama3",
         rope_scaling_factor=rope.get("factor", 8.0) if rope_type == "llama3" else flags.rope_scaling_factor,
-        **family,
+        add_qkv_bias=family["add_qkv_bias"],
+        qk_layernorm=family["qk_layernorm"],
     )
 
 
@@ -92,5 +104,8 @@ def disagreements(flags: ModelConfig, hf: ModelConfig) -> list[str]:
         ours, theirs = getattr(flags, name), getattr(hf, name)
         if ours != theirs:
             flag = {"mlp_size": "ffn-hidden-size", "num_kv_heads": "num-query-groups", "head_size": "kv-channels"}.get(name, name.replace("_", "-"))
-            found.append(f"--{flag}: the command line says {ours}, --hf-checkpoint says {theirs}. Fix: the flag, or leave out --num-layers to take all from the checkpoint.")
+            found.append(
+                f"--{flag}: the command line says {ours}, --hf-checkpoint says {theirs}. Fix: the flag, or leave out --num-layers to "
+                "take all from the checkpoint."
+            )
     return found

@@ -37,7 +37,11 @@ class ModelConfig:
     attention_dropout: float = flag(0.0, help="Must be 0: log-probs of a policy must be reproducible.")
     hidden_dropout: float = flag(0.0, help="Must be 0, as --attention-dropout.")
     attention_softmax_in_fp32: bool = flag(True, help="Attention softmax in fp32 (our attention always does).")
-    attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"), help="Transformer-engine attention; on a CPU host torch SDPA is used and this is only noted.")
+    attention_backend: str = flag(
+        "auto",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+        help="Transformer-engine attention; on a CPU host torch SDPA is used and this is only noted.",
+    )
 
     @property
     def num_kv_heads(self) -> int:
@@ -69,7 +73,9 @@ class ModelConfig:
         found = []
         for name in ("hidden_size", "num_attention_heads", "vocab_size"):
             if not getattr(self, name):
-                found.append(f"the architecture is incomplete: --{name.replace('_', '-')} is missing. Fix: give it, or leave out --num-layers and give --hf-checkpoint.")
+                found.append(
+                    f"the architecture is incomplete: --{name.replace('_', '-')} is missing. Fix: give it, or leave out --num-layers and give --hf-checkpoint."
+                )
         if found:
             return found
         if self.group_query_attention and not self.num_query_groups:

@@ -73,8 +73,12 @@ class RolloutConfig:
     n_samples_per_prompt: int = flag(1, help="Samples per prompt: the group.")
     over_sampling_batch_size: int | None = flag(None, help="Prompts drawn at a time when a dynamic filter rejects groups. Default: --rollout-batch-size.")
     dynamic_sampling_filter_path: str | None = flag(None, help="module.function(args, samples) -> bool or (keep, reason): which groups are trained on.")
-    dynamic_sampling_max_draws: int = flag(10, help="With a filter: stop after this many times the rollout batch size of prompts, naming why groups were dropped.")
-    custom_generate_function_path: str | None = flag(None, help="async module.function(args, prompt, sampling_params, engine) -> Sample, instead of one request.")
+    dynamic_sampling_max_draws: int = flag(
+        10, help="With a filter: stop after this many times the rollout batch size of prompts, naming why groups were dropped."
+    )
+    custom_generate_function_path: str | None = flag(
+        None, help="async module.function(args, prompt, sampling_params, engine) -> Sample, instead of one request."
+    )
     rollout_max_response_len: int = flag(1024, help="Most new tokens.")
     rollout_max_context_len: int | None = flag(None, help="Most tokens of prompt and response together. Default: the model's.")
     rollout_temperature: float = flag(1.0, help="Sampling temperature; the trainer's log-probs use it too.")
@@ -165,4 +169,8 @@ class EvalConfig:
 
     def missing_files(self) -> list[str]:
         """Paths that do not exist."""
-        return [f"--eval-prompt-data {name}: {split_slice(path)[0]}: no such file." for name, path in self.datasets().items() if not os.path.isfile(split_slice(path)[0])]
+        return [
+            f"--eval-prompt-data {name}: {split_slice(path)[0]}: no such file."
+            for name, path in self.datasets().items()
+            if not os.path.isfile(split_slice(path)[0])
+        ]

@@ -103,7 +103,7 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """Everything impossible that needs no file to see."""
-        found = []
+        found: list[str] = []
         for name in GROUPS:
             group = getattr(self, name)
             if name == "model":
@@ -125,17 +125,32 @@ class RunConfig:
         samples, steps, size = self.samples_per_rollout, self.num_steps_per_rollout, self.global_batch_size
         origin = f"--rollout-batch-size {self.rollout.rollout_batch_size} x --n-samples-per-prompt {self.rollout.n_samples_per_prompt}"
         if steps * size != samples:
-            return [f"{steps} steps of {size} samples are not the rollout's {samples}: {origin}, --num-steps-per-rollout, --global-batch-size. Fix: make their products equal."]
+            return [
+                (
+                    f"{steps} steps of {size} samples are not the rollout's {samples}: {origin}, --num-steps-per-rollout, "
+                    "--global-batch-size. Fix: make their products equal."
+                )
+            ]
         if self.placement.debug_rollout_only:
             return []
         gpus, model = self.placement.actor_num_gpus, self.parallel.model_parallel_size
         if gpus % model:
-            return [f"the trainer's {gpus} GPUs do not divide by tensor x pipeline x context parallel size {model}: --actor-num-nodes, --actor-num-gpus-per-node, --tensor-model-parallel-size, --pipeline-model-parallel-size."]
+            return [
+                (
+                    f"the trainer's {gpus} GPUs do not divide by tensor x pipeline x context parallel size {model}: --actor-num-nodes, "
+                    "--actor-num-gpus-per-node, --tensor-model-parallel-size, --pipeline-model-parallel-size."
+                )
+            ]
         if size % self.data_parallel_size:
             return [f"--global-batch-size {size} does not divide by the data parallel size {self.data_parallel_size} ({gpus} GPUs / {model})."]
         per_rank = size // self.data_parallel_size
         if not self.batch.use_dynamic_batch_size and per_rank % self.batch.micro_batch_size:
-            return [f"{per_rank} samples per data parallel rank do not divide by --micro-batch-size {self.batch.micro_batch_size}. Fix: another size, or --use-dynamic-batch-size."]
+            return [
+                (
+                    f"{per_rank} samples per data parallel rank do not divide by --micro-batch-size {self.batch.micro_batch_size}. Fix: "
+                    "another size, or --use-dynamic-batch-size."
+                )
+            ]
         return []
 
     def _role_problems(self) -> list[str]:

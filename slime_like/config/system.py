@@ -35,7 +35,9 @@ class PlacementConfig:
     offload_rollout: bool | None = flag(None, help="Engines give their memory back while training. Default: with --colocate.")
     rollout_external: bool = flag(False, help="Use engines that already run, at --rollout-external-engine-addrs; no GPU is reserved for them.")
     rollout_external_engine_addrs: list[str] | None = flag(None, help="host:port or URL of each running engine.")
-    rollout_external_api_key_env: str = flag("SLIME_LIKE_ENGINE_API_KEY", help="Environment variable that holds the external engines' API key, if they have one.")
+    rollout_external_api_key_env: str = flag(
+        "SLIME_LIKE_ENGINE_API_KEY", help="Environment variable that holds the external engines' API key, if they have one."
+    )
     debug_rollout_only: bool = flag(False, help="Generate and score only: no trainer, no weight sync.")
     debug_train_only: bool = flag(False, help="Train only, on --load-debug-rollout-data: no engines.")
     placement_timeout: float = flag(300.0, help="Deadline for getting the GPUs, in seconds.")
@@ -82,7 +84,9 @@ class EngineConfig:
 
     sglang_router_ip: str | None = flag(None, help="Use a router that already runs, at this address.")
     sglang_router_port: int | None = flag(None, help="Port of the router; of ours too. Default: a free one.")
-    sglang_router_api_key_env: str = flag("SLIME_LIKE_ROUTER_API_KEY", help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one.")
+    sglang_router_api_key_env: str = flag(
+        "SLIME_LIKE_ROUTER_API_KEY", help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one."
+    )
     sglang_router_policy: str = flag("cache_aware", choices=("cache_aware", "round_robin", "random", "power_of_two"), help="How our router picks an engine.")
     sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.")
     engine_start_timeout_s: float = flag(600.0, help="Deadline for an engine or the router to become healthy, in seconds.")

@@ -74,7 +74,9 @@ class CheckpointConfig:
     """Where weights come from and go to"""
 
     hf_checkpoint: str | None = flag(None, help="HF model folder: tokenizer, config and the engines' first weights; the trainer's too, without --load.")
-    ref_load: str | None = flag(None, help="HF folder or Megatron checkpoint of the reference model. Needed for a KL loss; the trainer's first weights when --load has none.")
+    ref_load: str | None = flag(
+        None, help="HF folder or Megatron checkpoint of the reference model. Needed for a KL loss; the trainer's first weights when --load has none."
+    )
     load: str | None = flag(None, help="Megatron checkpoint folder to resume from (or an HF folder to start from). A folder without a checkpoint starts fresh.")
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
     save_interval: int | None = flag(None, help="Save every this many rollouts; the last rollout is always saved.")
@@ -111,7 +113,7 @@ class CheckpointConfig:
 class LossConfig:
     """Loss and advantages"""
 
-    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss"), help="sft_loss trains on each row's \"response\" and starts no engines.")
+    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss"), help='sft_loss trains on each row\'s "response" and starts no engines.')
     advantage_estimator: str = flag("grpo", choices=("grpo",), help="How rewards of a group become advantages.")
     disable_grpo_std_normalization: bool = flag(False, help="Centre rewards only (Dr. GRPO).")
     disable_rewards_normalization: bool = flag(False, help="Use raw rewards as advantages.")

@@ -76,7 +76,12 @@ class Phases:
             receipt = self._sync(self.version + 1)
         self.version = receipt.version
         self.job.manager.set_weight_version(receipt.version)
-        metrics: dict = {"sync/version": receipt.version, "sync/bytes": receipt.num_bytes, "sync/tensors": receipt.num_tensors, "sync/seconds": time.monotonic() - started}
+        metrics: dict = {
+            "sync/version": receipt.version,
+            "sync/bytes": receipt.num_bytes,
+            "sync/tensors": receipt.num_tensors,
+            "sync/seconds": time.monotonic() - started,
+        }
         self.log.log("sync", step, metrics | {"sync/digest": receipt.digest, "sync/transport": receipt.transport})
         return receipt
 

@@ -21,6 +21,14 @@ class PhaseTrace:
 
     def add(self, name: str, start: float, end: float, step: int) -> None:
         """One event; start and end are of time.monotonic()."""
-        event = {"name": name, "ph": "X", "ts": round((start - self._zero) * 1e6), "dur": round((end - start) * 1e6), "pid": 0, "tid": 0, "args": {"step": step}}
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": round((start - self._zero) * 1e6),
+            "dur": round((end - start) * 1e6),
+            "pid": 0,
+            "tid": 0,
+            "args": {"step": step},
+        }
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + ",\n")

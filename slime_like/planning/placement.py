@@ -93,7 +93,9 @@ def make_plan(config: RunConfig) -> PlacementPlan:
     offset = actor_gpus if mode == "disaggregated" else 0
     held = 0 if mode == "external" else rollout_gpus  # GPUs that engines hold on this cluster
     num_gpus = max(actor_gpus, offset + held)
-    per_node = placement.num_gpus_per_node or (placement.actor_num_gpus_per_node if placement.actor_num_nodes > 1 else max(8, placement.actor_num_gpus_per_node))
+    per_node = placement.num_gpus_per_node or (
+        placement.actor_num_gpus_per_node if placement.actor_num_nodes > 1 else max(8, placement.actor_num_gpus_per_node)
+    )
     problems += _node_problems(config, held, offset, per_node)
     roles: dict[str, RolePlan] = {}
     if actor_gpus:
@@ -104,8 +106,15 @@ def make_plan(config: RunConfig) -> PlacementPlan:
         size = placement.rollout_num_gpus_per_engine
         roles["rollout"] = RolePlan(num_gpus=held, bundles=tuple(range(offset, offset + held)), tp=size, dp=max(1, rollout_gpus // size))
     return PlacementPlan(
-        mode=mode, num_gpus=num_gpus, rollout_offset=offset, gpus_per_node=per_node, bundles=_bundles(roles, num_gpus, per_node), roles=roles,
-        engines=_engines(config, mode, held, offset), transport=_transport(config, mode), problems=tuple(problems),
+        mode=mode,
+        num_gpus=num_gpus,
+        rollout_offset=offset,
+        gpus_per_node=per_node,
+        bundles=_bundles(roles, num_gpus, per_node),
+        roles=roles,
+        engines=_engines(config, mode, held, offset),
+        transport=_transport(config, mode),
+        problems=tuple(problems),
     )
 
 
@@ -118,8 +127,13 @@ def _transport(config: RunConfig, mode: str) -> str | None:
 def _actor_role(config: RunConfig, num_gpus: int) -> RolePlan:
     parallel = config.parallel
     return RolePlan(
-        num_gpus=num_gpus, bundles=tuple(range(num_gpus)), tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size, ep=parallel.expert_model_parallel_size, dp=max(1, config.data_parallel_size),
+        num_gpus=num_gpus,
+        bundles=tuple(range(num_gpus)),
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        dp=max(1, config.data_parallel_size),
     )
 
 
@@ -133,13 +147,21 @@ def _rollout_gpus(config: RunConfig, mode: str) -> tuple[int, list[str]]:
         derived = len(placement.rollout_external_engine_addrs or []) * per_engine
         problems = []
         if given is not None and given != derived:
-            problems.append(f"--rollout-num-gpus {given}, but {derived // per_engine} external engines of --rollout-num-gpus-per-engine {per_engine} make {derived}. Fix: leave --rollout-num-gpus out; it is derived.")
+            problems.append(
+                f"--rollout-num-gpus {given}, but {derived // per_engine} external engines of --rollout-num-gpus-per-engine "
+                f"{per_engine} make {derived}. Fix: leave --rollout-num-gpus out; it is derived."
+            )
         if derived // per_engine > placement.actor_num_gpus:
-            problems.append(f"{derived // per_engine} external engines need as many handles, but the actor has {placement.actor_num_gpus} bundles to hold them: --rollout-external-engine-addrs, --actor-num-nodes, --actor-num-gpus-per-node. Fix: at most one engine per actor GPU.")
+            problems.append(
+                f"{derived // per_engine} external engines need as many handles, but the actor has {placement.actor_num_gpus} "
+                "bundles to hold them: --rollout-external-engine-addrs, --actor-num-nodes, --actor-num-gpus-per-node. Fix: at most one engine per actor GPU."
+            )
         return derived, problems
     if given is None:
         if mode != "colocate":
-            return 0, [f"--rollout-num-gpus is missing: how many GPUs the engines get beside the actor's {placement.actor_num_gpus}. Fix: give it, or --colocate."]
+            return 0, [
+                f"--rollout-num-gpus is missing: how many GPUs the engines get beside the actor's {placement.actor_num_gpus}. Fix: give it, or --colocate."
+            ]
         given = placement.actor_num_gpus
     if given < per_engine or given % per_engine:
         return given, [f"{given} rollout GPUs do not divide into engines of {per_engine}: --rollout-num-gpus, --rollout-num-gpus-per-engine."]
@@ -154,10 +176,20 @@ def _node_problems(config: RunConfig, held: int, offset: int, per_node: int) -> 
     if not held:
         return []
     if size > per_node:
-        return [f"--rollout-num-gpus-per-engine {size} is more than a machine's {per_node} GPUs (--num-gpus-per-node), and engines across machines are not supported yet. Fix: a smaller engine."]
+        return [
+            (
+                f"--rollout-num-gpus-per-engine {size} is more than a machine's {per_node} GPUs (--num-gpus-per-node), and engines "
+                "across machines are not supported yet. Fix: a smaller engine."
+            )
+        ]
     torn = [i for i in range(held // size) if (offset + i * size) // per_node != (offset + (i + 1) * size - 1) // per_node]
     if torn:
-        return [f"engine {torn[0]} of {size} GPUs would be torn across machines of {per_node} GPUs: the engines start at GPU {offset}. Fix: an actor size that is a multiple of {size}, or other --rollout-num-gpus-per-engine / --num-gpus-per-node."]
+        return [
+            (
+                f"engine {torn[0]} of {size} GPUs would be torn across machines of {per_node} GPUs: the engines start at GPU {offset}. "
+                f"Fix: an actor size that is a multiple of {size}, or other --rollout-num-gpus-per-engine / --num-gpus-per-node."
+            )
+        ]
     return []
 
 

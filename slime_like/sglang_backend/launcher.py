@@ -37,7 +37,7 @@ class EngineSpec:
     dtype: str | None = None  # None: as the checkpoint says
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one
-    gpu_ids: tuple[int, ...] = ()  # ignored without CUDA
+    gpu_ids: tuple[str, ...] = ()  # ignored without CUDA
     context_length: int | None = None  # tokens; None: the model's
     seed: int = 0
     extra_flags: dict = dataclasses.field(default_factory=dict)

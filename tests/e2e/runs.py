@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[2]
 SMALL_RUN = [
     "--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle",
     "--custom-rm-path", "tests.e2e.rewards.even_tokens",
-    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--rollout-max-response-len", "12",
-    "--use-dynamic-batch-size", "--max-tokens-per-gpu", "256", "--balance-data", "--advantage-estimator", "grpo", "--lr", "1e-3", "--adam-beta2", "0.98", "--eps-clip-high", "0.28",
+    "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2",
+    "--rollout-max-response-len", "12",
+    "--use-dynamic-batch-size", "--max-tokens-per-gpu", "256", "--balance-data", "--advantage-estimator", "grpo",
+    "--lr", "1e-3", "--adam-beta2", "0.98", "--eps-clip-high", "0.28",
 ]  # fmt: skip
 
 
@@ -33,7 +35,12 @@ RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a run: this interpreter first on PATH, no proxies, no cluster but the one asked for."""
     kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and "proxy" not in k.lower()}
-    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"} | RAY_TOKEN | extra
+    return (
+        kept
+        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+        | RAY_TOKEN
+        | extra
+    )
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from tests.e2e.runs import ROOT, environment
 
 pytestmark = pytest.mark.e2e
 
-SCRIPT = '''
+SCRIPT = """
 import dataclasses, os, subprocess, sys, time
 import ray
 from slime_like.cluster.bundles import reserve
@@ -46,20 +46,22 @@ bundles = reserve(plan, 60)
 print("slots", [slot.gpu_id for slot in bundles.slots], "one host", bundles.on_one_host())
 attempt("held", lambda: reserve(plan, 2))
 bundles.remove()
-attempt("impossible", lambda: reserve(make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1))), 60))
+large = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1)))
+attempt("impossible", lambda: reserve(large, 60))
 again = reserve(plan, 60)
 remote = ray.remote(Actor).options(num_cpus=0)
 for what in ("user error", "bug", "death"):
     actor, late = remote.remote(), remote.remote()
     refs = {"rank 1": late.work.remote("late"), "rank 0": actor.work.remote(what)}
     attempt(what, lambda: Wait(20, whom="the trainer", phase="train").gather(refs))
-attempt("late", lambda: Wait(2, whom="the trainer", phase="train").gather({"rank 0": remote.remote().work.remote("fine"), "rank 7": remote.remote().work.remote("late")}))
+refs = {"rank 0": remote.remote().work.remote("fine"), "rank 7": remote.remote().work.remote("late")}
+attempt("late", lambda: Wait(2, whom="the trainer", phase="train").gather(refs))
 print("in order", Wait(20, whom="x", phase="y").gather({name: remote.remote().work.remote(name) for name in "abc"}))
 stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
 code = f"import ray; ray.init(address={ray.get_runtime_context().gcs_address!r}, logging_level='ERROR'); print('JOINED')"
 done = subprocess.run([sys.executable, "-c", code], env=stranger, capture_output=True, text=True, timeout=60)
 print("stranger", done.returncode != 0, "JOINED" in done.stdout)
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,19 @@ def submit(ray_cluster, tiny_model_dir, tiny_data_dir, tmp_path):
 
     def run(place: str) -> Finished:
         run_dir = tmp_path / "run"
-        text = SCRIPT.format(model=tiny_model_dir, run_dir=run_dir, rollout=shlex.join(SMALL_RUN), data=tiny_data_dir, place=place, dashboard=ray_cluster.dashboard)
+        text = SCRIPT.format(
+            model=tiny_model_dir, run_dir=run_dir, rollout=shlex.join(SMALL_RUN), data=tiny_data_dir, place=place, dashboard=ray_cluster.dashboard
+        )
         (tmp_path / "run.sh").write_text(text)
-        done = subprocess.run(["bash", tmp_path / "run.sh"], cwd=ROOT, env=environment(RAY_ADDRESS=ray_cluster.dashboard), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+        done = subprocess.run(
+            ["bash", tmp_path / "run.sh"],
+            cwd=ROOT,
+            env=environment(RAY_ADDRESS=ray_cluster.dashboard),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
         return Finished(done.returncode, done.stdout, run_dir)
 
     return run
@@ -68,7 +78,10 @@ def test_colocate_two_ranks_two_engines(submit, tiny_model_dir):
 
 def test_disaggregated_tp2_trainer_tp2_engine(submit, tiny_model_dir):
     before = our_processes()
-    run = submit("--actor-num-nodes 1 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --update-weight-buffer-size 500000")
+    run = submit(
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --rollout-num-gpus 2 "
+        "--rollout-num-gpus-per-engine 2 --update-weight-buffer-size 500000"
+    )
     check_run(run, tiny_model_dir, "broadcast")
     assert_nothing_left(before)
 
@@ -85,8 +98,9 @@ def external_server(tiny_model_dir, tmp_path):
     """A server started by hand: SGLang's own command line behind the CPU shim, no key, not ours."""
     (port,) = free_ports(1)
     command = [
-        sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu",
-        "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle", "--disable-overlap-schedule", "--skip-server-warmup",
+        sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir), "--host", "127.0.0.1", "--port", str(port),
+        "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle",
+        "--disable-overlap-schedule", "--skip-server-warmup",
     ]  # fmt: skip
     with open(tmp_path / "external.log", "w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -113,7 +127,10 @@ def test_external_engine_gets_no_gpu_and_lives_on(submit, tiny_model_dir, extern
     before = our_processes()
     first = checksum(external_server)
     address = external_server.removeprefix("http://")
-    run = submit(f"--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 1 --rollout-external --rollout-external-engine-addrs {address} --update-weight-transport {transport}")
+    run = submit(
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 1 --rollout-external "
+        f"--rollout-external-engine-addrs {address} --update-weight-transport {transport}"
+    )
     check_run(run, tiny_model_dir, transport)
     assert "mode external: 2 GPUs" in run.output
     router_log = (run.run_dir / "logs/router-0.log").read_text()
@@ -125,6 +142,9 @@ def test_external_engine_gets_no_gpu_and_lives_on(submit, tiny_model_dir, extern
 
 def test_cluster_is_free_afterwards(ray_cluster):
     """Every GPU that the runs above reserved has been given back."""
-    script = "import ray, os, time; ray.init(address=os.environ['RAY_ADDRESS'], logging_level='ERROR'); time.sleep(1); print('free', ray.available_resources().get('GPU'))"
-    done = subprocess.run([sys.executable, "-c", script], env=ray_cluster.environment | {"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60)
+    join = "import ray, os, time; ray.init(address=os.environ['RAY_ADDRESS'], logging_level='ERROR'); time.sleep(1)"
+    script = f"{join}; print('free', ray.available_resources().get('GPU'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ray_cluster.environment | {"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60
+    )
     assert "free 4.0" in done.stdout, done.stdout + done.stderr

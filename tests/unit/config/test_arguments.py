@@ -7,19 +7,30 @@ import sys
 from pathlib import Path
 
 import pytest
-from arguments import parse_args
 
+from arguments import parse_args
 from slime_like.config.run import GROUPS
 from slime_like.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
 TINY_HF = {
-    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "vocab_size": 320, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "max_position_embeddings": 1024,
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 1024,
 }
 MODEL = (
-    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 32 --vocab-size 320 "
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--kv-channels 32 --vocab-size 320 "
     "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --qk-layernorm --rotary-base 10000 --use-rotary-position-embeddings"
 )
 ROLLOUT = "--rm-type math --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2"
@@ -47,7 +58,18 @@ def problems(*parts):
 def test_architecture_from_the_checkpoint_equals_flags(files):
     from_checkpoint = command(files, ROLLOUT, PLACE).config.model
     from_flags = command(files, MODEL, ROLLOUT, PLACE).config.model
-    for name in ("num_layers", "hidden_size", "mlp_size", "num_kv_heads", "head_size", "vocab_size", "norm_epsilon", "rotary_base", "qk_layernorm", "add_qkv_bias"):
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "mlp_size",
+        "num_kv_heads",
+        "head_size",
+        "vocab_size",
+        "norm_epsilon",
+        "rotary_base",
+        "qk_layernorm",
+        "add_qkv_bias",
+    ):
         assert getattr(from_checkpoint, name) == getattr(from_flags, name), name
 
 
@@ -65,14 +87,20 @@ def test_old_rope_theta_key_is_read(files, tmp_path):
 def test_seed_script_of_external_mode_parses(files):
     """The flags of a public two-machine smoke script, as they stand there."""
     parsed = command(
-        files, "--ref-load /tmp --save /tmp/save --save-interval 9999 --input-key input --label-key label --apply-chat-template --rollout-shuffle --rm-type deepscaler",
-        "--num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --num-steps-per-rollout 1 --global-batch-size 4 --rollout-max-response-len 256 --rollout-temperature 1",
-        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1",
-        "--use-dynamic-batch-size --max-tokens-per-gpu 2048 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00",
+        files,
+        "--ref-load /tmp --save /tmp/save --save-interval 9999 --input-key input --label-key label --apply-chat-template "
+        "--rollout-shuffle --rm-type deepscaler",
+        "--num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --num-steps-per-rollout 1 --global-batch-size 4 "
+        "--rollout-max-response-len 256 --rollout-temperature 1",
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 1 "
+        "--expert-tensor-parallel-size 1",
+        "--use-dynamic-batch-size --max-tokens-per-gpu 2048 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 "
+        "--kl-loss-type low_var_kl --entropy-coef 0.00",
         "--eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98",
         "--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.4 --rollout-external --rollout-external-engine-addrs 10.0.0.1:10091",
         "--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash",
-        "--actor-num-nodes 1 --actor-num-gpus-per-node 2", MODEL,
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2",
+        MODEL,
     ).config
     assert parsed.placement.external_urls() == ["http://10.0.0.1:10091"]
     assert parsed.engine.sglang == {"mem_fraction_static": "0.4"}
@@ -80,8 +108,15 @@ def test_seed_script_of_external_mode_parses(files):
 
 
 def test_every_problem_at_once(tmp_path):
-    found = problems("--hf-checkpoint", str(tmp_path / "nowhere"), "--prompt-data", str(tmp_path / "none.jsonl"), MODEL, PLACE,
-                     "--rm-type maths --num-rollout 3 --rollout-batch-size 3 --n-samples-per-prompt 3 --eval-interval 2")
+    found = problems(
+        "--hf-checkpoint",
+        str(tmp_path / "nowhere"),
+        "--prompt-data",
+        str(tmp_path / "none.jsonl"),
+        MODEL,
+        PLACE,
+        "--rm-type maths --num-rollout 3 --rollout-batch-size 3 --n-samples-per-prompt 3 --eval-interval 2",
+    )
     text = "\n".join(found)
     for part in ("no such folder", "no such file", "--rm-type maths is unknown. Known: math", "--eval-interval needs --eval-prompt-data"):
         assert part in text, part

@@ -7,8 +7,10 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import ConfigError
 
 LLAMA3 = {
-    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100, "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 100, "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
 }  # fmt: skip
 
 
@@ -25,13 +27,16 @@ def test_rope_scaling_that_megatron_does_not_have_is_refused(name):
         model_from_hf(LLAMA3 | {"rope_scaling": rope}, ModelConfig())
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"attention_bias": True}, "attention_bias"),
-    ({"use_sliding_window": True}, "use_sliding_window"),
-    ({"hidden_act": "gelu"}, "gelu"),
-    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported. Known: llama, qwen2, qwen3"),
-    ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported. Known: llama, qwen2, qwen3"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+    ],
+)
 def test_what_is_not_supported_is_named(change, message):
     with pytest.raises(ConfigError, match=message):
         model_from_hf(LLAMA3 | change, ModelConfig())

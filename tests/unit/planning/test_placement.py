@@ -66,7 +66,10 @@ def test_supervised_run_has_no_engines():
         ({"actor_num_gpus_per_node": 1, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8}, "engine 0 of 8 GPUs would be torn"),
         ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 16}, "more than a machine's 8 GPUs"),
         ({"actor_num_gpus_per_node": 1, "rollout_external": True, "rollout_external_engine_addrs": ["a:1", "b:1"]}, "2 external engines need as many handles"),
-        ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "rollout_external": True, "rollout_external_engine_addrs": ["a:1"]}, "leave --rollout-num-gpus out"),
+        (
+            {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "rollout_external": True, "rollout_external_engine_addrs": ["a:1"]},
+            "leave --rollout-num-gpus out",
+        ),
     ],
 )
 def test_impossible_plans_say_numbers_flags_and_fix(flags, message):
