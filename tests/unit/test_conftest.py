@@ -7,6 +7,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import PROCESS_MARK, processes_left
@@ -19,21 +20,28 @@ print(subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNUL
 """
 
 
+def children() -> set[int]:
+    """What this process has started so far."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
 def test_an_orphan_is_found(monkeypatch: pytest.MonkeyPatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv(PROCESS_MARK, mark)
+    before = children()  # engines and a Ray cluster that other tests keep for the whole session
     pid = int(subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=30, check=True).stdout)
-    left = processes_left(mark, set())
+    left = processes_left(mark, before)
     for process in left:
         process.kill()
     assert [process.pid for process in left] == [pid]
 
 
 def test_a_process_that_was_there_before_is_not_ours():
+    before = children()
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        assert processes_left(uuid.uuid4().hex, {process.pid}) == []
-        assert [p.pid for p in processes_left(uuid.uuid4().hex, set())] == [process.pid]
+        assert processes_left(uuid.uuid4().hex, before | {process.pid}) == []
+        assert [p.pid for p in processes_left(uuid.uuid4().hex, before)] == [process.pid]
     finally:
         process.kill()
         process.wait(timeout=10)
