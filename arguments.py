@@ -9,10 +9,12 @@ import dataclasses
 import os
 
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
-from slime_like.config.hf_model import disagreements, model_from_hf, read_hf_config
+from slime_like.config.hf_model import disagreements, hf_notes, model_from_hf, read_hf_config
+from slime_like.config.notices import notices
+from slime_like.config.refused import take_refused
 from slime_like.config.run import GROUPS, RunConfig
 from slime_like.errors import ConfigError
-from slime_like.sglang_backend.server_args import check_flags
+from slime_like.sglang_backend.server_args import check_flags, present_names
 
 DESCRIPTION = "Post-train a language model with RL: Megatron trains, SGLang generates, Ray places."
 
@@ -41,18 +43,23 @@ def parse_args(argv: list[str]) -> Command:
     """Parse and check a command line. Raises ConfigError with every problem found."""
     parser = build_parser()
     known = {option for action in parser._actions for option in action.option_strings}
+    argv, refused = take_refused(argv)
     argv, sglang_flags = _take_sglang_flags(argv, known)
-    namespace = parse(parser, argv)
+    try:
+        namespace = parse(parser, argv)
+    except ConfigError as error:
+        raise ConfigError(refused + error.problems) from None
     groups = {name: from_namespace(group, namespace) for name, group in GROUPS.items()}
+    sglang_flags, renamed = present_names(sglang_flags)
     groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
     config, problems, notes = _with_architecture(RunConfig(**groups))
     sglang_problems, sglang_notes = check_flags(sglang_flags)
-    problems += config.problems() + sglang_problems
+    problems += refused + config.problems() + sglang_problems
     if namespace.plan is None:
-        problems += config.missing_files()
+        problems += config.missing_files() + _checkpoint_not_yet(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return Command(config, namespace.plan, tuple(notes + sglang_notes + _notices(config)))
+    return Command(config, namespace.plan, tuple(notes + renamed + sglang_notes + notices(config)))
 
 
 def _take_sglang_flags(argv: list[str], known: set[str]) -> tuple[list[str], dict]:
@@ -72,6 +79,15 @@ def _take_sglang_flags(argv: list[str], known: set[str]) -> tuple[list[str], dic
     return rest, {name: (True if not v else v[0] if len(v) == 1 else v) for name, v in flags.items()}
 
 
+def _checkpoint_not_yet(config: RunConfig) -> list[str]:
+    """Checkpoints that the plan understands but the trainer cannot load yet: it has a place for every tensor, or refuses the folder."""
+    try:
+        notes = hf_notes(read_hf_config(config.checkpoint.hf_checkpoint or ""))
+    except ConfigError:
+        return []  # said elsewhere
+    return [f"{note}; a real run cannot leave them out yet, only --plan." for note in notes]
+
+
 def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[str]]:
     """The config with a complete architecture, from flags or from --hf-checkpoint; both must agree."""
     folder, flags = config.checkpoint.hf_checkpoint, config.model
@@ -84,19 +100,10 @@ def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[st
             )
         return config, [], []
     try:
-        from_checkpoint = model_from_hf(read_hf_config(folder), flags)
+        hf = read_hf_config(folder)
+        from_checkpoint = model_from_hf(hf, flags)
     except ConfigError as error:
         return config, error.problems, []
     if flags.num_layers is None:
-        return dataclasses.replace(config, model=from_checkpoint), [], ["architecture taken from --hf-checkpoint"]
-    return config, disagreements(flags, from_checkpoint) if not flags.problems() else [], []
-
-
-def _notices(config: RunConfig) -> list[str]:
-    """What was changed or has no effect, said aloud."""
-    found = []
-    if config.placement.rollout_external and config.placement.offload_rollout:
-        found.append("--offload-rollout is off: external engines are never asked to give memory back")
-    if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
-        found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
-    return found
+        return dataclasses.replace(config, model=from_checkpoint), [], ["architecture taken from --hf-checkpoint", *hf_notes(hf)]
+    return config, disagreements(flags, from_checkpoint) if not flags.problems() else [], hf_notes(hf)

@@ -9,6 +9,7 @@ Exit status: 0 done, 1 a failure while running, 2 the user's mistake, 130/143 in
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import signal
@@ -16,8 +17,8 @@ import sys
 
 from arguments import Command, parse_args
 from slime_like.errors import ConfigError, RunError, UserError
-from slime_like.planning.placement import PlacementPlan, make_plan
-from slime_like.planning.render import render_plan
+from slime_like.planning.placement import cannot_run_yet
+from slime_like.planning.render import PlanReport, as_json, make_report, render_plan
 
 
 def main(argv: list[str]) -> int:
@@ -26,17 +27,17 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         command = parse_args(argv)
-        plan = make_plan(command.config)
-        if command.plan == "json":
-            print(json.dumps(plan.to_dict(), indent=1))
-            return 2 if plan.problems else 0
-        if command.plan == "text":
-            print(render_plan(plan))
-            return 2 if plan.problems else 0
-        if plan.problems:
-            raise ConfigError(list(plan.problems))
-        return _train(command, plan)
+        report = make_report(command.config, planning=command.plan is not None)
+        if command.plan is not None:
+            print(as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]))
+            return 2 if report.problems else 0
+        problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
+        if problems:
+            raise ConfigError(problems)
+        return _train(command, report)
     except UserError as error:
+        if isinstance(error, ConfigError) and ("--plan=json" in argv or ("--plan", "json") in zip(argv, argv[1:], strict=False)):
+            print(json.dumps({"problems": error.problems}))
         print(f"{type(error).__name__}:\n{error}" + _notes(error), file=sys.stderr)
         return 2
     except RunError as error:
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def _train(command: Command, plan: PlacementPlan) -> int:
+def _train(command: Command, report: PlanReport) -> int:
     # Heavy imports only here, so that --help, --plan and mistakes answer at once.
     from slime_like.cluster.build import build, check_everything, resolve
     from slime_like.loops import sync_loop
@@ -55,11 +56,13 @@ def _train(command: Command, plan: PlacementPlan) -> int:
     from slime_like.observability.metrics import MetricsLog
     from slime_like.utils.files import RunDirectory, write_atomic
 
-    data = check_everything(command.config)
-    run = RunDirectory.create(command.config)
-    config = resolve(command.config, plan, run, data)
+    checked = check_everything(command.config, report.plan)
+    plan, data = checked.plan, checked.data
+    report = dataclasses.replace(report, plan=plan)
+    run = RunDirectory.create(checked.config)
+    config = resolve(checked.config, plan, run, data)
     write_atomic(run.config, config.to_json())
-    write_atomic(run.plan, json.dumps(plan.to_dict(), indent=1))
+    write_atomic(run.plan, as_json(report))
     console = ProgressConsole(config.data.num_rollout)
     for note in (*command.notes, render_plan(plan), f"run directory {run.path}"):
         console.note(note)

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Colocate: two trainer ranks and two engines take turns on the same two GPUs; weights travel through shared memory.
 # As it stands it runs the tiny model on a CPU host with 4 logical GPUs; set the variables for your own.
+# What would run where, without starting anything:
+#   MODEL=qwen3-30B-A3B ACTOR_GPUS=8 ENGINE_GPUS=8 TP=4 EP=8 bash scripts/run-colocate.sh --plan
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -10,6 +12,12 @@ PROMPT_DATA="${PROMPT_DATA:-}"         # JSONL
 RM_TYPE="${RM_TYPE:-exact}"
 NUM_ROLLOUT="${NUM_ROLLOUT:-3}"
 MAX_RESPONSE_LEN="${MAX_RESPONSE_LEN:-6}"
+ACTOR_NODES="${ACTOR_NODES:-1}"
+ACTOR_GPUS="${ACTOR_GPUS:-2}"          # on each node
+ENGINE_GPUS="${ENGINE_GPUS:-1}"        # of one engine
+TP="${TP:-1}"                          # how the trainer is split: tensor, pipeline, expert parallel size
+PP="${PP:-1}"
+EP="${EP:-1}"
 RUN_DIR="${RUN_DIR:-${ROOT}/runs/$(date +%Y%m%d-%H%M%S)-colocate}"
 
 source "${ROOT}/scripts/lib/run_common.sh"
@@ -17,9 +25,9 @@ source "${ROOT}/scripts/models/${MODEL}.sh"
 tiny_defaults
 
 PLACEMENT_ARGS=(
-  --actor-num-nodes 1
-  --actor-num-gpus-per-node 2
-  --rollout-num-gpus-per-engine 1
+  --actor-num-nodes "${ACTOR_NODES}"
+  --actor-num-gpus-per-node "${ACTOR_GPUS}"
+  --rollout-num-gpus-per-engine "${ENGINE_GPUS}"
   --colocate
 )
 
@@ -64,14 +72,15 @@ OPTIMIZER_ARGS=(
 )
 
 PERF_ARGS=(
-  --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 1
+  --tensor-model-parallel-size "${TP}"
+  --pipeline-model-parallel-size "${PP}"
   --context-parallel-size 1
-  --expert-model-parallel-size 1
+  --expert-model-parallel-size "${EP}"
   --expert-tensor-parallel-size 1
   --use-dynamic-batch-size
   --max-tokens-per-gpu 4096
 )
+if [[ "${TP}" -gt 1 ]]; then PERF_ARGS+=(--sequence-parallel); fi
 
 MISC_ARGS=(
   --attention-dropout 0.0

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Disaggregated: two trainer ranks and one engine with tensor parallel size 2 on two more GPUs; weights are broadcast.
 # As it stands it runs the tiny model on a CPU host with 4 logical GPUs; set the variables for your own.
+# What would run where, without starting anything:
+#   MODEL=qwen3-8B ACTOR_GPUS=8 ROLLOUT_GPUS=8 bash scripts/run-disaggregated.sh --plan
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -10,6 +12,13 @@ PROMPT_DATA="${PROMPT_DATA:-}"         # JSONL
 RM_TYPE="${RM_TYPE:-exact}"
 NUM_ROLLOUT="${NUM_ROLLOUT:-3}"
 MAX_RESPONSE_LEN="${MAX_RESPONSE_LEN:-6}"
+ACTOR_NODES="${ACTOR_NODES:-1}"
+ACTOR_GPUS="${ACTOR_GPUS:-2}"          # on each node
+ROLLOUT_GPUS="${ROLLOUT_GPUS:-2}"      # of all engines
+ENGINE_GPUS="${ENGINE_GPUS:-2}"        # of one engine
+TP="${TP:-2}"                          # how the trainer is split: tensor, pipeline, expert parallel size
+PP="${PP:-1}"
+EP="${EP:-1}"
 RUN_DIR="${RUN_DIR:-${ROOT}/runs/$(date +%Y%m%d-%H%M%S)-disaggregated}"
 
 source "${ROOT}/scripts/lib/run_common.sh"
@@ -17,10 +26,10 @@ source "${ROOT}/scripts/models/${MODEL}.sh"
 tiny_defaults
 
 PLACEMENT_ARGS=(
-  --actor-num-nodes 1
-  --actor-num-gpus-per-node 2
-  --rollout-num-gpus 2
-  --rollout-num-gpus-per-engine 2
+  --actor-num-nodes "${ACTOR_NODES}"
+  --actor-num-gpus-per-node "${ACTOR_GPUS}"
+  --rollout-num-gpus "${ROLLOUT_GPUS}"
+  --rollout-num-gpus-per-engine "${ENGINE_GPUS}"
 )
 
 CKPT_ARGS=(
@@ -64,14 +73,15 @@ OPTIMIZER_ARGS=(
 )
 
 PERF_ARGS=(
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 1
+  --tensor-model-parallel-size "${TP}"
+  --pipeline-model-parallel-size "${PP}"
   --context-parallel-size 1
-  --expert-model-parallel-size 1
+  --expert-model-parallel-size "${EP}"
   --expert-tensor-parallel-size 1
   --use-dynamic-batch-size
   --max-tokens-per-gpu 4096
 )
+if [[ "${TP}" -gt 1 ]]; then PERF_ARGS+=(--sequence-parallel); fi
 
 MISC_ARGS=(
   --attention-dropout 0.0

@@ -8,6 +8,7 @@ MODEL="${MODEL:-tiny-qwen3}"           # a file of scripts/models
 HF_CHECKPOINT="${HF_CHECKPOINT:-}"     # HF folder of the same model
 PROMPT_DATA="${PROMPT_DATA:-}"         # JSONL
 RM_TYPE="${RM_TYPE:-exact}"
+CUSTOM_RM_PATH="${CUSTOM_RM_PATH:-}"   # module.function, instead of RM_TYPE
 NUM_ROLLOUT="${NUM_ROLLOUT:-3}"
 MAX_RESPONSE_LEN="${MAX_RESPONSE_LEN:-6}"
 RUN_DIR="${RUN_DIR:-${ROOT}/runs/$(date +%Y%m%d-%H%M%S)-external}"
@@ -53,7 +54,6 @@ ROLLOUT_ARGS=(
   --label-key label
   --apply-chat-template
   --rollout-shuffle
-  --rm-type "${RM_TYPE}"
   --num-rollout "${NUM_ROLLOUT}"
   --rollout-batch-size 8
   --n-samples-per-prompt 4
@@ -62,6 +62,9 @@ ROLLOUT_ARGS=(
   --rollout-max-response-len "${MAX_RESPONSE_LEN}"
   --rollout-temperature 1
 )
+
+REWARD_ARGS=(--rm-type "${RM_TYPE}")
+if [[ -n "${CUSTOM_RM_PATH}" ]]; then REWARD_ARGS=(--custom-rm-path "${CUSTOM_RM_PATH}"); fi
 
 GRPO_ARGS=(
   --advantage-estimator grpo
@@ -103,5 +106,5 @@ MISC_ARGS=(
 
 ensure_ray 4
 submit \
-  "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
+  "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${REWARD_ARGS[@]}" \
   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" "${MISC_ARGS[@]}" "$@"

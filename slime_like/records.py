@@ -103,6 +103,7 @@ class TrainSample:
     weight_versions: np.ndarray  # [T] int32
     reward: float
     advantage: float  # one scalar, broadcast over the response (GRPO family)
+    reference_logprobs: np.ndarray | None = None  # [T] float32 like engine_logprobs; None where the trainer holds the reference itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

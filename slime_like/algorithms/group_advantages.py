@@ -29,6 +29,16 @@ def group_advantages(rewards: np.ndarray, *, normalize_std: bool) -> np.ndarray:
     return centered / (rewards.std(ddof=1) + STD_EPSILON) if normalize_std else centered
 
 
+def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
+    """Each reward minus the mean of the group's others (RLOO, arXiv:2402.14740, eq. 6).
+
+    rewards: [G], any scale. Returns [G] float64, summing to 0. Raises DataError if G < 2 or a reward is not finite.
+    Example: [1, 0, 0] -> [1, -.5, -.5].
+    """
+    centered = group_advantages(rewards, normalize_std=False)
+    return centered * len(centered) / (len(centered) - 1)
+
+
 def normalize(rewards: np.ndarray, loss: LossConfig) -> np.ndarray:
     """Advantages [G] of one group as the loss flags ask for.
 
@@ -38,6 +48,8 @@ def normalize(rewards: np.ndarray, loss: LossConfig) -> np.ndarray:
     if loss.disable_rewards_normalization or len(rewards) == 1:
         _check_finite(rewards)
         return rewards.copy()
+    if loss.advantage_estimator == "rloo":
+        return leave_one_out_advantages(rewards)
     return group_advantages(rewards, normalize_std=not loss.disable_grpo_std_normalization)
 
 

@@ -38,7 +38,34 @@ def ppo_clip(
     The ratio is bounded to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO, arXiv:2503.14476). dual_clip: for negative
     advantages the loss is at most dual_clip x |advantage| (arXiv:1912.09729). old_log_probs carry no gradient.
     """
-    ratio = torch.exp((log_probs - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return _clipped_surrogate(log_probs - old_log_probs.detach(), advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def gspo(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, sequences: torch.Tensor, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """PPO's surrogate with one ratio per sample: the geometric mean of its tokens' ratios (GSPO, arXiv:2507.18071, eq. 5 and 7).
+
+    sequences: [K] int64, which sample each token belongs to; a sample's tokens must all be here. The loss of a sample
+    stands at each of its tokens, so that a mean over tokens and then samples gives the paper's objective.
+    """
+    log_ratio = log_probs - old_log_probs.detach()
+    count = int(sequences.max()) + 1 if len(sequences) else 0
+    totals = log_ratio.new_zeros(count).index_add(0, sequences, log_ratio)
+    tokens = log_ratio.new_zeros(count).index_add(0, sequences, torch.ones_like(log_ratio))
+    mean = (totals / tokens.clamp(min=1))[sequences]
+    return _clipped_surrogate(mean, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
+
+
+def cispo(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float) -> PolicyLoss:
+    """REINFORCE weighted by a clipped, detached ratio, so that no token loses its gradient (CISPO, arXiv:2506.13585, eq. 4 and 5)."""
+    ratio = torch.exp((log_probs.detach() - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return PolicyLoss(loss=-weight * advantages * log_probs, ratio=ratio, clipped=(weight != ratio).to(log_probs.dtype))
+
+
+def _clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None) -> PolicyLoss:
+    ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     unbounded = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = torch.maximum(unbounded, bounded)

@@ -10,6 +10,7 @@ import time
 import ray
 
 from slime_like.cluster.bundles import Bundles, reserve
+from slime_like.cluster.external import with_servers
 from slime_like.cluster.ray_session import connect
 from slime_like.cluster.rollout_group import RolloutGroup
 from slime_like.cluster.train_group import TrainGroup
@@ -32,6 +33,7 @@ class Job:
     run: RunDirectory
     data: DataSource | None
     train: TrainGroup | None = None
+    reference: TrainGroup | None = None  # on GPUs of its own; else it lives in the trainer's processes
     engines: RolloutGroup | None = None
     manager: RolloutManager | None = None
     bundles: Bundles | None = None
@@ -41,7 +43,7 @@ class Job:
 
     def close(self) -> None:
         """End everything in the order that lets each part end cleanly."""
-        for part in (self.manager, self.engines, self.train):
+        for part in (self.manager, self.engines, self.train, self.reference):
             if part is not None:
                 part.close()
         if self.bundles is not None:
@@ -60,13 +62,23 @@ def resolve(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: Dat
     return dataclasses.replace(config, data=data_config, sync=sync, observability=observability)
 
 
-def check_everything(config: RunConfig) -> DataSource | None:
-    """What can be known to be wrong before any process starts: data files, keys, templates, plugins."""
-    if config.observability.load_debug_rollout_data:
-        if config.data.num_rollout is None:
-            raise ConfigError(["--load-debug-rollout-data needs --num-rollout: how many saved rollouts to train on."])
-        return None
-    return check_data(config)
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A run that can start: config and plan with the sizes of external engines, and the data, read once."""
+
+    config: RunConfig
+    plan: PlacementPlan
+    data: DataSource | None
+
+
+def check_everything(config: RunConfig, plan: PlacementPlan) -> Checked:
+    """What can be known to be wrong before any process starts: data files, keys, templates, plugins, external engines."""
+    data = None
+    if not config.observability.load_debug_rollout_data:
+        data = check_data(config)
+    elif config.data.num_rollout is None:
+        raise ConfigError(["--load-debug-rollout-data needs --num-rollout: how many saved rollouts to train on."])
+    return Checked(*with_servers(config, plan, data), data)
 
 
 def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataSource | None) -> Job:
@@ -81,6 +93,9 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
         if "actor" in plan.roles:
             job.train = TrainGroup(config, plan, job.bundles, str(run.logs))
             job.train.start()
+        if plan.has_processes("ref"):
+            job.reference = TrainGroup(config, plan, job.bundles, str(run.logs), "ref")
+            job.reference.start()
         if plan.engines:
             job.engines = RolloutGroup(config, plan, job.bundles, run.path)
             job.engines.start()
@@ -95,7 +110,10 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
             report = job.train.wait_started()
             job.num_rollouts_done, job.client_state = report["num_rollouts_done"], report["client_state"]
             job.start_seconds |= {f"trainer {part}": seconds for part, seconds in report["seconds"].items()}
-            clock.lap("trainer, after the engines")
+            clock.lap("waiting for the trainer")
+        if job.reference is not None:
+            job.reference.wait_started()
+            clock.lap("waiting for the reference")
         return job
     except BaseException:
         job.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import logging
 import time
 
@@ -11,8 +10,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime_like.cluster.nodes import cluster_nodes, list_nodes, node_sort_key, why_never
 from slime_like.cluster.ray_session import Wait, cpus_per_gpu
 from slime_like.errors import PlacementError
+from slime_like.planning.engines import node_ranks
 from slime_like.planning.placement import PlacementPlan
 
 logger = logging.getLogger(__name__)
@@ -28,18 +29,12 @@ class Slot:
     gpu_id: str
 
 
-def node_sort_key(address: str) -> tuple:
-    """Numeric order for IPv4 and IPv6 addresses (10.0.0.9 before 10.0.0.10), then names in text order."""
-    try:
-        ip = ipaddress.ip_address(address.split("%")[0])
-        return (ip.version, int(ip), "")
-    except ValueError:
-        return (9, 0, address)
-
-
 def slot_sort_key(slot: Slot) -> tuple:
-    """By node, then by GPU id: numbers as numbers, names (MIG, UUID) after them in text order."""
-    return (*node_sort_key(slot.address), (0, int(slot.gpu_id), "") if slot.gpu_id.isdigit() else (1, 0, slot.gpu_id))
+    """By node address, then node, so that a machine's GPUs stay together where several nodes share an address, then by GPU id.
+
+    Numbers sort as numbers, names (MIG, UUID) after them in text order.
+    """
+    return (*node_sort_key(slot.address), slot.node_id, (0, int(slot.gpu_id), "") if slot.gpu_id.isdigit() else (1, 0, slot.gpu_id))
 
 
 class Bundles:
@@ -65,35 +60,34 @@ class Bundles:
 
 def reserve(plan: PlacementPlan, timeout_s: float) -> Bundles:
     """Reserve the plan's GPUs. Raises PlacementError at once if the cluster can never have them, or at the deadline."""
-    total = ray.cluster_resources().get("GPU", 0)
-    if total < plan.num_gpus:
-        raise PlacementError(
-            f"the plan needs {plan.num_gpus} GPUs, but the Ray cluster has {total:g} on {len(ray.nodes())} nodes.\n"
-            "  --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus\n"
-            f"  Fix: start Ray with more (`ray start --head --num-gpus {plan.num_gpus}` gives logical ones on a CPU host), or ask for fewer."
-        )
+    never = why_never(plan, cluster_nodes())
+    if never:
+        raise PlacementError(never)
     cpus = cpus_per_gpu()
     shape = {"GPU": 1, "CPU": cpus} if cpus else {"GPU": 1}
     group = placement_group([shape] * plan.num_gpus, strategy="PACK")
     started, told = time.monotonic(), 0.0
     while not group.wait(timeout_seconds=1):
-        waited, free = time.monotonic() - started, ray.available_resources()
-        missing = (
-            f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed, {free.get('GPU', 0):g} and {free.get('CPU', 0):g} are free of {total:g} GPUs"
-        )
+        waited = time.monotonic() - started
+        if waited <= timeout_s and waited - told <= 10:
+            continue
+        told = waited
+        free_cpus = ray.available_resources().get("CPU", 0)
+        missing = f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed; {list_nodes(cluster_nodes())}; {free_cpus:g} CPUs free"
         if waited > timeout_s:
             remove_placement_group(group)
             raise PlacementError(
                 f"waited {waited:.0f} s (--placement-timeout {timeout_s:g}) for GPUs: {missing}. Fix: end the job that holds them "
                 "(`ray status`), or raise the deadline."
             )
-        if waited - told > 10:
-            told = waited
-            logger.warning("waiting for GPUs since %.0f s: %s", waited, missing)
-    slots = _probe(group, plan.num_gpus, cpus, timeout_s)
-    bundles = Bundles(group, slots, cpus)
-    _check_engines(plan, slots)
-    return bundles
+        logger.warning("waiting for GPUs since %.0f s: %s", waited, missing)
+    try:
+        slots = _probe(group, plan.num_gpus, cpus, timeout_s)
+        check_engines(plan, slots)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return Bundles(group, slots, cpus)
 
 
 def _probe(group: PlacementGroup, count: int, cpus: float, timeout_s: float) -> list[Slot]:
@@ -112,12 +106,15 @@ def _probe(group: PlacementGroup, count: int, cpus: float, timeout_s: float) -> 
     return sorted(Wait(timeout_s, whom="the reserved bundles", phase="placement").gather(refs), key=slot_sort_key)
 
 
-def _check_engines(plan: PlacementPlan, slots: list[Slot]) -> None:
-    """An engine's GPUs must lie on one machine; Ray's PACK does not promise it."""
+def check_engines(plan: PlacementPlan, slots: list[Slot]) -> None:
+    """An engine's GPUs must lie on the machines that the plan put them on, counted within the engine; Ray's PACK does not promise it."""
     for engine in plan.engines:
-        nodes = {slots[i].address for i in engine.bundles}
-        if len(nodes) > 1:
+        nodes = [slots[i].node_id for i in engine.bundles]
+        if node_ranks(nodes) != engine.node_ranks:
+            machines = ", ".join(f"{slots[i].address} ({slots[i].node_id[:6]}) GPU {slots[i].gpu_id}" for i in engine.bundles)
+            wanted = engine.num_nodes
             raise PlacementError(
-                f"Ray spread engine {engine.index} ({len(engine.bundles)} GPUs) over machines {', '.join(sorted(nodes))}; it must lie on one.\n"
+                f"Ray spread engine {engine.index} ({len(engine.bundles)} GPUs) over machines as {machines}; it must lie on "
+                f"{'one' if wanted == 1 else f'{wanted}, equally'}.\n"
                 "  --rollout-num-gpus-per-engine, --num-gpus-per-node\n  Fix: set --num-gpus-per-node to what the machines really have, or use smaller engines."
             )

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -71,15 +72,19 @@ def cpus_per_gpu() -> float:
 class Wait:
     """A deadline, and the words for what is awaited."""
 
-    def __init__(self, seconds: float, *, whom: str, phase: str, who: str = "train.py"):
+    def __init__(self, seconds: float, *, whom: str, phase: str, who: str = "train.py", watch: Callable[[], None] | None = None):
         self.seconds, self.whom, self.phase, self.who = seconds, whom, phase, who
+        self.watch = watch  # asked each second meanwhile; what it raises ends the wait
 
     def gather(self, refs: dict[str, ray.ObjectRef]) -> list:
         """Results of the named calls in their order. The first failure is raised at once, with the name in front."""
         pending, names, started = list(refs.values()), {ref: name for name, ref in refs.items()}, time.monotonic()
         while pending:
             left = self.seconds - (time.monotonic() - started)
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, left))
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, left if self.watch is None else min(left, 1.0)))
+            if not done and self.watch is not None and left > 1.0:
+                self.watch()
+                continue
             if not done:
                 late = ", ".join(names[ref] for ref in pending)
                 heard = f"{len(refs) - len(pending)} of {len(refs)} had answered; missing: {late}"

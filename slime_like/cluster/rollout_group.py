@@ -1,4 +1,4 @@
-"""The engines and their router as one typed object, whether they were started here or run elsewhere."""
+"""The engines and their router as one typed object, whether they were started here or run elsewhere (then see external.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.cluster.train_group import redirect_output
 from slime_like.config.run import RunConfig
 from slime_like.config.system import engine_url
-from slime_like.errors import EngineError, WeightSyncError
-from slime_like.planning.placement import EnginePlan, PlacementPlan
+from slime_like.errors import EngineError, RunError, WeightSyncError
+from slime_like.planning.engines import EnginePlan
+from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt
 from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.external import HealthWatch
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, host_has_cuda, launch_engine
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
-from slime_like.utils.net import host_port
+from slime_like.utils.net import free_port, host_port
 from slime_like.weight_sync.envelope import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -30,18 +32,19 @@ CONTROL_TIMEOUT_S = 60.0
 
 
 class EngineActor:
-    """Holds an engine's GPUs and the SGLang server that runs on them as a child process."""
+    """Holds an engine's GPUs on one machine and the SGLang server that runs on them as a child process."""
 
-    def __init__(self, index: int, log_dir: str):
-        redirect_output(f"{log_dir}/engine-actor-{index}.log")
+    def __init__(self, name: str, log_dir: str):
+        redirect_output(f"{log_dir}/engine-actor-{name}.log")
         self._engine: Engine | None = None
 
-    def address(self) -> str:
-        """This node's address."""
-        return ray.util.get_node_ip_address()
+    def address(self) -> tuple[str, int]:
+        """(this node's address, a free port there)."""
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
 
     def start(self, spec: EngineSpec, timeout_s: float) -> EngineEndpoint:
-        """Start the server and wait until it is healthy."""
+        """Start the server and wait until it is healthy. Only node rank 0's endpoint takes requests."""
         if spec.dtype is None:  # the trainer's own rule
             spec = dataclasses.replace(spec, dtype="bfloat16" if host_has_cuda() else "float32")
         self._engine = launch_engine(spec, timeout_s)
@@ -57,32 +60,47 @@ class EngineActor:
             self._engine.close()
 
 
+def _part_name(engine: EnginePlan, node_rank: int) -> str:
+    return f"engine {engine.index}" + (f" node rank {node_rank}" if node_rank else "")
+
+
 class RolloutGroup:
     """Every engine of the run, registered with one router."""
 
     def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, run_dir: str):
         self._config, self._plan, self._bundles = config, plan, bundles
         self._run_dir = run_dir
-        self.actors: list = []
+        self.actors: list = []  # one per engine and machine
         self.endpoints: tuple[EngineEndpoint, ...] = ()
         self.clients: list[EngineClient] = []
         self.router: Router | None = None
         self._starting: dict = {}
+        self._watch: HealthWatch | None = None  # of external engines only: ours are watched as processes
         self._released: set[str] = set()  # memory tags that the engines have given back
 
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         local = [engine for engine in self._plan.engines if engine.external_url is None]
         actor_class = ray.remote(EngineActor)
+        parts = []  # (engine, node rank, its bundles there, actor)
         for engine in local:
-            share = self._plan.bundles[engine.bundles[0]].roles["rollout"]
-            actor = actor_class.options(**self._bundles.options(engine.bundles[0], share)).remote(engine.index, f"{self._run_dir}/logs")
-            self.actors.append(actor)
-        one_host = self._bundles.on_one_host()
+            for rank in range(engine.num_nodes):
+                here = [bundle for bundle, at in zip(engine.bundles, engine.node_ranks, strict=True) if at == rank]
+                name = f"{engine.index}" if rank == 0 else f"{engine.index}.{rank}"
+                options = self._bundles.options(here[0], self._plan.bundles[here[0]].roles["rollout"])
+                actor = actor_class.options(**options).remote(name, f"{self._run_dir}/logs")
+                self.actors.append(actor)
+                parts.append((engine, rank, here, actor))
         timeout = self._config.engine.engine_start_timeout_s
-        for actor, engine in zip(self.actors, local, strict=True):
-            host = "127.0.0.1" if one_host else Wait(timeout, whom=f"engine {engine.index}", phase="start").gather({"its node": actor.address.remote()})[0]
-            self._starting[f"engine {engine.index}"] = actor.start.remote(self._spec(engine, host), timeout)
+        one_host = self._bundles.on_one_host()
+        asked = {} if one_host else {_part_name(engine, rank): actor.address.remote() for engine, rank, _, actor in parts}
+        addresses = dict(zip(asked, Wait(timeout, whom="the engines", phase="start").gather(asked), strict=True))
+        for engine, rank, here, actor in parts:
+            host = "127.0.0.1" if one_host else addresses[_part_name(engine, rank)][0]
+            spec = self._spec(engine, host, rank, here)
+            if spec.nnodes > 1:
+                spec = dataclasses.replace(spec, dist_init_addr=host_port(*addresses[_part_name(engine, 0)]))
+            self._starting[_part_name(engine, rank)] = actor.start.remote(spec, timeout)
         self.router = self._make_router()
 
     def _make_router(self) -> Router:
@@ -92,45 +110,69 @@ class RolloutGroup:
             return attach_router(url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env))
         return launch_router(policy=engine.sglang_router_policy, port=engine.sglang_router_port, log_path=log_path, timeout_s=engine.engine_start_timeout_s)
 
-    def _spec(self, engine: EnginePlan, host: str) -> EngineSpec:
-        config = self._config
+    def _spec(self, engine: EnginePlan, host: str, node_rank: int, bundles: list[int]) -> EngineSpec:
+        """One machine's server of an engine; `bundles` are the engine's there."""
+        config, suffix = self._config, f".{node_rank}" if node_rank else ""
         return EngineSpec(
-            index=engine.index, model_path=os.path.abspath(config.checkpoint.hf_checkpoint), tp_size=engine.tp, host=host,
+            index=engine.index,
+            model_path=os.path.abspath(config.checkpoint.hf_checkpoint),
+            tp_size=engine.tp,
+            nnodes=engine.num_nodes,
+            node_rank=node_rank,
+            host=host,
             dtype={True: "bfloat16", False: "float32", None: None}[config.optimizer.bf16],
-            gpu_ids=tuple(self._bundles.slots[i].gpu_id for i in engine.bundles),
-            context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings, seed=config.data.rollout_seed + engine.index,
-            extra_flags=config.engine.sglang, memory_saver=config.offload_rollout, log_path=f"{self._run_dir}/logs/engine-{engine.index}.log",
+            gpu_ids=tuple(self._bundles.slots[i].gpu_id for i in bundles),
+            context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
+            seed=config.data.rollout_seed + engine.index,
+            extra_flags=config.engine.sglang,
+            memory_saver=config.offload_rollout,
+            log_path=f"{self._run_dir}/logs/engine-{engine.index}{suffix}.log",
         )
 
     def wait_started(self) -> None:
         """Wait for every engine, then register each with the router and wait until it is healthy there."""
         timeout = self._config.engine.engine_start_timeout_s
-        started = Wait(timeout, whom="the engines", phase="start").gather(self._starting)
+        answers = Wait(timeout, whom="the engines", phase="start").gather(self._starting)
+        started = [endpoint for name, endpoint in zip(self._starting, answers, strict=True) if "node rank" not in name]
         self.endpoints = tuple(started) + tuple(self._external_endpoints())
         self.clients = [EngineClient(endpoint, timeout_s=CONTROL_TIMEOUT_S) for endpoint in self.endpoints]
         for endpoint in self.endpoints:
             self.router.register(endpoint, timeout_s=timeout)
+        external = [endpoint for endpoint in self.endpoints if endpoint.external]
+        if external:
+            self._watch = HealthWatch(external)
 
     def _external_endpoints(self) -> list[EngineEndpoint]:
-        """Reach each external engine once, and take its true tensor parallel size."""
-        found = []
+        """The external engines, with the sizes that they told before the start."""
         key = os.environ.get(self._config.placement.rollout_external_api_key_env)
-        for engine in self._plan.engines:
-            if engine.external_url is None:
-                continue
-            endpoint = EngineEndpoint(index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True)
-            info = EngineClient(endpoint, timeout_s=CONTROL_TIMEOUT_S).server_info()
-            found.append(EngineEndpoint(index=engine.index, url=engine.external_url, api_key=key, tp_size=int(info.get("tp_size", engine.tp)), external=True))
-        return found
+        return [
+            EngineEndpoint(index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True)
+            for engine in self._plan.engines
+            if engine.external_url is not None
+        ]
 
     def check(self) -> None:
         """Raise EngineError if an engine or the router has died, with the tail of its log."""
         if self.actors:
-            Wait(CONTROL_TIMEOUT_S, whom="the engines", phase="health check").gather({f"engine {i}": a.check.remote() for i, a in enumerate(self.actors)})
+            Wait(CONTROL_TIMEOUT_S, whom="the engines", phase="health check").gather(
+                dict(zip(self._starting, [actor.check.remote() for actor in self.actors], strict=True))
+            )
+        self.check_watch()
         for client in self.clients:
             if client.endpoint.external:
-                client.server_info()
+                self._ask(client)
         self.router.check()
+
+    def check_watch(self) -> None:
+        """Raise EngineError if an external engine has stopped answering; asks nobody itself."""
+        if self._watch is not None:
+            self._watch.check()
+
+    def _ask(self, client: EngineClient) -> None:
+        try:
+            client.model_info()
+        except RunError as error:
+            raise EngineError(f"external engine {client.endpoint.index} at {client.url} does not answer: {error}") from error
 
     def release_memory(self) -> None:
         """Engines give back weights and KV cache."""
@@ -146,12 +188,12 @@ class RolloutGroup:
                 client.resume_memory_occupation([tag])
             self._released.discard(tag)
 
-    def update_weights(self, version: int, publish: Callable[[int, tuple[EngineEndpoint, ...]], SyncReceipt]) -> SyncReceipt:
+    def update_weights(self, version: int, publish: Callable[[int, tuple[EngineEndpoint, ...], Callable[[], None]], SyncReceipt]) -> SyncReceipt:
         """One weight sync: pause, send, check the version on every engine, continue. A failed one leaves engines paused."""
-        update = WeightUpdate(self.clients, self._plan.transport, timeout_s=self._config.sync.update_weight_timeout_s)
+        update = WeightUpdate(self.clients, self._plan.transport, timeout_s=self._config.sync.update_weight_timeout_s, watch=self.check_watch)
         update.begin()
         try:
-            receipt = publish(version, self.endpoints)
+            receipt = publish(version, self.endpoints, self.check_watch)
         except BaseException:
             update.abandon()
             raise
@@ -162,12 +204,14 @@ class RolloutGroup:
 
     def close(self) -> None:
         """Deregister external engines, end our router and our engines."""
+        if self._watch is not None:
+            self._watch.stop()
         if self.router is not None:
             for endpoint in self.endpoints:
                 if endpoint.external:
                     try:
                         self.router.deregister(endpoint)
-                    except EngineError as error:
+                    except RunError as error:
                         logger.warning("engine %s stays registered: %s", endpoint.url, error)
             self.router.close()
         if self.actors:

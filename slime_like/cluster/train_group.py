@@ -1,11 +1,14 @@
-"""The trainer's ranks as one typed object: each method calls every rank and waits with a deadline."""
+"""The ranks of the trainer, or of the reference on its own GPUs, as one typed object: each method calls every rank and waits with a deadline."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import ray
 
 from slime_like.cluster.bundles import Bundles
@@ -43,44 +46,69 @@ class TrainActor:
         """Run one method of the worker."""
         return getattr(self._worker, method)(*args)
 
+    def score(self, samples: list[TrainSample]) -> list[np.ndarray] | None:
+        """Log-probs of all samples from rank 0; the others would only send the same."""
+        found = self._worker.log_probs(samples)
+        return found if self._place["rank"] == 0 else None
+
+
+#: Roles that run as a TrainGroup, in the words of messages.
+_WHO = {"actor": "trainer", "ref": "reference"}
+
+
+def role_config(config: RunConfig, role: str) -> RunConfig:
+    """What the processes of a role are told: the reference starts from --ref-load and never resumes or saves."""
+    if role == "actor":
+        return config
+    return dataclasses.replace(config, role=role, checkpoint=dataclasses.replace(config.checkpoint, load=None, save=None))
+
 
 class TrainGroup:
-    """All ranks of the trainer."""
+    """All ranks of one training role."""
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str):
-        self._config = config
-        role = plan.roles["actor"]
+    def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str, role_name: str = "actor"):
+        self._config = config = role_config(config, role_name)
+        self._who = _WHO[role_name]
+        role = plan.roles[role_name]
         nodes = [bundles.slots[index].node_id for index in role.bundles]
         actor_class = ray.remote(TrainActor)
         self.actors = []
         for rank, index in enumerate(role.bundles):
             on_node = nodes.count(nodes[rank])
             threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // on_node))
-            options = bundles.options(index, plan.bundles[index].roles["actor"])
-            actor = actor_class.options(**options).remote(config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), f"{log_dir}/actor-{rank}.log", threads)
+            options = bundles.options(index, plan.bundles[index].roles[role_name])
+            log_path = f"{log_dir}/{role_name}-{rank}.log"
+            actor = actor_class.options(**options).remote(config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), log_path, threads)
             self.actors.append(actor)
         self._one_host = bundles.on_one_host()
         self._build: dict | None = None
 
     def start(self) -> None:
         """Begin building every rank; `wait_started` waits for it (engines start meanwhile)."""
-        host, port = Wait(self._config.engine.engine_start_timeout_s, whom="trainer rank 0", phase="start").gather(
-            {"trainer rank 0": self.actors[0].address.remote()}
+        host, port = Wait(self._config.engine.engine_start_timeout_s, whom=f"{self._who} rank 0", phase="start").gather(
+            {f"{self._who} rank 0": self.actors[0].address.remote()}
         )[0]
         host = "127.0.0.1" if self._one_host else host
-        self._build = {f"trainer rank {i}": actor.build.remote(host, port) for i, actor in enumerate(self.actors)}
+        self._build = {f"{self._who} rank {i}": actor.build.remote(host, port) for i, actor in enumerate(self.actors)}
 
     def wait_started(self) -> dict:
         """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
-        return Wait(self._config.engine.engine_start_timeout_s, whom="the trainer", phase="start").gather(self._build)[0]
+        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(self._build)[0]
+
+    def with_reference(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """The samples with this group's log-probs as `reference_logprobs`."""
+        put = ray.put(samples)
+        refs = {f"{self._who} rank {i}": actor.score.remote(put) for i, actor in enumerate(self.actors)}
+        rows = Wait(self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase="score").gather(refs)[0]
+        return [dataclasses.replace(sample, reference_logprobs=row) for sample, row in zip(samples, rows, strict=True)]
 
     def train(self, step: int, samples: list[TrainSample]) -> StepReport:
         """Train on one rollout's samples; they are put once in the object store."""
         return self._all("train", "train", step, ray.put(samples))[0]
 
-    def publish(self, version: int, endpoints: tuple[EngineEndpoint, ...]) -> SyncReceipt:
-        """Send the weights to every engine, inside the envelope that the caller opened."""
-        return self._all("publish", "weight sync", version, endpoints, seconds=self._config.sync.update_weight_timeout_s)[0]
+    def publish(self, version: int, endpoints: tuple[EngineEndpoint, ...], watch: Callable[[], None] | None = None) -> SyncReceipt:
+        """Send the weights to every engine, inside the envelope that the caller opened. watch: asked each second; what it raises ends the wait."""
+        return self._all("publish", "weight sync", version, endpoints, seconds=self._config.sync.update_weight_timeout_s, watch=watch)[0]
 
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
         """Write a Megatron checkpoint; returns its folder."""
@@ -90,9 +118,9 @@ class TrainGroup:
         """Write an HF folder."""
         self._all("save_hf", "save", folder)
 
-    def _all(self, method: str, phase: str, *args, seconds: float | None = None) -> list:
-        refs = {f"trainer rank {i}": actor.call.remote(method, *args) for i, actor in enumerate(self.actors)}
-        return Wait(seconds or self._config.parallel.train_timeout_s, whom="the trainer", phase=phase).gather(refs)
+    def _all(self, method: str, phase: str, *args, seconds: float | None = None, watch: Callable[[], None] | None = None) -> list:
+        refs = {f"{self._who} rank {i}": actor.call.remote(method, *args) for i, actor in enumerate(self.actors)}
+        return Wait(seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=watch).gather(refs)
 
     def close(self) -> None:
         """End every rank."""

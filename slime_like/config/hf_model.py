@@ -10,17 +10,32 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import ConfigError
 
 #: HF `model_type` -> what the family adds to the common Llama layout.
-FAMILIES = {
+FAMILIES: dict[str, dict] = {
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
     "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
+    "qwen3_moe": {"add_qkv_bias": False, "qk_layernorm": True},
+    "mimo": {"add_qkv_bias": True, "qk_layernorm": False},
+    "glm4": {"qk_layernorm": False, "post_self_attn_layernorm": True, "post_mlp_layernorm": True, "rotary_interleaved": True},
+    "glm4_moe": {},
+    "deepseek_v3": {"add_qkv_bias": False, "qk_layernorm": True},
+    "kimi_k2": {"add_qkv_bias": False, "qk_layernorm": True},
 }
+
+#: Families whose keys and values are compressed (multi-head latent attention).
+_LATENT = ("deepseek_v3", "kimi_k2")
 
 #: Built into Megatron-core 0.16.1; another value would train silently wrong.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 #: What the supported families may say in config.json but do not build otherwise; another value would train silently wrong.
 _USUAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+
+#: What a family reads itself, so that any value is usual.
+_OWN = {"glm4": ("attention_bias", "partial_rotary_factor"), "glm4_moe": ("attention_bias", "partial_rotary_factor"), "mimo": ("attention_bias",)}
+
+_NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+_NEEDED_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 #: Fields that must agree between flags and checkpoint; the others are only the trainer's business.
 _CHECKED = (
@@ -33,11 +48,27 @@ _CHECKED = (
     "vocab_size",
     "norm_epsilon",
     "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
     "add_qkv_bias",
     "qk_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
     "untie_embeddings_and_output_weights",
     "use_rope_scaling",
+    "num_experts",
+    "multi_latent_attention",
 )
+_CHECKED_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor")
+_CHECKED_EXPERTS = (
+    "expert_layers",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+)
+_FLAG_OF = {"mlp_size": "ffn-hidden-size", "num_kv_heads": "num-query-groups", "head_size": "kv-channels", "expert_layers": "moe-layer-freq"}
 
 
 def read_hf_config(folder: str) -> dict:
@@ -55,33 +86,25 @@ def read_hf_config(folder: str) -> dict:
 
 def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
     """The architecture of an HF config; flags that are the trainer's own (padding, attention backend) are kept."""
-    family = FAMILIES.get(hf.get("model_type", ""))
-    if family is None:
-        raise ConfigError([f"model_type {hf.get('model_type')!r} is not supported. Known: {', '.join(sorted(FAMILIES))}."])
-    unusual = {k: hf[k] for k, usual in _USUAL.items() if hf.get(k, usual) not in (usual, None)}
-    if unusual:
-        raise ConfigError([f"config.json has {unusual}, which is not supported. Supported: {_USUAL}."])
-    missing = [k for k in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps") if k not in hf]
-    if missing:
-        raise ConfigError([f"config.json lacks {', '.join(missing)}"])
-    # transformers 5 nests rope_theta in rope_parameters; older files have it at the top.
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise ConfigError([f"rope type {rope_type!r} is not supported. Known: default, llama3."])
-    different = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope_type == "llama3" and rope.get(k, v) != v}
-    if different:
-        raise ConfigError([f"llama3 rope scaling with {different} is not supported: Megatron-core 0.16.1 has {_LLAMA3_ROPE} built in."])
-    kv_heads = hf.get("num_key_value_heads", hf["num_attention_heads"])
+    kind = hf.get("model_type", "")
+    _check_known(hf, kind)
+    heads = hf["num_attention_heads"]
+    kv_heads = heads if kind in _LATENT else hf.get("num_key_value_heads", heads)
+    head_size = hf["qk_nope_head_dim"] if kind in _LATENT else hf.get("head_dim") or hf["hidden_size"] // heads
+    parts = FAMILIES[kind] | _rope(hf, kind, flags) | (_latent(hf) if kind in _LATENT else {}) | _experts(hf)
+    parts["num_query_groups"] = None if kind in _LATENT else kv_heads
+    if "add_qkv_bias" not in parts:
+        parts["add_qkv_bias"] = bool(hf.get("attention_bias", False))
+    if "qk_layernorm" not in parts:
+        parts["qk_layernorm"] = bool(hf.get("use_qk_norm", False))
     return dataclasses.replace(
         flags,
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        group_query_attention=kv_heads != hf["num_attention_heads"],
-        num_query_groups=kv_heads,
-        kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        num_attention_heads=heads,
+        group_query_attention=kv_heads != heads,
+        kv_channels=head_size,
         vocab_size=hf["vocab_size"],
         max_position_embeddings=flags.max_position_embeddings or int(hf.get("max_position_embeddings", 32768)),
         normalization="RMSNorm",
@@ -89,23 +112,122 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
         swiglu=True,
         disable_bias_linear=True,
         untie_embeddings_and_output_weights=not hf.get("tie_word_embeddings", False),
-        rotary_base=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
-        use_rope_scaling=rope_type == "llama3",
-        rope_scaling_factor=rope.get("factor", 8.0) if rope_type == "llama3" else flags.rope_scaling_factor,
-        add_qkv_bias=family["add_qkv_bias"],
-        qk_layernorm=family["qk_layernorm"],
+        **parts,
     )
+
+
+def hf_notes(hf: dict) -> list[str]:
+    """What config.json describes and is left out of the architecture."""
+    ahead = hf.get("num_nextn_predict_layers") or 0
+    if not ahead:
+        return []
+    return [f"--hf-checkpoint has {ahead} layer{'s' * (ahead > 1)} for tokens beyond the next: neither trained nor counted in the plan"]
 
 
 def disagreements(flags: ModelConfig, hf: ModelConfig) -> list[str]:
     """Where the command line's architecture differs from the checkpoint's."""
+    names = [name for name in _CHECKED if not (name == "head_size" and hf.multi_latent_attention)]
+    if flags.multi_latent_attention and hf.multi_latent_attention:
+        names += _CHECKED_LATENT
+    if flags.num_experts and hf.num_experts:
+        names += _CHECKED_EXPERTS
     found = []
-    for name in _CHECKED:
-        ours, theirs = getattr(flags, name), getattr(hf, name)
+    for name in names:
+        ours, theirs = (_written(getattr(model, name)) for model in (flags, hf))
+        if name == "moe_router_topk_scaling_factor":
+            ours, theirs = ours or 1.0, theirs or 1.0
         if ours != theirs:
-            flag = {"mlp_size": "ffn-hidden-size", "num_kv_heads": "num-query-groups", "head_size": "kv-channels"}.get(name, name.replace("_", "-"))
             found.append(
-                f"--{flag}: the command line says {ours}, --hf-checkpoint says {theirs}. Fix: the flag, or leave out --num-layers to "
-                "take all from the checkpoint."
+                f"--{_FLAG_OF.get(name, name.replace('_', '-'))}: the command line says {ours}, --hf-checkpoint says {theirs}. Fix: the flag, or leave "
+                "out --num-layers to take all from the checkpoint."
             )
     return found
+
+
+def _written(value):
+    """A value for comparing and showing: layers with experts as 0 and 1."""
+    if isinstance(value, tuple):
+        return "".join(str(int(item)) for item in value)
+    return value
+
+
+def _check_known(hf: dict, kind: str) -> None:
+    """Raises ConfigError for a family, a shape or a key that is not supported."""
+    if kind not in FAMILIES:
+        raise ConfigError([f"model_type {hf.get('model_type')!r} is not supported. Known: {', '.join(sorted(FAMILIES))}."])
+    usual = {k: v for k, v in _USUAL.items() if k not in _OWN.get(kind, ())}
+    unusual = {k: hf[k] for k, value in usual.items() if hf.get(k, value) not in (value, None)}
+    if unusual:
+        raise ConfigError([f"config.json has {unusual}, which is not supported. Supported: {usual}."])
+    missing = [k for k in _NEEDED + (_NEEDED_LATENT if kind in _LATENT else ()) if k not in hf]
+    if missing:
+        raise ConfigError([f"config.json lacks {', '.join(missing)}"])
+
+
+def _rope(hf: dict, kind: str, flags: ModelConfig) -> dict:
+    """Position encoding. Raises ConfigError for a kind that Megatron-core does not compute the same way."""
+    # transformers 5 nests rope_theta in rope_parameters; older files have it at the top.
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    known = ("default", "llama3", "yarn") if kind in _LATENT else ("default", "llama3")
+    if rope_type not in known:
+        raise ConfigError([f"rope type {rope_type!r} is not supported. Known: {', '.join(known)}."])
+    different = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope_type == "llama3" and rope.get(k, v) != v}
+    if different:
+        raise ConfigError([f"llama3 rope scaling with {different} is not supported: Megatron-core 0.16.1 has {_LLAMA3_ROPE} built in."])
+    found = {
+        "rotary_base": rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+        "rotary_percent": rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0,
+        "use_rope_scaling": rope_type == "llama3",
+        "rope_scaling_factor": rope.get("factor", 8.0) if rope_type == "llama3" else flags.rope_scaling_factor,
+    }
+    if kind in _LATENT:
+        yarn = rope if rope_type == "yarn" else {}
+        found |= {"rotary_scaling_factor": yarn.get("factor", 1.0), "mscale": yarn.get("mscale", 1.0), "mscale_all_dim": yarn.get("mscale_all_dim", 0.0)}
+    return found
+
+
+def _latent(hf: dict) -> dict:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1)."""
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": hf.get("q_lora_rank"),
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+    }
+
+
+def _experts(hf: dict) -> dict:
+    """Mixture of experts, in Qwen's words (num_experts) or DeepSeek's (n_routed_experts); {} for a dense model."""
+    if hf["model_type"] == "qwen3_moe":
+        if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
+            raise ConfigError(["config.json has layers without experts (mlp_only_layers, decoder_sparse_step), which is not supported for qwen3_moe."])
+        return {
+            "num_experts": hf.get("num_experts") or hf.get("num_local_experts"),
+            "moe_layer_freq": f"[1]*{hf['num_hidden_layers']}",
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_shared_expert_intermediate_size": None,
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_router_score_function": "softmax",
+            # Softmax over the chosen ones equals softmax over all, renormalized.
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+            "moe_router_topk_scaling_factor": None,
+        }
+    if not hf.get("n_routed_experts"):
+        return {}
+    dense, layers, groups = hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"], hf.get("n_group") or 1
+    scale = hf.get("routed_scaling_factor") or 1.0
+    return {
+        "num_experts": hf["n_routed_experts"],
+        "moe_layer_freq": f"[0]*{dense}+[1]*{layers - dense}" if dense else f"[1]*{layers}",
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": (hf.get("n_shared_experts") or 0) * hf["moe_intermediate_size"] or None,
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": scale if scale != 1.0 else None,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": hf.get("topk_group") if groups > 1 else None,
+    }

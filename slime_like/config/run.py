@@ -7,6 +7,7 @@ import json
 
 from slime_like.config.base import PluginArgs
 from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.not_yet import model_not_yet, parallel_not_yet, training_not_yet
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.system import EngineConfig, ObservabilityConfig, PlacementConfig, SyncConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
@@ -47,6 +48,7 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    role: str = "actor"  # whose config this is: "actor", or "ref" in the processes of a reference on GPUs of its own
 
     @property
     def data_parallel_size(self) -> int:
@@ -93,6 +95,48 @@ class RunConfig:
         """Whether the reference model's log-probs are computed."""
         return self.loss.use_kl_loss and not self.is_sft
 
+    @property
+    def swaps_reference(self) -> bool:
+        """Whether the reference's weights live in the actor's processes."""
+        return self.needs_reference and (self.placement.colocate_policy_ref or self.placement.colocate_training)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return self.loss.advantage_estimator == "ppo" and not self.is_sft
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a reward model scores the samples."""
+        return bool(self.checkpoint.reward_load) and self.uses_engines
+
+    @property
+    def engine_tp_size(self) -> int:
+        """Tensor parallel size of one engine: its GPUs / its pipeline stages."""
+        return self.engine.tp_size(self.placement.rollout_num_gpus_per_engine)
+
+    @property
+    def engine_pp_size(self) -> int:
+        """Pipeline stages of one engine."""
+        return self.engine.pp_size
+
+    @property
+    def engine_dp_size(self) -> int:
+        """Data parallel copies of one engine's attention."""
+        return self.engine.dp_size
+
+    @property
+    def engine_ep_size(self) -> int:
+        """GPUs of one engine that share the experts."""
+        return self.engine.ep_size
+
+    def not_yet(self) -> list[str]:
+        """What the plan knows but a run cannot do yet; train.py adds it to the problems when not planning."""
+        found = model_not_yet(self.model) + parallel_not_yet(self.parallel) + training_not_yet(self.loss, self.optimizer)
+        if self.needs_reward_model:
+            found.append("--reward-load: a real run cannot score with a reward model yet, only --plan. Fix: --rm-type or --custom-rm-path.")
+        return found
+
     def plugin_args(self) -> PluginArgs:
         """The flat, read-only view given to user plugins."""
         return PluginArgs(*(getattr(self, name) for name in GROUPS))
@@ -112,7 +156,7 @@ class RunConfig:
                 found += group.problems(self.model)
             else:
                 found += group.problems()
-        return found + (self._batch_problems() if not found else []) + self._role_problems()
+        return found + (self._batch_problems() + self._engine_problems() if not found else []) + self._role_problems()
 
     def missing_files(self) -> list[str]:
         """Every path that a run needs and that is not there."""
@@ -141,6 +185,14 @@ class RunConfig:
                     "--actor-num-gpus-per-node, --tensor-model-parallel-size, --pipeline-model-parallel-size."
                 )
             ]
+        block = self.parallel.expert_parallel_block if self.model.num_experts else 1
+        if gpus % block:
+            return [
+                (
+                    f"the trainer's {gpus} GPUs do not divide by expert tensor x expert x pipeline parallel size {block}: --actor-num-nodes, "
+                    "--actor-num-gpus-per-node, --expert-tensor-parallel-size, --expert-model-parallel-size, --pipeline-model-parallel-size."
+                )
+            ]
         if size % self.data_parallel_size:
             return [f"--global-batch-size {size} does not divide by the data parallel size {self.data_parallel_size} ({gpus} GPUs / {model})."]
         per_rank = size // self.data_parallel_size
@@ -152,6 +204,27 @@ class RunConfig:
                 )
             ]
         return []
+
+    def _engine_problems(self) -> list[str]:
+        if not self.uses_engines:
+            return []
+        gpus, pp, dp, ep = self.placement.rollout_num_gpus_per_engine, self.engine.pp_size, self.engine.dp_size, self.engine.ep_size
+        if gpus % pp:
+            return [f"an engine of {gpus} GPUs does not divide into {pp} pipeline stages: --rollout-num-gpus-per-engine, --sglang-pp-size."]
+        found, tp = [], gpus // pp
+        origin = f"tensor parallel size {tp} (--rollout-num-gpus-per-engine {gpus} / --sglang-pp-size {pp})"
+        if dp > 1 and not self.engine.dp_attention:
+            found.append(
+                f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention. Fix: add it; or drop both: whole copies of the model are more engines "
+                "(--rollout-num-gpus / --rollout-num-gpus-per-engine)."
+            )
+        if tp % dp:
+            found.append(f"--sglang-dp-size {dp} does not divide the engine's {origin}.")
+        if tp % ep:
+            found.append(f"--sglang-ep-size {ep} does not divide the engine's {origin}.")
+        if ep > 1 and self.model.num_layers and not self.model.num_experts:
+            found.append(f"--sglang-ep-size {ep} needs a model with experts (--num-experts).")
+        return found
 
     def _role_problems(self) -> list[str]:
         found = []
@@ -167,8 +240,11 @@ class RunConfig:
             found.append(f"--n-samples-per-prompt {self.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1.")
         if self.is_sft and self.eval.eval_prompt_data:
             found.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
-        if self.uses_engines and not self.reward.rm_type and not self.reward.custom_rm_path:
-            found.append("samples need a reward: give --rm-type or --custom-rm-path.")
+        given = self.reward.rm_type or self.reward.custom_rm_path or self.checkpoint.reward_load
+        if self.uses_engines and not given:
+            found.append("samples need a reward: give --rm-type, --custom-rm-path or --reward-load.")
+        if self.checkpoint.critic_load and not self.needs_critic:
+            found.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
         sync = self.sync.update_weight_transport
         if sync == "ipc" and not self.placement.colocate:
             found.append("--update-weight-transport ipc needs --colocate. Fix: broadcast or disk.")

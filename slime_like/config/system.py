@@ -10,6 +10,16 @@ from slime_like.config.base import flag
 
 TRANSPORTS = ("ipc", "broadcast", "disk")
 
+#: What --plan-bandwidth may set.
+BANDWIDTHS = ("ipc", "nvlink", "network", "disk", "pcie")
+
+#: Spellings that SGLang takes for an engine's parallel sizes.
+_ENGINE_SIZES = {
+    "pp": ("pp_size", "pipeline_parallel_size", "pp"),
+    "dp": ("dp_size", "data_parallel_size", "dp"),
+    "ep": ("ep_size", "expert_parallel_size", "ep"),
+}
+
 
 def engine_url(address: str) -> str:
     """`host:port` or a URL -> a URL without a trailing slash (IPv6 hosts in brackets). Raises ValueError."""
@@ -28,8 +38,17 @@ class PlacementConfig:
 
     actor_num_nodes: int = flag(1, help="Nodes of the trainer.")
     actor_num_gpus_per_node: int = flag(8, help="GPUs of the trainer on each node.")
+    critic_num_nodes: int | None = flag(None, help="Nodes of the critic, with --advantage-estimator ppo. Default: the actor's.")
+    critic_num_gpus_per_node: int | None = flag(None, help="GPUs of the critic on each node. Default: the actor's.")
+    ref_num_nodes: int | None = flag(None, help="Nodes of the reference model. Default: the actor's.")
+    ref_num_gpus_per_node: int | None = flag(None, help="GPUs of the reference model on each node. Default: the actor's.")
+    reward_num_nodes: int | None = flag(None, help="Nodes of a reward model, with --reward-load. Default: the actor's.")
+    reward_num_gpus_per_node: int | None = flag(None, help="GPUs of the reward model on each node. Default: the actor's.")
+    colocate_policy_ref: bool = flag(True, help="Reference model swapped into the actor's processes; --no-colocate-policy-ref gives it GPUs of its own.")
+    colocate_critic_reward: bool = flag(False, help="Critic and reward model share GPUs.")
+    colocate_training: bool = flag(False, help="Policy, critic, reference and reward model all share the same GPUs.")
     rollout_num_gpus: int | None = flag(None, help="GPUs of all engines. With --colocate: the trainer's by default. With --rollout-external: derived.")
-    rollout_num_gpus_per_engine: int = flag(1, help="GPUs of one engine: its tensor parallel size.")
+    rollout_num_gpus_per_engine: int = flag(1, help="GPUs of one engine: its tensor x pipeline parallel size.")
     num_gpus_per_node: int | None = flag(None, help="GPUs of a machine. Default: --actor-num-gpus-per-node, at most 8.")
     colocate: bool = flag(False, help="Engines share the trainer's GPUs and take turns.")
     offload_rollout: bool | None = flag(None, help="Engines give their memory back while training. Default: with --colocate.")
@@ -41,11 +60,30 @@ class PlacementConfig:
     debug_rollout_only: bool = flag(False, help="Generate and score only: no trainer, no weight sync.")
     debug_train_only: bool = flag(False, help="Train only, on --load-debug-rollout-data: no engines.")
     placement_timeout: float = flag(300.0, help="Deadline for getting the GPUs, in seconds.")
+    gpu_memory_gib: float | None = flag(None, help="Memory of one GPU, for the plan's verdict, in GiB.")
+    plan_bandwidth: list[str] | None = flag(
+        None, help="name=GB/s for the plan's bound on a weight sync; names: " + ", ".join(BANDWIDTHS) + ". Default: H100-class hosts."
+    )
 
     @property
     def actor_num_gpus(self) -> int:
         """GPUs of the trainer."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    def bandwidths(self) -> dict[str, float]:
+        """--plan-bandwidth as name -> GB/s. Raises ValueError."""
+        found = {}
+        for pair in self.plan_bandwidth or []:
+            name, equals, number = pair.partition("=")
+            if name not in BANDWIDTHS or not equals:
+                raise ValueError(f"{pair!r} is no name=GB/s. Known names: {', '.join(BANDWIDTHS)}")
+            try:
+                found[name] = float(number)
+            except ValueError:
+                raise ValueError(f"{pair!r}: {number!r} is no number") from None
+            if not 0 < found[name] < float("inf"):
+                raise ValueError(f"{pair!r}: must be above 0")
+        return found
 
     def external_urls(self) -> list[str]:
         """The external engines' URLs."""
@@ -54,9 +92,16 @@ class PlacementConfig:
     def problems(self) -> list[str]:
         """What is impossible about the flags by themselves; planning/placement judges the sizes."""
         found = []
-        for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"):
-            if getattr(self, name) < 1:
+        roles = [f"{role}_num_{what}" for role in ("actor", "critic", "ref", "reward") for what in ("nodes", "gpus_per_node")]
+        for name in (*roles, "rollout_num_gpus_per_engine", "num_gpus_per_node"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+        if self.gpu_memory_gib is not None and not self.gpu_memory_gib > 0:
+            found.append(f"--gpu-memory-gib {self.gpu_memory_gib}: must be above 0.")
+        try:
+            self.bandwidths()
+        except ValueError as error:
+            found.append(f"--plan-bandwidth {error}.")
         if self.debug_rollout_only and self.debug_train_only:
             found.append("--debug-rollout-only and --debug-train-only exclude each other.")
         if self.rollout_external_engine_addrs and not self.rollout_external:
@@ -92,9 +137,50 @@ class EngineConfig:
     engine_start_timeout_s: float = flag(600.0, help="Deadline for an engine or the router to become healthy, in seconds.")
     sglang: dict = dataclasses.field(default_factory=dict)  # --sglang-<name>: name -> value, list, or True for a switch
 
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages of one engine (--sglang-pp-size). Raises ValueError, as the two below."""
+        return self._size("pp")
+
+    @property
+    def dp_size(self) -> int:
+        """Data parallel copies of the attention inside one engine's tensor parallel GPUs (--sglang-dp-size)."""
+        return self._size("dp")
+
+    @property
+    def ep_size(self) -> int:
+        """GPUs of one engine that share the experts (--sglang-ep-size)."""
+        return self._size("ep")
+
+    @property
+    def dp_attention(self) -> bool:
+        """Whether the data parallel copies lie within the tensor parallel GPUs (--sglang-enable-dp-attention)."""
+        return str(self.sglang.get("enable_dp_attention", False)).lower() == "true"
+
+    def tp_size(self, num_gpus: int) -> int:
+        """SGLang's tensor parallel size of an engine of `num_gpus` GPUs; its data and expert parallel GPUs lie within it."""
+        return max(1, num_gpus // self.pp_size)
+
+    def _size(self, kind: str) -> int:
+        for name in _ENGINE_SIZES[kind]:
+            if name in self.sglang:
+                try:
+                    size = int(self.sglang[name])
+                except (TypeError, ValueError):
+                    size = 0
+                if size < 1 or self.sglang[name] is True:
+                    raise ValueError(f"--sglang-{name.replace('_', '-')} {self.sglang[name]}: must be a whole number of at least 1")
+                return size
+        return 1
+
     def problems(self) -> list[str]:
         """What is impossible about the engine flags."""
         found = []
+        for kind in _ENGINE_SIZES:
+            try:
+                self._size(kind)
+            except ValueError as error:
+                found.append(f"{error}.")
         if self.sglang_router_ip and not self.sglang_router_port:
             found.append("--sglang-router-ip needs --sglang-router-port.")
         if self.sglang_server_concurrency < 1:
@@ -107,6 +193,7 @@ class SyncConfig:
     """Weight sync"""
 
     update_weight_transport: str | None = flag(None, choices=TRANSPORTS, help="How weights travel. Default: ipc with --colocate, else broadcast.")
+    update_weight_mode: str = flag("full", choices=("full",), help="Send all weights at each sync.")
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, help="Bytes of one bucket of tensors.")
     update_weight_disk_dir: str | None = flag(None, help="Folder that trainer and engines both see, for the disk transport. Default: in the run directory.")
     update_weight_timeout_s: float = flag(600.0, help="Deadline of one weight sync, in seconds.")

@@ -17,16 +17,20 @@ class BatchConfig:
     micro_batch_size: int = flag(1, help="Samples per micro-batch, without --use-dynamic-batch-size.")
     use_dynamic_batch_size: bool = flag(False, help="Pack samples into micro-batches of at most --max-tokens-per-gpu tokens.")
     max_tokens_per_gpu: int | None = flag(None, help="Tokens per micro-batch with --use-dynamic-batch-size. A longer sample gets one of its own.")
+    data_pad_size_multiplier: int = flag(1, help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens.")
+    log_probs_chunk_size: int = flag(-1, help="Turn logits into log-probs this many tokens at a time, which needs less memory; -1: all at once.")
     balance_data: bool = flag(False, help="Give the data parallel ranks equal work instead of equal sample counts.")
 
     def problems(self) -> list[str]:
         """What is impossible about the batch flags by themselves."""
         found = []
+        if self.log_probs_chunk_size < 1 and self.log_probs_chunk_size != -1:
+            found.append(f"--log-probs-chunk-size {self.log_probs_chunk_size}: must be at least 1, or -1 for all tokens at once.")
         if self.use_dynamic_batch_size and not self.max_tokens_per_gpu:
             found.append("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
         if self.max_tokens_per_gpu and not self.use_dynamic_batch_size:
             found.append("--max-tokens-per-gpu does nothing without --use-dynamic-batch-size. Fix: add it.")
-        for name in ("global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu"):
+        for name in ("global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu", "data_pad_size_multiplier"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"--{name.replace('_', '-')} {value}: must be at least 1.")
@@ -37,6 +41,7 @@ class BatchConfig:
 class OptimizerConfig:
     """Optimizer and learning rate (Megatron's names)"""
 
+    train_backend: str = flag("megatron", choices=("megatron",), help="What trains.")
     optimizer: str = flag("adam", choices=("adam",), help="AdamW with decoupled weight decay.")
     lr: float = flag(1e-6, help="Peak learning rate.")
     min_lr: float = flag(0.0, help="Floor of the learning rate.")
@@ -51,6 +56,9 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, help="Largest gradient norm; 0 switches clipping off.")
     bf16: bool | None = flag(None, help="Train in bf16. Default: on a host with CUDA yes, on a CPU host no (fp32).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Keep and reduce gradients in fp32.")
+    optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state and master weights in the host's memory, and step there.")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, help="Copy gradients and weights while the host steps; with --optimizer-cpu-offload.")
+    use_precision_aware_optimizer: bool = flag(False, help="TransformerEngine's Adam, which keeps each state in a precision of its own.")
 
     def problems(self) -> list[str]:
         """What is impossible about the optimizer."""
@@ -59,6 +67,8 @@ class OptimizerConfig:
             found.append(f"--lr {self.lr} and --min-lr {self.min_lr}: need 0 <= min-lr <= lr.")
         if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction < 1:
             found.append(f"--lr-warmup-fraction {self.lr_warmup_fraction}: must be in [0, 1).")
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            found.append("--overlap-cpu-optimizer-d2h-h2d does nothing without --optimizer-cpu-offload.")
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             found.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other.")
         if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
@@ -77,6 +87,8 @@ class CheckpointConfig:
     ref_load: str | None = flag(
         None, help="HF folder or Megatron checkpoint of the reference model. Needed for a KL loss; the trainer's first weights when --load has none."
     )
+    reward_load: str | None = flag(None, help="HF folder of a reward model, which then scores the samples.")
+    critic_load: str | None = flag(None, help="HF folder or Megatron checkpoint of the critic, with --advantage-estimator ppo. Default: as the trainer's.")
     load: str | None = flag(None, help="Megatron checkpoint folder to resume from (or an HF folder to start from). A folder without a checkpoint starts fresh.")
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
     save_interval: int | None = flag(None, help="Save every this many rollouts; the last rollout is always saved.")
@@ -104,8 +116,10 @@ class CheckpointConfig:
             found.append(f"--hf-checkpoint {self.hf_checkpoint}: no such folder.")
         elif not os.path.isfile(os.path.join(self.hf_checkpoint, "config.json")):
             found.append(f"--hf-checkpoint {self.hf_checkpoint}: has no config.json.")
-        if self.ref_load and not os.path.isdir(self.ref_load):
-            found.append(f"--ref-load {self.ref_load}: no such folder.")
+        for name in ("ref_load", "reward_load", "critic_load"):
+            folder = getattr(self, name)
+            if folder and not os.path.isdir(folder):
+                found.append(f"--{name.replace('_', '-')} {folder}: no such folder.")
         return found
 
 
@@ -114,7 +128,12 @@ class LossConfig:
     """Loss and advantages"""
 
     loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss"), help='sft_loss trains on each row\'s "response" and starts no engines.')
-    advantage_estimator: str = flag("grpo", choices=("grpo",), help="How rewards of a group become advantages.")
+    advantage_estimator: str = flag(
+        "grpo",
+        choices=("grpo", "gspo", "cispo", "rloo", "ppo"),
+        help="grpo, gspo (one ratio a sample), cispo (clipped weight), rloo (leave-one-out): compared within a prompt's group; ppo: against a critic.",
+    )
+    disable_compute_advantages_and_returns: bool = flag(False, help="Supervised runs need no advantages; only with --loss-type sft_loss.")
     disable_grpo_std_normalization: bool = flag(False, help="Centre rewards only (Dr. GRPO).")
     disable_rewards_normalization: bool = flag(False, help="Use raw rewards as advantages.")
     eps_clip: float = flag(0.2, help="PPO clip range below 1.")
@@ -123,6 +142,10 @@ class LossConfig:
     use_kl_loss: bool = flag(False, help="Add --kl-loss-coef x KL(policy, reference) to the loss; loads the reference.")
     kl_loss_coef: float = flag(0.0, help="Weight of the KL loss. At 0 the KL is only measured.")
     kl_loss_type: str = flag("k1", choices=("k1", "k2", "k3", "low_var_kl"), help="KL estimator (Schulman); low_var_kl is k3 clamped to +-10.")
+    kl_coef: float = flag(0.0, help="Weight of a KL penalty inside the reward.")
+    use_tis: bool = flag(False, help="Weigh each token's policy loss by trainer's / engine's probability (truncated importance sampling).")
+    tis_clip: float = flag(2.0, help="Upper bound of that weight.")
+    tis_clip_low: float = flag(0.0, help="Lower bound of that weight.")
     entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
     calculate_per_token_loss: bool = flag(False, help="Mean over all tokens of the batch instead of per sample, then over samples.")
 
@@ -133,6 +156,14 @@ class LossConfig:
             found.append(f"--eps-clip {self.eps_clip}, --eps-clip-high {self.eps_clip_high}: must not be negative.")
         if self.eps_clip_c is not None and self.eps_clip_c <= 1:
             found.append(f"--eps-clip-c {self.eps_clip_c}: must be above 1.")
+        if self.eps_clip_c is not None and self.advantage_estimator in ("gspo", "cispo"):
+            found.append(
+                f"--eps-clip-c {self.eps_clip_c} belongs to PPO's token ratio; --advantage-estimator {self.advantage_estimator} has none. Fix: drop it."
+            )
+        if self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss":
+            found.append("--disable-compute-advantages-and-returns leaves a policy loss without advantages. Fix: drop it, or --loss-type sft_loss.")
+        if not 0 <= self.tis_clip_low <= self.tis_clip:
+            found.append(f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}: need 0 <= low <= high.")
         if self.kl_loss_coef and not self.use_kl_loss:
             found.append(f"--kl-loss-coef {self.kl_loss_coef} does nothing without --use-kl-loss. Fix: add it.")
         return found

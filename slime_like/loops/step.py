@@ -36,7 +36,7 @@ class Phases:
         """One rollout step's scored groups, and its metrics."""
         try:
             with self.timers.phase("generate"):
-                result = self.job.manager.generate(step)
+                result = self.job.manager.generate(step, self.job.engines.check_watch)
         except RunError:
             self.job.engines.check()  # a dead engine explains the failure better than its last request does
             raise
@@ -57,10 +57,13 @@ class Phases:
 
     def train(self, step: int, samples: list[TrainSample]) -> tuple[StepReport, dict[str, float]]:
         """Train on one rollout's samples."""
-        started = time.monotonic()
+        started, extra = time.monotonic(), {}
         with self.timers.phase("train"):
+            if self.job.reference is not None:
+                samples = self.job.reference.with_reference(samples)
+                extra["train/reference_seconds"] = time.monotonic() - started
             report = self.job.train.train(step, samples)
-        metrics = report.metrics | {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
+        metrics = report.metrics | extra | {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
         self.log.log("train", step, metrics)
         return report, metrics
 
@@ -101,7 +104,7 @@ class Phases:
     def evaluate(self, step: int) -> dict[str, float]:
         """pass@1 on each evaluation set."""
         with self.timers.phase("eval"):
-            metrics = self.job.manager.evaluate(step)
+            metrics = self.job.manager.evaluate(step, self.job.engines.check_watch)
         self.log.log("eval", step, metrics)
         self.console.evaluation(step, metrics)
         return metrics

@@ -31,8 +31,16 @@ STATE_FILE = "client_state.json"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 #: What must agree between a checkpoint and the model it is loaded into.
 _ARCHITECTURE = (
-    "num_layers", "hidden_size", "mlp_size", "num_attention_heads", "num_kv_heads", "head_size", "vocab_size",
-    "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
+    "num_layers",
+    "hidden_size",
+    "mlp_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_size",
+    "vocab_size",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
 )
 
 

@@ -22,8 +22,26 @@ import torch
 _PACKAGE = "megatron"
 #: Functions that megatron calls with device="cuda" or device=torch.cuda.current_device().
 _FACTORIES = (
-    "tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "rand", "randn", "randint", "randperm", "eye",
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "empty_strided",
+    "tensor",
+    "as_tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "eye",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "empty_strided",
 )
 #: Said by every rank at every start, and true of every CPU host: (start of the message, category).
 _EXPECTED_WARNINGS = (

@@ -24,6 +24,10 @@ def trains_in_bf16(optimizer: OptimizerConfig) -> bool:
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bool) -> TransformerConfig:
     """Megatron's description of the layers. Needs the process groups' sizes only through `parallel`."""
     dtype = torch.bfloat16 if bf16 else torch.float32
+    # With one stage the flags can only say what is so anyway.
+    uneven = parallel.pipeline_model_parallel_size > 1
+    first_layers = parallel.decoder_first_pipeline_num_layers if uneven else None
+    last_layers = parallel.decoder_last_pipeline_num_layers if uneven else None
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -47,7 +51,12 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         bf16=bf16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=first_layers,
+        num_layers_in_last_pipeline_stage=last_layers,
         sequence_parallel=parallel.sequence_parallel,
+        recompute_granularity=parallel.recompute_granularity,
+        recompute_method=parallel.recompute_method,
+        recompute_num_layers=parallel.recompute_num_layers,
         # Packs differ in length, so the stages tell each other the shape of what they send.
         variable_seq_lengths=True,
         # 0.16.1 refuses variable lengths with the default dispatcher even for models without experts.
@@ -67,6 +76,17 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
 
 def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> DistributedDataParallel:
     """This rank's pipeline stage with gradient buffers; weights are random until loaded."""
+    stage = build_frozen(model, parallel, optimizer)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+    )
+    return DistributedDataParallel(transformer_config(model, parallel, bf16=trains_in_bf16(optimizer)), ddp, stage)
+
+
+def build_frozen(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> torch.nn.Module:
+    """This rank's pipeline stage without gradient buffers, for a role that only scores; weights are random until loaded."""
     bf16 = trains_in_bf16(optimizer)
     config = transformer_config(model, parallel, bf16=bf16)
     stage = GPTModel(
@@ -88,12 +108,7 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: Optimiz
         stage = stage.cuda()
     if bf16:
         stage = Float16Module(config, stage)
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=False,
-    )
-    return DistributedDataParallel(config, ddp, stage)
+    return stage
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:

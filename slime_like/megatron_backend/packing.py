@@ -94,6 +94,7 @@ class PackedBatch:
     sequences: PackedSeqParams
     trained: torch.Tensor  # [K] int64: which j are trained on
     weights: torch.Tensor  # [K] float32: what each weighs in the mean over the global batch
+    sample_of_token: torch.Tensor  # [K] int64: which of `samples` each belongs to
     advantages: torch.Tensor  # [K] float32
     engine_logprobs: torch.Tensor  # [K] float32
 
@@ -114,14 +115,15 @@ def pack(samples: Sequence[TrainSample], indices: Sequence[int], token_weights: 
     tokens = np.concatenate([*(s.tokens for s in chosen), np.zeros(padding)]).astype(np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
     targets = np.zeros_like(tokens)
-    trained, weights, advantages, engine = [], [], [], []
+    trained, weights, owners, advantages, engine = [], [], [], [], []
     start = 0
-    for index, sample in zip(indices, chosen, strict=True):
+    for place, (index, sample) in enumerate(zip(indices, chosen, strict=True)):
         length = len(sample.tokens)
         targets[start : start + length - 1] = sample.tokens[1:]
         at = np.flatnonzero(sample.loss_mask[1:])
         trained.append(at + start)
         weights.append(np.full(len(at), token_weights[index]))
+        owners.append(np.full(len(at), place))
         advantages.append(np.full(len(at), sample.advantage))
         engine.append(sample.engine_logprobs[1:][at])
         start += length
@@ -136,11 +138,10 @@ def pack(samples: Sequence[TrainSample], indices: Sequence[int], token_weights: 
         tokens=torch.as_tensor(tokens, device=device)[None],
         positions=torch.as_tensor(positions, device=device)[None],
         targets=torch.as_tensor(targets, device=device),
-        sequences=PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest
-        ),
+        sequences=PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest),
         trained=joined(trained, torch.int64),
         weights=joined(weights, torch.float32),
+        sample_of_token=joined(owners, torch.int64),
         advantages=joined(advantages, torch.float32),
         engine_logprobs=joined(engine, torch.float32),
     )

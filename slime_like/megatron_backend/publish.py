@@ -12,11 +12,22 @@ from megatron.core import parallel_state
 from slime_like.config.run import RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import EngineEndpoint, SyncReceipt
-from slime_like.utils.net import own_address
+from slime_like.utils.net import is_own_address, own_address, url_host
 from slime_like.weight_sync.base import PublisherOptions, make_publisher
 
 #: Digests are sums modulo 2^64, so stages and tensors can be added in any order.
 _DIGEST_MODULUS = 1 << 64
+
+
+def source_address(engine_urls: Sequence[str], master_address: str) -> str:
+    """This machine's address for engines that have to connect to it: the one that the first engine on another machine sees.
+
+    A run whose own processes are all on one machine knows itself by the loopback address (`master_address`), which means another
+    machine to an engine elsewhere. Engines on this machine reach every address of it.
+    """
+    hosts = [url_host(url) for url in engine_urls]
+    elsewhere = next((host for host in hosts if not is_own_address(host)), master_address)
+    return own_address(elsewhere)
 
 
 class WeightPublisher:
@@ -43,7 +54,7 @@ class WeightPublisher:
             buffer_bytes=config.sync.update_weight_buffer_size,
             timeout_s=config.sync.update_weight_timeout_s,
             directory=directory,
-            address=own_address(master_address),
+            address=source_address([endpoint.url for endpoint in self.endpoints], master_address),
         )
         self._publisher = make_publisher(options)
 

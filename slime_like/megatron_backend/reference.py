@@ -1,11 +1,16 @@
-"""A second set of weights for the same model: kept on the host, swapped in for a forward pass, swapped back bit for bit."""
+"""The reference model's log-probs: from a second set of weights kept on the host and swapped in, or as the samples brought them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+
+from slime_like.errors import DataError
+from slime_like.megatron_backend.packing import PackedBatch
+from slime_like.records import TrainSample
 
 Weights = dict[str, torch.Tensor]
 
@@ -32,3 +37,22 @@ def swapped(stage: torch.nn.Module, weights: Weights) -> Iterator[None]:
         yield
     finally:
         put_weights(stage, own)
+
+
+def brought_log_probs(samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    """`reference_logprobs` of one train step's samples, as packs want them: [T] each, in predicting layout.
+
+    Raises DataError if a sample has none, or one of another length.
+    """
+    found = []
+    for pack in packs:
+        values, start = np.zeros(pack.tokens.shape[1], dtype=np.float32), 0
+        for index, length in zip(pack.samples, pack.lengths, strict=True):
+            row = samples[index].reference_logprobs
+            if row is None or len(row) != length:
+                sample = f"{samples[index].prompt_index}/{samples[index].sample_index}"
+                raise DataError(f"sample {sample} of {length} tokens has {'no' if row is None else len(row)} reference log-probs.")
+            values[start : start + length - 1] = row[1:]
+            start += length
+        found.append(torch.as_tensor(values, device=pack.tokens.device))
+    return found

@@ -10,12 +10,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slime_like.algorithms.losses import kl_estimate, ppo_clip
+from slime_like.algorithms.losses import PolicyLoss, cispo, gspo, kl_estimate, ppo_clip
+from slime_like.algorithms.off_policy import truncated_importance_weights
 from slime_like.algorithms.reduce import token_weights, weighted_sum
 from slime_like.config.model import ModelConfig, ParallelConfig
 from slime_like.config.training import BatchConfig, LossConfig
 from slime_like.errors import DataError
-from slime_like.megatron_backend.forward import device_of, log_probs_and_entropy, run_model
+from slime_like.megatron_backend.forward import Scoring, device_of, log_probs_and_entropy, run_model
 from slime_like.megatron_backend.model_provider import unwrap
 from slime_like.megatron_backend.packing import PackedBatch, num_trained_tokens, pack, plan_micro_batches
 from slime_like.records import TrainSample
@@ -53,9 +54,10 @@ class StepRunner:
         self.model = model
         self.loss = loss
         self._batch = batch
-        self._vocab_size = model_config.vocab_size
-        self._temperature = temperature
-        self._multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        chunk = batch.log_probs_chunk_size if batch.log_probs_chunk_size > 0 else None
+        self._scoring = Scoring(vocab_size=model_config.vocab_size, temperature=temperature, chunk_tokens=chunk)
+        padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
+        self._multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
         self._device = device_of(unwrap(model))
 
     def prepare(self, samples: Sequence[TrainSample]) -> StepBatch:
@@ -122,7 +124,7 @@ class StepRunner:
         )
 
     def _score(self, logits: torch.Tensor, pack_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return log_probs_and_entropy(logits, pack_.targets, vocab_size=self._vocab_size, temperature=self._temperature)
+        return log_probs_and_entropy(logits, pack_.targets, self._scoring)
 
     def _loss(self, log_probs, entropy, pack_: PackedBatch, *, old, reference):
         """Loss of one micro-batch, its share of every mean (in the order of _sum_names), and maxima (in the order of _max_names)."""
@@ -131,14 +133,13 @@ class StepRunner:
             loss = weighted_sum(-log_probs, weights)
             return loss, torch.stack([loss.detach(), weighted_sum(entropy.detach(), weights)]).double(), loss.new_zeros(0)
         old = log_probs.detach() if old is None else old
-        policy = ppo_clip(
-            log_probs, old, pack_.advantages, clip_low=self.loss.eps_clip, clip_high=self.loss.clip_high, dual_clip=self.loss.eps_clip_c
-        )
-        pg_loss, entropy_mean = weighted_sum(policy.loss, weights), weighted_sum(entropy, weights)
+        policy = self._policy_loss(log_probs, old, pack_)
+        corrected, off_policy_sums = self._correct(policy.loss, old, pack_)
+        pg_loss, entropy_mean = weighted_sum(corrected, weights), weighted_sum(entropy, weights)
         loss = pg_loss - self.loss.entropy_coef * entropy_mean
         difference = (old - pack_.engine_logprobs).abs()
         sums = [pg_loss, entropy_mean, weighted_sum(policy.clipped, weights), weighted_sum(policy.ratio, weights), weighted_sum(old - log_probs, weights)]
-        sums.append(difference.sum())
+        sums += [difference.sum(), *off_policy_sums]
         if reference is not None:
             kl_loss = weighted_sum(kl_estimate(log_probs, reference, self.loss.kl_loss_type), weights)
             loss = loss + self.loss.kl_loss_coef * kl_loss
@@ -146,10 +147,26 @@ class StepRunner:
         largest = difference.max() if len(difference) else difference.sum()
         return loss, torch.stack([loss, *sums]).detach().double(), largest.detach()[None]
 
+    def _policy_loss(self, log_probs: torch.Tensor, old: torch.Tensor, pack_: PackedBatch) -> PolicyLoss:
+        bounds = {"clip_low": self.loss.eps_clip, "clip_high": self.loss.clip_high}
+        if self.loss.advantage_estimator == "gspo":
+            return gspo(log_probs, old, pack_.advantages, pack_.sample_of_token, **bounds)
+        if self.loss.advantage_estimator == "cispo":
+            return cispo(log_probs, old, pack_.advantages, **bounds)
+        return ppo_clip(log_probs, old, pack_.advantages, **bounds, dual_clip=self.loss.eps_clip_c)
+
+    def _correct(self, policy_loss: torch.Tensor, old: torch.Tensor, pack_: PackedBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss per token weighted for what engine and trainer disagree on, and sums for train/tis and train/tis_clip_ratio."""
+        if not self.loss.use_tis:
+            return policy_loss, []
+        factors, bounded = truncated_importance_weights(old, pack_.engine_logprobs, low=self.loss.tis_clip_low, high=self.loss.tis_clip)
+        return policy_loss * factors, [weighted_sum(factors, pack_.weights), weighted_sum(bounded, pack_.weights)]
+
     def _sum_names(self) -> list[str]:
         if self.loss.loss_type == "sft_loss":
             return ["train/loss", "train/entropy"]
         names = ["train/loss", "train/pg_loss", "train/entropy", "train/clip_ratio", "train/ratio_mean", "train/ppo_kl", "train/logprob_abs_diff"]
+        names += ["train/tis", "train/tis_clip_ratio"] if self.loss.use_tis else []
         return names + (["train/kl_loss", "train/kl"] if self.loss.use_kl_loss else [])
 
     def _max_names(self) -> list[str]:

@@ -20,18 +20,18 @@ from slime_like.errors import RunError
 from slime_like.megatron_backend import checkpoint, hf_convert
 from slime_like.megatron_backend.hf_files import finish_folder, save_stage
 from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_down
-from slime_like.megatron_backend.model_provider import build_model, trains_in_bf16, unwrap
+from slime_like.megatron_backend.model_provider import build_frozen, build_model, trains_in_bf16, unwrap
 from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler
 from slime_like.megatron_backend.packing import record_layout
 from slime_like.megatron_backend.publish import WeightPublisher
-from slime_like.megatron_backend.reference import copy_weights, put_weights, swapped
+from slime_like.megatron_backend.reference import brought_log_probs, copy_weights, put_weights, swapped
 from slime_like.megatron_backend.start_weights import load_weights, start_source
 from slime_like.megatron_backend.train_step import LogProbs, StepBatch, StepRunner, combine_steps, split_rollout
 from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
 
 
 class TrainWorker:
-    """Builds this rank's part of the model and trains it.
+    """Builds this rank's part of the model and trains it; with a config of role "ref" it only scores: `log_probs`.
 
     Every method but the constructor is collective: all ranks call it with the same arguments, in the same order.
     """
@@ -43,6 +43,7 @@ class TrainWorker:
         self.world_size, self.local_rank = world_size, local_rank
         self.master_address, self.master_port = master_address, master_port
         self._publisher: WeightPublisher | None = None
+        self._trains = config.role == "actor"
 
     # ------------------------------------------------------------------ start and end
 
@@ -64,19 +65,21 @@ class TrainWorker:
             )
             set_seeds(config.observability.seed)
         with _timed(seconds, "model"):
-            self.model = build_model(config.model, config.parallel, config.optimizer)
+            self.model = (build_model if self._trains else build_frozen)(config.model, config.parallel, config.optimizer)
             self.stage = unwrap(self.model)
         with _timed(seconds, "weights"):
             source = start_source(config.checkpoint)
-            reference_source = config.checkpoint.ref_load if config.needs_reference else None
+            reference_source = config.checkpoint.ref_load if self._trains and config.swaps_reference else None
             load_weights(self.model, config.model, source)
             self._reference = self._load_reference(source, reference_source)
-        with _timed(seconds, "optimizer"):
-            self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel)
-            total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout
-            self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
-        with _timed(seconds, "resume"):
-            resumed = self._resume(source)
+        resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
+        if self._trains:
+            with _timed(seconds, "optimizer"):
+                self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel)
+                total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout
+                self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
+            with _timed(seconds, "resume"):
+                resumed = self._resume(source)
         self.runner = StepRunner(
             self.model,
             model_config=config.model,
@@ -85,7 +88,8 @@ class TrainWorker:
             loss=config.loss,
             temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,  # supervised answers were not sampled
         )
-        self._clear_gradients()
+        if self._trains:
+            self._clear_gradients()
         return {**resumed, "num_parameters": hf_convert.num_parameters(config.model), "seconds": seconds}
 
     def close(self) -> None:
@@ -107,7 +111,7 @@ class TrainWorker:
         batches = [self.runner.prepare(part) for part in parts]
         needs_old = len(batches) > 1 and not self.config.is_sft
         old = [self.runner.log_probs(batch) if needs_old else None for batch in batches]
-        reference = self._reference_log_probs(batches)
+        reference = self._reference_for_loss(parts, batches)
         reports = []
         for number, batch in enumerate(batches):
             where = f"rollout step {step}, train step {number + 1} of {len(batches)}"
@@ -124,7 +128,7 @@ class TrainWorker:
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Add the gradients of one train step's loss to what is already there; returns its metrics."""
         batch = self.runner.prepare(samples)
-        return self._forward_backward(batch, None, self._reference_log_probs([batch])[0], "forward_backward")
+        return self._forward_backward(batch, None, self._reference_for_loss([samples], [batch])[0], "forward_backward")
 
     def optim_step(self) -> dict[str, float]:
         """Apply and clear the accumulated gradients; returns train/grad_norm and train/lr."""
@@ -244,6 +248,13 @@ class TrainWorker:
             return [None] * len(batches)
         with swapped(self.stage, self._reference):
             return [self.runner.log_probs(batch) for batch in batches]
+
+    def _reference_for_loss(self, parts: Sequence[Sequence[TrainSample]], batches: Sequence[StepBatch]) -> list[LogProbs]:
+        """The reference's log-probs: our own reference's, or what a reference on other GPUs wrote into the samples."""
+        if not self.config.needs_reference or self._reference is not None:
+            return self._reference_log_probs(batches)
+        brought: list[LogProbs] = [brought_log_probs(part, batch.packs) for part, batch in zip(parts, batches, strict=True)]
+        return brought if parallel_state.is_pipeline_last_stage() else [None] * len(batches)
 
     def _forward_backward(self, batch: StepBatch, old: LogProbs, reference: LogProbs, where: str) -> dict[str, float]:
         metrics = self.runner.forward_backward(batch, old=old, reference=reference)

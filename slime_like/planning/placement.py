@@ -1,12 +1,12 @@
 """Config -> PlacementPlan: which role sits on which GPU. Pure; what is printed is what is executed.
 
-A = the trainer's GPUs, R = the engines' GPUs.
+T = the GPUs of all training roles (actor, critic, ref, reward: those that stand apart add up), R = the engines' GPUs.
 
   mode            bundles     rollout_offset
-  colocate        max(A, R)   0
-  disaggregated   A + R       A
-  external        A           0   engines are elsewhere: their handles hold no GPU
-  train_only      A           0
+  colocate        max(T, R)   0
+  disaggregated   T + R       T
+  external        T           0   engines are elsewhere: their handles hold no GPU
+  train_only      T           0
   rollout_only    R           0
 """
 
@@ -16,11 +16,13 @@ import dataclasses
 import json
 
 from slime_like.config.run import RunConfig
+from slime_like.planning.engines import EnginePlan, make_engines, rollout_gpus
+from slime_like.planning.roles import RolePlan, RoleSize, crossing_notes, role_plans, training_roles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """One GPU (a logical one on a CPU host) and the share of it that each role holds."""
+    """One GPU (a logical one on a CPU host) and the share of it that each role's process holds; 0 for a role without one."""
 
     index: int
     node: int
@@ -29,33 +31,8 @@ class Bundle:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RolePlan:
-    """The GPUs of one role and how its model is split over them."""
-
-    num_gpus: int
-    bundles: tuple[int, ...]
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    dp: int = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EnginePlan:
-    """One engine: the bundles under it, or the URL of one that already runs."""
-
-    index: int
-    bundles: tuple[int, ...]
-    tp: int
-    pp: int = 1
-    dp: int = 1
-    external_url: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """Everything that the cluster layer needs to know; problems lists what makes it impossible."""
+    """Everything that the cluster layer needs to know; problems lists what makes it impossible, notes what is worth knowing."""
 
     mode: str
     num_gpus: int
@@ -66,10 +43,15 @@ class PlacementPlan:
     engines: tuple[EnginePlan, ...]
     transport: str | None
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def has_processes(self, role: str) -> bool:
+        """Whether a role runs in processes of its own (the reference may live in the actor's)."""
+        return role in self.roles and any(self.bundles[i].roles.get(role, 0) > 0 for i in self.roles[role].bundles)
 
     def to_dict(self) -> dict:
-        """The object of `--plan json`."""
-        plan = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("transport", "gpus_per_node")}
+        """The placement's part of `--plan json`."""
+        plan = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("transport", "gpus_per_node", "notes")}
         plan["weight_sync"] = {"transport": self.transport} if self.transport else None
         return json.loads(json.dumps(plan))
 
@@ -87,35 +69,56 @@ def mode_of(config: RunConfig) -> str:
 
 def make_plan(config: RunConfig) -> PlacementPlan:
     """The plan of a config. Impossible sizes are listed in its `problems`, never raised."""
-    placement, mode = config.placement, mode_of(config)
-    actor_gpus = 0 if mode == "rollout_only" else placement.actor_num_gpus
-    rollout_gpus, problems = _rollout_gpus(config, mode)
-    offset = actor_gpus if mode == "disaggregated" else 0
-    held = 0 if mode == "external" else rollout_gpus  # GPUs that engines hold on this cluster
-    num_gpus = max(actor_gpus, offset + held)
-    per_node = placement.num_gpus_per_node or (
-        placement.actor_num_gpus_per_node if placement.actor_num_nodes > 1 else max(8, placement.actor_num_gpus_per_node)
-    )
-    problems += _node_problems(config, held, offset, per_node)
-    roles: dict[str, RolePlan] = {}
-    if actor_gpus:
-        roles["actor"] = _actor_role(config, actor_gpus)
-        if config.needs_reference:  # weights swapped into the actor's own processes: no GPU share of its own
-            roles["ref"] = dataclasses.replace(roles["actor"])
+    mode = mode_of(config)
+    sizes, problems, notes = ([], [], []) if mode == "rollout_only" else training_roles(config)
+    roles = role_plans(config, sizes)
+    trainer_gpus = sum(size.num_gpus for size in sizes if size.host is None)
+    num_rollout, rollout_problems, rollout_notes = rollout_gpus(config, mode, trainer_gpus)
+    offset = trainer_gpus if mode == "disaggregated" else 0
+    held = 0 if mode == "external" else num_rollout  # GPUs that engines hold on this cluster
+    per_node = _gpus_per_node(config, sizes)
+    engines, engine_problems = make_engines(config, mode, held, offset, per_node)
     if config.uses_engines:
-        size = placement.rollout_num_gpus_per_engine
-        roles["rollout"] = RolePlan(num_gpus=held, bundles=tuple(range(offset, offset + held)), tp=size, dp=max(1, rollout_gpus // size))
+        roles["rollout"] = RolePlan(
+            num_gpus=held,
+            bundles=tuple(range(offset, offset + held)),
+            tp=config.engine_tp_size,
+            pp=config.engine_pp_size,
+            ep=config.engine_ep_size,
+            dp=max(1, len(engines)),
+        )
+    num_gpus = max(trainer_gpus, offset + held)
     return PlacementPlan(
         mode=mode,
         num_gpus=num_gpus,
         rollout_offset=offset,
         gpus_per_node=per_node,
-        bundles=_bundles(roles, num_gpus, per_node),
+        bundles=_bundles(roles, {size.name for size in sizes if size.swapped}, num_gpus, per_node),
         roles=roles,
-        engines=_engines(config, mode, held, offset),
+        engines=engines,
         transport=_transport(config, mode),
-        problems=tuple(problems),
+        problems=(*problems, *rollout_problems, *_node_problems(sizes, per_node), *engine_problems),
+        notes=(*notes, *rollout_notes, *crossing_notes(roles, sizes, per_node)),
     )
+
+
+def cannot_run_yet(plan: PlacementPlan) -> list[str]:
+    """What a plan may hold but a real run cannot do yet: ways of sending weights to engines of several machines or pipeline stages."""
+    held = [engine for engine in plan.engines if engine.bundles]
+    found = []
+    machines = sorted({plan.bundles[index].node for engine in held for index in engine.bundles})
+    if plan.transport == "ipc" and len(machines) > 1:
+        found.append(
+            f"--colocate over {len(machines)} machines: weights sent by ipc reach only engines on the machine of the trainer's first rank. "
+            "Fix: --update-weight-transport disk, with --update-weight-disk-dir on a file system that all machines share."
+        )
+    staged = [engine for engine in plan.engines if engine.pp > 1]
+    if staged and plan.transport in ("ipc", "broadcast"):
+        found.append(
+            f"engine {staged[0].index} has {staged[0].pp} pipeline stages (--sglang-pp-size): weights cannot be sent to them by {plan.transport} yet. "
+            "Fix: --update-weight-transport disk."
+        )
+    return found
 
 
 def _transport(config: RunConfig, mode: str) -> str | None:
@@ -124,88 +127,34 @@ def _transport(config: RunConfig, mode: str) -> str | None:
     return config.sync.update_weight_transport or ("ipc" if mode == "colocate" else "broadcast")
 
 
-def _actor_role(config: RunConfig, num_gpus: int) -> RolePlan:
-    parallel = config.parallel
-    return RolePlan(
-        num_gpus=num_gpus,
-        bundles=tuple(range(num_gpus)),
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        dp=max(1, config.data_parallel_size),
-    )
+def _gpus_per_node(config: RunConfig, sizes: list[RoleSize]) -> int:
+    """--num-gpus-per-node; else the largest share that a role takes of each of several machines; else 8, or what one role needs."""
+    if config.placement.num_gpus_per_node:
+        return config.placement.num_gpus_per_node
+    largest = max((size.num_gpus_per_node for size in sizes), default=8)
+    return largest if any(size.num_nodes > 1 for size in sizes) else max(8, largest)
 
 
-def _rollout_gpus(config: RunConfig, mode: str) -> tuple[int, list[str]]:
-    """GPUs of all engines, and what is wrong with the number."""
-    placement, per_engine = config.placement, config.placement.rollout_num_gpus_per_engine
-    given = placement.rollout_num_gpus
-    if mode == "train_only":
-        return 0, []
-    if mode == "external":
-        derived = len(placement.rollout_external_engine_addrs or []) * per_engine
-        problems = []
-        if given is not None and given != derived:
-            problems.append(
-                f"--rollout-num-gpus {given}, but {derived // per_engine} external engines of --rollout-num-gpus-per-engine "
-                f"{per_engine} make {derived}. Fix: leave --rollout-num-gpus out; it is derived."
-            )
-        if derived // per_engine > placement.actor_num_gpus:
-            problems.append(
-                f"{derived // per_engine} external engines need as many handles, but the actor has {placement.actor_num_gpus} "
-                "bundles to hold them: --rollout-external-engine-addrs, --actor-num-nodes, --actor-num-gpus-per-node. Fix: at most one engine per actor GPU."
-            )
-        return derived, problems
-    if given is None:
-        if mode != "colocate":
-            return 0, [
-                f"--rollout-num-gpus is missing: how many GPUs the engines get beside the actor's {placement.actor_num_gpus}. Fix: give it, or --colocate."
-            ]
-        given = placement.actor_num_gpus
-    if given < per_engine or given % per_engine:
-        return given, [f"{given} rollout GPUs do not divide into engines of {per_engine}: --rollout-num-gpus, --rollout-num-gpus-per-engine."]
-    return given, []
+def _node_problems(sizes: list[RoleSize], per_node: int) -> list[str]:
+    """Machines smaller than a role's share of them."""
+    return [
+        f"--{size.name}-num-gpus-per-node {size.num_gpus_per_node} is more than a machine's --num-gpus-per-node {per_node}. "
+        f"Fix: --{size.name}-num-gpus-per-node {per_node} on more nodes, or --num-gpus-per-node {size.num_gpus_per_node}."
+        for size in sizes
+        if size.num_gpus_per_node > per_node and size.host is None
+    ]
 
 
-def _node_problems(config: RunConfig, held: int, offset: int, per_node: int) -> list[str]:
-    """Engines that would not sit on one machine; machines smaller than the trainer's share."""
-    placement, size = config.placement, config.placement.rollout_num_gpus_per_engine
-    if placement.actor_num_gpus_per_node > per_node:
-        return [f"--actor-num-gpus-per-node {placement.actor_num_gpus_per_node} is more than --num-gpus-per-node {per_node}."]
-    if not held:
-        return []
-    if size > per_node:
-        return [
-            (
-                f"--rollout-num-gpus-per-engine {size} is more than a machine's {per_node} GPUs (--num-gpus-per-node), and engines "
-                "across machines are not supported yet. Fix: a smaller engine."
-            )
-        ]
-    torn = [i for i in range(held // size) if (offset + i * size) // per_node != (offset + (i + 1) * size - 1) // per_node]
-    if torn:
-        return [
-            (
-                f"engine {torn[0]} of {size} GPUs would be torn across machines of {per_node} GPUs: the engines start at GPU {offset}. "
-                f"Fix: an actor size that is a multiple of {size}, or other --rollout-num-gpus-per-engine / --num-gpus-per-node."
-            )
-        ]
-    return []
-
-
-def _engines(config: RunConfig, mode: str, held: int, offset: int) -> tuple[EnginePlan, ...]:
-    size = config.placement.rollout_num_gpus_per_engine
-    if mode == "external":
-        return tuple(EnginePlan(index=i, bundles=(), tp=size, external_url=url) for i, url in enumerate(config.placement.external_urls()))
-    return tuple(EnginePlan(index=i, bundles=tuple(range(offset + i * size, offset + (i + 1) * size)), tp=size) for i in range(held // size))
-
-
-def _bundles(roles: dict[str, RolePlan], num_gpus: int, per_node: int) -> tuple[Bundle, ...]:
-    """Each process on a GPU holds an equal share of it; the reference lives inside the actor's."""
+def _bundles(roles: dict[str, RolePlan], swapped: set[str], num_gpus: int, per_node: int) -> tuple[Bundle, ...]:
+    """Each process on a GPU holds an equal share of it; a swapped role lives inside another's process."""
+    names: list[list[str]] = [[] for _ in range(num_gpus)]
+    for name, role in roles.items():
+        for index in role.bundles:
+            names[index].append(name)
     found = []
-    for index in range(num_gpus):
-        names = [name for name, role in roles.items() if index in role.bundles]
-        holders = [name for name in names if name != "ref"]
-        shares = {name: int(1e4 / len(holders)) / 1e4 for name in holders}  # Ray counts in ten-thousandths
-        found.append(Bundle(index=index, node=index // per_node, gpu=index % per_node, roles=shares | ({"ref": 0.0} if "ref" in names else {})))
+    for index, here in enumerate(names):
+        holders = max(1, sum(name not in swapped for name in here))
+        share = int(1e4 / holders) / 1e4  # Ray counts in ten-thousandths
+        shares = {name: 0.0 if name in swapped else share for name in here}
+        found.append(Bundle(index=index, node=index // per_node, gpu=index % per_node, roles=shares))
     return tuple(found)

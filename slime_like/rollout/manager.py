@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from slime_like.config.run import RunConfig
@@ -80,9 +80,9 @@ class RolloutManager:
         """Rollout steps of the whole run, from --num-rollout or --num-epoch."""
         return self.source.num_rollouts(self._config.rollout.rollout_batch_size)
 
-    def generate(self, step: int) -> RolloutResult:
-        """The groups of rollout `step`; waits for them."""
-        return self._wait(self.start_generate(step), f"rollout {step}")
+    def generate(self, step: int, watch: Callable[[], None] | None = None) -> RolloutResult:
+        """The groups of rollout `step`; waits for them. watch: asked each second meanwhile; what it raises ends the wait."""
+        return self._wait(self.start_generate(step), f"rollout {step}", watch)
 
     def start_generate(self, step: int) -> concurrent.futures.Future[RolloutResult]:
         """Begin rollout `step`; the result comes in the future. Raises RunError if another rollout is still being generated."""
@@ -91,9 +91,9 @@ class RolloutManager:
         self._generating = self._submit(self._generate(step))
         return self._generating
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, watch: Callable[[], None] | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets with the present weights; {} if there are none. Does not move the training data."""
-        return self._wait(self._submit(self._evaluate()), f"the evaluation after {step} rollouts")
+        return self._wait(self._submit(self._evaluate()), f"the evaluation after {step} rollouts", watch)
 
     def set_weight_version(self, version: int) -> None:
         """What to record for engines that do not tell their version."""
@@ -166,7 +166,7 @@ class RolloutManager:
             raise RunError("the rollout manager is not running: start() has not been called, or close() has.")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _wait(self, future: concurrent.futures.Future[_T], phase: str) -> _T:
+    def _wait(self, future: concurrent.futures.Future[_T], phase: str, watch: Callable[[], None] | None = None) -> _T:
         """The future's result. Every request and reward in it has its own deadline; here only the thread itself is watched."""
         while True:
             try:
@@ -176,6 +176,12 @@ class RolloutManager:
                     raise  # the work's own
                 if self._thread is None or not self._thread.is_alive():
                     raise RunError(f"the rollout thread ended during {phase}.") from None
+                if watch is not None:
+                    try:
+                        watch()
+                    except RunError:
+                        future.cancel()
+                        raise
             except concurrent.futures.CancelledError:
                 raise RunError(f"{phase} was cancelled: the rollout manager was closed.") from None
             except KeyboardInterrupt:

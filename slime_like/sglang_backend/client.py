@@ -13,7 +13,7 @@ import requests
 
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
-from slime_like.utils.net import wait_until
+from slime_like.utils.net import certificates, wait_until
 
 _BODY_HEAD_CHARS = 500
 _CONNECT_TIMEOUT_S = 10.0
@@ -64,6 +64,10 @@ class EngineClient:
     def model_info(self) -> dict:
         """`model_path`, `weight_version`, …"""
         return self._first_found("GET", ("/model_info", "/get_model_info"))
+
+    def models(self) -> dict:
+        """/v1/models: under "data", each served model's `id` and `max_model_len`."""
+        return self._request("GET", "/v1/models")
 
     def weight_version(self) -> str:
         """The version that the server reports; "default" until one was set."""
@@ -120,10 +124,10 @@ class EngineClient:
             self._checked("/end_weight_update", {})
             self._has_update_session = self._optional("/begin_weight_update")
 
-    def end_weight_update(self) -> None:
+    def end_weight_update(self, timeout_s: float | None = None) -> None:
         """Close the session that `begin_weight_update` opened, if it opened one."""
         if self._has_update_session:
-            self._checked("/end_weight_update", {})
+            self._checked("/end_weight_update", {}, timeout_s)
         self._has_update_session = None
 
     def update_weight_version(self, version: str, timeout_s: float | None = None) -> None:
@@ -204,6 +208,7 @@ class EngineClient:
         if not hasattr(self._local, "session"):
             session = requests.Session()
             session.trust_env = False
+            session.verify = certificates() or True  # requests itself looks at the environment for proxies and certificates, or for neither
             if self.endpoint.api_key:
                 session.headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
             self._local.session = session

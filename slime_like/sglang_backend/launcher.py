@@ -34,6 +34,9 @@ class EngineSpec:
     index: int
     model_path: str
     tp_size: int = 1
+    nnodes: int = 1  # machines of the engine; every one runs a server process, only rank 0's answers requests
+    node_rank: int = 0
+    dist_init_addr: str | None = None  # host:port on rank 0's machine where the ranks meet; needed with several machines
     dtype: str | None = None  # None: as the checkpoint says
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one
@@ -82,9 +85,10 @@ class Engine:
                 last = self._process.log_tail(_LOG_LINES)
                 raise WaitTimeout(who="launcher", whom=f"engine {self.spec.index} at {self.endpoint.url}", phase="start", seconds=timeout_s, last=f"\n{last}")
             time.sleep(0.05)
-        # Health is answered by whoever listens there: make sure that it is ours, with our key.
+        # Health is answered by whoever listens there: make sure that it is ours, with our key. Other node ranks answer nothing else.
         self.check()
-        client.model_info()
+        if self.spec.node_rank == 0:
+            client.model_info()
         shutil.rmtree(self._private_dir, ignore_errors=True)
 
     def _message(self, what: str) -> str:
@@ -156,6 +160,9 @@ def _write_key(directory: str, key: str) -> str:
 def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
     """SGLang's command line without the key: what we decide, then our defaults, then the user's flags."""
     fixed: dict = {"model_path": spec.model_path, "host": spec.host, "port": port, "tp_size": spec.tp_size, "random_seed": spec.seed}
+    if spec.nnodes > 1:
+        assert spec.dist_init_addr, "an engine on several machines needs an address where its ranks meet"
+        fixed |= {"nnodes": spec.nnodes, "node_rank": spec.node_rank, "dist_init_addr": spec.dist_init_addr}
     defaults: dict = {} if cuda else _cpu_defaults(spec.context_length)
     if spec.dtype is not None:
         defaults["dtype"] = spec.dtype

@@ -20,12 +20,14 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.router_server import KEY_VARIABLE
 from slime_like.utils.guard import GuardedProcess, start_guarded
-from slime_like.utils.net import free_port, http_url, port_is_free, wait_until
+from slime_like.utils.net import certificates, free_port, http_url, port_is_free, wait_until
 
 logger = logging.getLogger(__name__)
 
 _LOG_LINES = 30
 _REQUEST_TIMEOUT_S = 10.0
+#: rustls, unlike OpenSSL, refuses a server certificate that says that it is an authority (`openssl req -x509` writes that by default).
+_HTTPS_HINT = "; over https it asks for a certificate with basicConstraints CA:FALSE, signed by (or being) one in REQUESTS_CA_BUNDLE"
 
 
 class Router:
@@ -37,6 +39,7 @@ class Router:
         self._process = process  # None: it is not ours
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy of the environment must not stand between us and our own hosts
+        self._session.verify = certificates() or True
         if api_key:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
         self._workers: dict[str, str] = {}  # engine url -> the router's id of it
@@ -67,7 +70,7 @@ class Router:
             self.check()
             worker = self._find(endpoint.url)
             if worker is None:
-                return "the router does not list it yet"
+                return "the router does not list it yet" + (_HTTPS_HINT if endpoint.url.startswith("https:") else "")
             self._workers[endpoint.url] = worker.get("id", endpoint.url)
             return None if worker.get("is_healthy") else f"the router says {worker}"
 
@@ -147,7 +150,7 @@ def launch_router(
         raise EngineError(f"the router's port {port} on {host} is taken. Fix: another --sglang-router-port, or none, which takes a free one.")
     port = port if port is not None else free_port(host)
     key = api_key or secrets.token_hex(24)
-    arguments = {
+    arguments: dict[str, object] = {
         "host": host,
         "port": port,
         "policy": policy,
@@ -159,6 +162,8 @@ def launch_router(
         "shutdown-grace-period-secs": 1,
         "log-level": "warn",
     }
+    if trusted := certificates():
+        arguments["ca-cert-paths"] = trusted  # for engines behind https
     argv = [sys.executable, "-m", "slime_like.sglang_backend.router_server", *(f"--{name}={value}" for name, value in arguments.items())]
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -23,15 +23,21 @@ RESERVED = {
     "tp_size": "it is --rollout-num-gpus-per-engine",
     "api_key": "one is generated for each engine",
     "admin_api_key": "one key protects all of an engine",
-    "config": "it carries the API key to the engine",
+    "config": "it carries the API key to the engine. Fix: leave it out, and give its entries as --sglang-<argument>",
     "device": "it follows from the host",
     "base_gpu_id": "it follows from the placement",
-    "nnodes": "an engine lives on one node",
-    "node_rank": "an engine lives on one node",
-    "dist_init_addr": "an engine lives on one node",
+    "nnodes": "it follows from the placement",
+    "node_rank": "it follows from the placement",
+    "dist_init_addr": "it follows from the placement",
     "weight_version": "weight syncs count it",
     "random_seed": "it is --rollout-seed",
-    "dp_size": "engines are the data parallel copies: --rollout-num-gpus / --rollout-num-gpus-per-engine",
+}
+#: Names in older versions of SGLang -> in 0.5.23.
+_RENAMED = {
+    "cuda_graph_bs": "cuda_graph_bs_decode",
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "nsa_decode_backend": "dsa_decode_backend",
+    "nsa_prefill_backend": "dsa_prefill_backend",
 }
 #: Shorter spellings that argparse would take as abbreviations.
 _SHORT = {"tp": "tp_size", "dp": "dp_size", "pp": "pp_size"}
@@ -68,6 +74,14 @@ def check_flags(flags: dict[str, str | bool | list[str]]) -> tuple[list[str], li
             problems += _value_problems(name, value, known[name])
     notes = [] if known else ["SGLang is not installed here: --sglang-* flags were not checked against its arguments."]
     return problems, notes
+
+
+def present_names(flags: dict[str, str | bool | list[str]]) -> tuple[dict[str, str | bool | list[str]], list[str]]:
+    """(the flags under the names that the installed SGLang has, a note for each that was renamed)."""
+    known = known_arguments()
+    renamed = {name: _RENAMED[name] for name in flags if name in _RENAMED and name not in known and _RENAMED[name] in known}
+    notes = [f"--sglang-{_dashed(old)} is called --sglang-{_dashed(new)} by the SGLang installed here, and was taken as that" for old, new in renamed.items()]
+    return {renamed.get(name, name): value for name, value in flags.items()}, notes
 
 
 def to_argv(flags: dict[str, str | bool | list[str]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import random
 import socket
 import time
@@ -60,6 +61,11 @@ def url_host(url: str) -> str:
     return host
 
 
+def certificates() -> str | None:
+    """The file or folder of certificates that the user trusts for https, from REQUESTS_CA_BUNDLE or SSL_CERT_FILE; None: the usual ones."""
+    return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or None
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` can be reached from this machine only."""
     with contextlib.suppress(ValueError):
@@ -78,20 +84,22 @@ def is_own_address(host: str) -> bool:
 
 
 def own_address(peer: str = "192.0.2.1") -> str:
-    """The address of this machine that `peer` would see; the loopback one without a network. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peer, 9))
-        except OSError:
-            return "::1" if family == socket.AF_INET6 else "127.0.0.1"
-        return probe.getsockname()[0]
+    """The address of this machine that `peer` (an address or a name) would see; the loopback one without a network. Nothing is sent."""
+    try:
+        family, *_, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return probe.getsockname()[0]
+    except OSError:
+        return "::1" if ":" in peer else "127.0.0.1"
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that holds `address`, or None if no interface of this machine does (IPv4, Linux)."""
+    """Name of the network interface that holds `address`, or None if no interface of this machine does (Linux)."""
     if is_loopback(address):
         return "lo"
+    if ":" in address:
+        return _interface_of_ipv6(address)
     import fcntl
     import struct
 
@@ -100,6 +108,17 @@ def interface_of(address: str) -> str | None:
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
                 if socket.inet_ntoa(packed[20:24]) == address:
+                    return name
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    wanted = ipaddress.ip_address(address.split("%")[0])
+    if os.path.exists("/proc/net/if_inet6"):
+        with open("/proc/net/if_inet6") as file:
+            for line in file:
+                digits, *_, name = line.split()
+                if int(digits, 16) == int(wanted):
                     return name
     return None
 

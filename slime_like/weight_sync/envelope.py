@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 from slime_like.errors import SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)
+
+#: After a failure each engine is told once, and not waited for long: it may be the reason.
+_ABANDON_TIMEOUT_S = 5.0
 
 
 def version_directory(root: str, version: int) -> str:
@@ -28,13 +32,15 @@ class WeightUpdate:
     """One sync on all engines at once. Raises WeightSyncError, EngineError or WaitTimeout naming the engine; engines then stay paused.
 
     pause_mode: "abort" ends requests that are still running, "retract" lets them go on later with the new weights.
+    watch: asked each second during a wait; what it raises ends the sync.
     """
 
-    def __init__(self, clients: list[EngineClient], transport: str, timeout_s: float, pause_mode: str = "abort"):
+    def __init__(self, clients: list[EngineClient], transport: str, timeout_s: float, pause_mode: str = "abort", watch: Callable[[], None] | None = None):
         self._clients = clients
         self._transport = transport
         self._timeout_s = timeout_s
         self._pause_mode = pause_mode
+        self._watch = watch
 
     def begin(self) -> None:
         """Stop generation, forget cached prefixes, and get every engine ready to receive."""
@@ -58,7 +64,7 @@ class WeightUpdate:
         """After a failure: close what is open, as far as it can be reached. Engines stay paused: they may hold half of the weights."""
         for client in self._clients:
             try:
-                client.end_weight_update()
+                client.end_weight_update(timeout_s=_ABANDON_TIMEOUT_S)
             except SlimeLikeError as error:
                 logger.warning("abandoned weight update: %s", error)
 
@@ -85,4 +91,4 @@ class WeightUpdate:
 
     def _on_all(self, action, phase: str) -> dict:
         tasks = {f"engine {c.endpoint.index} at {c.url}": (lambda c=c: action(c)) for c in self._clients}
-        return run_together(tasks, timeout_s=self._timeout_s, who="driver", phase=phase)
+        return run_together(tasks, timeout_s=self._timeout_s, who="driver", phase=phase, watch=self._watch)

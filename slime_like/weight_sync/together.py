@@ -10,12 +10,15 @@ from typing import Any
 
 from slime_like.errors import WaitTimeout
 
+#: How often the watch is asked.
+_WATCH_S = 1.0
 
-def run_together(tasks: Mapping[str, Callable[[], Any]], *, timeout_s: float, who: str, phase: str) -> dict[str, Any]:
+
+def run_together(tasks: Mapping[str, Callable[[], Any]], *, timeout_s: float, who: str, phase: str, watch: Callable[[], None] | None = None) -> dict[str, Any]:
     """Run every task in a thread of its own; name -> result.
 
     Raises the first failure at once, without waiting for the others, or WaitTimeout naming those that are late. Such threads are
-    left behind: a broadcast that waits for a dead engine ends only at its own deadline.
+    left behind: a broadcast that waits for a dead engine ends only at its own deadline. watch: asked each second; what it raises ends the wait.
     """
     done: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -31,8 +34,12 @@ def run_together(tasks: Mapping[str, Callable[[], Any]], *, timeout_s: float, wh
     deadline = time.monotonic() + timeout_s
     while len(results) < len(tasks):
         try:
-            name, result, error = done.get(timeout=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            name, result, error = done.get(timeout=min(left, _WATCH_S) if watch is not None else left)
         except queue.Empty:
+            if watch is not None and time.monotonic() < deadline:
+                watch()
+                continue
             late = ", ".join(name for name in tasks if name not in results)
             heard = ", ".join(results) or "nobody"
             raise WaitTimeout(who=who, whom=late, phase=phase, seconds=timeout_s, last=f"done: {heard}") from None

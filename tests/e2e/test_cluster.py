@@ -77,7 +77,7 @@ def test_reserved_bundles_are_sorted_and_given_back(said):
 
 def test_gpus_held_by_another_end_at_the_deadline_with_numbers(said):
     line = said[0]["held"]
-    assert "PlacementError after" in line and "4 GPUs" in line and "0 and" in line and "--placement-timeout 2" in line
+    assert "PlacementError after" in line and "4 GPUs and" in line and "0 of 4 GPUs free" in line and "--placement-timeout 2" in line
 
 
 def test_what_can_never_be_placed_is_said_at_once(said):

@@ -44,6 +44,12 @@ CASES = [
     Case("dp2, replicated optimizer, per token", "qwen3", 2, {"use_distributed_optimizer": False}, {"micro_batch_size": 2}, {"calculate_per_token_loss": True}),
     Case("tp2 pp2", "qwen3", 4, tensor_parallel(sequence_parallel=True, **PIPELINE), DYNAMIC),
     Case("tp2 dp2", "qwen3", 4, tensor_parallel(), DYNAMIC),
+    Case("recompute full", "qwen3", 1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, DYNAMIC),
+    Case("recompute block, pp2", "qwen3", 2, PIPELINE | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, DYNAMIC),
+    Case("recompute selective, tp2 sp", "qwen3", 2, tensor_parallel(sequence_parallel=True, recompute_granularity="selective"), DYNAMIC),
+    Case("pp2, 3 layers before 1", "qwen3", 2, PIPELINE | {"decoder_first_pipeline_num_layers": 3}, DYNAMIC),
+    Case("pp2, 1 layer before 3", "qwen2 tied", 2, PIPELINE | {"decoder_last_pipeline_num_layers": 3}, DYNAMIC),
+    Case("padded packs, tp2", "qwen3", 2, tensor_parallel(), DYNAMIC | {"data_pad_size_multiplier": 16}),
     Case("one rank", "qwen2 tied"),
     Case("tp2 pp2", "qwen2 tied", 4, tensor_parallel(sequence_parallel=True, **PIPELINE), DYNAMIC),
     Case("pp2", "qwen2 tied", 2, PIPELINE),
@@ -112,7 +118,7 @@ def truths(folders):
 @pytest.fixture(scope="module")
 def outcomes(folders):
     """case -> [result of each of its ranks], all from one world of four processes."""
-    by_rank = run_ranks(run_cases, 4, CASES, folders, free_ports(len(CASES)), timeout_s=150)
+    by_rank = run_ranks(run_cases, 4, CASES, folders, free_ports(len(CASES)), timeout_s=240)
     return [[by_rank[rank][number] for rank in range(case.ranks)] for number, case in enumerate(CASES)]
 
 

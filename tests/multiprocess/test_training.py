@@ -28,7 +28,7 @@ def in_world(place, folder, reference, ports):
         worker.start()
         return worker
 
-    cuts = {"one": {}, "four": {"micro_batch_size": 4}, "packed": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}}
+    cuts = {"one": {}, "four": {"micro_batch_size": 4}, "packed": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}, "chunked": {"log_probs_chunk_size": 7}}
     for name, batch in cuts.items():
         worker = worker_of(batch=batch)
         found[name] = worker.train(0, samples).metrics
@@ -43,6 +43,16 @@ def in_world(place, folder, reference, ports):
 
     worker = worker_of(num_steps=2, loss=PPO)
     found["ppo"] = worker.train(0, samples).metrics
+    worker.close()
+
+    for estimator in ("gspo", "cispo"):
+        for name, batch in cuts.items():
+            worker = worker_of(num_steps=2, batch=batch, loss={"advantage_estimator": estimator, "use_tis": True, "tis_clip": 1.1})
+            found[estimator, name] = worker.train(0, samples).metrics
+            worker.close()
+
+    worker = worker_of(optimizer={"clip_grad": 0.0}, loss={"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.9})
+    found["tis"] = worker.train(0, samples).metrics
     worker.close()
 
     worker = worker_of(loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, checkpoint={"ref_load": reference, "load": folder})
@@ -74,13 +84,36 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(folders):
-    return run_ranks(in_world, 1, *folders, free_ports(10), timeout_s=100)[0]
+    return run_ranks(in_world, 1, *folders, free_ports(20), timeout_s=100)[0]
 
 
-@pytest.mark.parametrize("cut", ["four", "packed"])
+@pytest.mark.parametrize("cut", ["four", "packed", "chunked"])
 def test_how_micro_batches_are_cut_changes_nothing(world, cut):
     for name, value in world["one"].items():
         assert world[cut][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize("estimator", ["gspo", "cispo"])
+@pytest.mark.parametrize("cut", ["four", "packed"])
+def test_sequence_ratios_do_not_depend_on_the_cut_either(world, estimator, cut):
+    for name, value in world[estimator, "one"].items():
+        assert world[estimator, cut][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    assert world[estimator, "one"]["train/ratio_mean"] != 1
+
+
+def test_engine_correction_weighs_the_gradient_as_hf_says(world, folders):
+    model, samples = load_model(folders[0]), make_samples(8)
+    factors = []
+    for sample in samples:
+        log_probs, _ = score(model, sample.tokens, 1.0)
+        mask = torch.as_tensor(sample.loss_mask[1:].astype(bool))
+        weight = (log_probs.detach()[mask] - torch.as_tensor(sample.engine_logprobs[1:])[mask]).exp().clamp(0.9, 1.1)
+        (-(weight * log_probs[mask]).mean() * sample.advantage / 8).backward()
+        factors.append(weight.mean().item())
+    norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters())).item()
+    assert world["tis"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert world["tis"]["train/tis"] == pytest.approx(np.mean(factors), rel=1e-5)
+    assert 0 < world["tis"]["train/tis_clip_ratio"] <= 1
 
 
 def test_two_calls_add_their_gradients(world, folders):

@@ -138,7 +138,11 @@ def test_every_problem_at_once(tmp_path):
         ("--rollout-external --rollout-external-engine-addrs nonsense", "has no port"),
         ("--tensor-model-parallel-size 4 --actor-num-gpus-per-node 4", "key/value heads do not divide"),
         ("--num-epoch 1", "exactly one of --num-rollout and --num-epoch"),
-        ("--context-parallel-size 2", "not supported yet"),
+        ("--context-parallel-size 0", "must be at least 1"),
+        ("--sglang-dp-size 2", "needs --sglang-enable-dp-attention"),
+        ("--sglang-pp-size 2", "does not divide into 2 pipeline stages"),
+        ("--sglang-ep-size two", "must be a whole number"),
+        ("--plan-bandwidth nvlonk=3", "Known names: ipc, nvlink"),
         ("--sglang-mem-fraction-statick 0.4", "mem-fraction-static"),
     ],
 )

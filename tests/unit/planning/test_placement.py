@@ -1,19 +1,29 @@
 """The table of architecture.md: bundles and offset in every mode, and what is refused."""
 
 import dataclasses
+import time
 
 import pytest
 
 from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig
+from slime_like.planning.engines import cut_engines, node_ranks, torn_engine
 from slime_like.planning.placement import make_plan
 from slime_like.planning.render import render_plan
 
 
-def plan(*, loss_type="policy_loss", use_kl_loss=False, **placement):
+def plan(*, loss_type="policy_loss", use_kl_loss=False, ppo=False, reward=False, parallel=None, sglang=None, **placement):
     base = RunConfig()
-    loss = dataclasses.replace(base.loss, loss_type=loss_type, use_kl_loss=use_kl_loss)
-    return make_plan(dataclasses.replace(base, loss=loss, placement=PlacementConfig(**placement)))
+    return make_plan(
+        dataclasses.replace(
+            base,
+            loss=dataclasses.replace(base.loss, loss_type=loss_type, use_kl_loss=use_kl_loss, advantage_estimator="ppo" if ppo else "grpo"),
+            checkpoint=dataclasses.replace(base.checkpoint, reward_load="reward" if reward else None),
+            parallel=dataclasses.replace(base.parallel, **(parallel or {})),
+            engine=dataclasses.replace(base.engine, sglang=sglang or {}),
+            placement=PlacementConfig(**placement),
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,8 +74,12 @@ def test_supervised_run_has_no_engines():
         ({"actor_num_gpus_per_node": 2}, "--rollout-num-gpus is missing"),
         ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "3 rollout GPUs do not divide into engines of 2"),
         ({"actor_num_gpus_per_node": 1, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8}, "engine 0 of 8 GPUs would be torn"),
-        ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 16}, "more than a machine's 8 GPUs"),
-        ({"actor_num_gpus_per_node": 1, "rollout_external": True, "rollout_external_engine_addrs": ["a:1", "b:1"]}, "2 external engines need as many handles"),
+        ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 12}, "more than a machine's 8 GPUs"),
+        ({"actor_num_gpus_per_node": 4, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 16}, "multiple of 8, or another"),
+        (
+            {"actor_num_gpus_per_node": 1, "rollout_external": True, "rollout_external_engine_addrs": ["a:1", "b:1"]},
+            "2 external engines (--rollout-external-engine-addrs) need as many handles",
+        ),
         (
             {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "rollout_external": True, "rollout_external_engine_addrs": ["a:1"]},
             "leave --rollout-num-gpus out",
@@ -84,3 +98,138 @@ def test_text_names_every_gpu_and_engine():
     assert "mode disaggregated: 4 GPUs, engines from GPU 2" in text
     assert "node 0 gpu 3  bundle 3   rollout 1   [engine 0 rank 1]" in text
     assert "weights travel by broadcast" in text
+
+
+ROLES = {"use_kl_loss": True, "ppo": True, "reward": True, "actor_num_gpus_per_node": 2}
+OWN = {**ROLES, "colocate_policy_ref": False}
+
+
+@pytest.mark.parametrize(
+    ("flags", "trainer_gpus", "seats"),
+    [
+        # Who has which bundles, in the order actor, critic, ref, reward.
+        ({**ROLES}, 6, {"actor": (0, 1), "critic": (2, 3), "ref": (0, 1), "reward": (4, 5)}),
+        ({**OWN}, 8, {"actor": (0, 1), "critic": (2, 3), "ref": (4, 5), "reward": (6, 7)}),
+        ({**OWN, "colocate_critic_reward": True}, 6, {"actor": (0, 1), "critic": (2, 3), "ref": (4, 5), "reward": (2, 3)}),
+        ({**ROLES, "colocate_training": True}, 2, {"actor": (0, 1), "critic": (0, 1), "ref": (0, 1), "reward": (0, 1)}),
+        (
+            {**OWN, "critic_num_gpus_per_node": 1, "ref_num_gpus_per_node": 3, "reward_num_gpus_per_node": 1},
+            7,
+            {"actor": (0, 1), "critic": (2,), "ref": (3, 4, 5), "reward": (6,)},
+        ),
+        (
+            {**ROLES, "reward": False, "colocate_critic_reward": True, "critic_num_gpus_per_node": 4},
+            6,
+            {"actor": (0, 1), "critic": (2, 3, 4, 5), "ref": (0, 1)},
+        ),
+        ({**ROLES, "ppo": False, "reward": False, "colocate_policy_ref": False}, 4, {"actor": (0, 1), "ref": (2, 3)}),
+    ],
+)
+@pytest.mark.parametrize("mode", ["disaggregated", "colocate", "external", "train_only", "rollout_only"])
+def test_roles_in_every_mode(flags, trainer_gpus, seats, mode):
+    how = {
+        "disaggregated": {"rollout_num_gpus": 2},
+        "colocate": {"colocate": True},
+        "external": {"rollout_external": True, "rollout_external_engine_addrs": ["a:1"]},
+        "train_only": {"debug_train_only": True},
+        "rollout_only": {"debug_rollout_only": True, "rollout_num_gpus": 2},
+    }[mode]
+    made = plan(**flags, **how)
+    assert made.mode == mode and not made.problems
+    if mode == "rollout_only":
+        assert set(made.roles) == {"rollout"} and made.num_gpus == 2
+        return
+    if mode == "train_only":  # no samples to score: they come with their rewards
+        seats = {role: bundles for role, bundles in seats.items() if role != "reward"}
+        trainer_gpus = 1 + max(max(bundles) for bundles in seats.values())
+    assert {role: size.bundles for role, size in made.roles.items() if role != "rollout"} == seats
+    assert made.rollout_offset == (trainer_gpus if mode == "disaggregated" else 0)
+    assert made.num_gpus == trainer_gpus + (2 if mode == "disaggregated" else 0)
+    assert all(sum(bundle.roles.values()) <= 1 for bundle in made.bundles)
+    assert made.has_processes("ref") == (seats["ref"] != seats["actor"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (
+            {**ROLES, "ref_num_gpus_per_node": 1},
+            ["--ref-num-gpus-per-node 1 and --actor-num-gpus-per-node 2 must be the same", "(--colocate-policy-ref)", "or --no-colocate-policy-ref."],
+        ),
+        ({**ROLES, "ref_num_nodes": 3}, ["--ref-num-nodes 3 and --actor-num-nodes 1 must be the same", "Fix: --ref-num-nodes 1"]),
+        (
+            {**ROLES, "colocate_training": True, "critic_num_nodes": 2},
+            ["--critic-num-nodes 2 and --actor-num-nodes 1 must be the same: the critic shares the actor's GPUs (--colocate-training)"],
+        ),
+        (
+            {**ROLES, "colocate_training": True, "reward_num_gpus_per_node": 1, "ref_num_gpus_per_node": 4},
+            ["--reward-num-gpus-per-node 1 and --actor-num-gpus-per-node 2", "--ref-num-gpus-per-node 4 and --actor-num-gpus-per-node 2"],
+        ),
+        (
+            {**ROLES, "colocate_critic_reward": True, "critic_num_gpus_per_node": 1, "reward_num_gpus_per_node": 2},
+            ["--reward-num-gpus-per-node 2 and --critic-num-gpus-per-node 1 must be the same", "or drop --colocate-critic-reward."],
+        ),
+        ({**ROLES, "colocate_critic_reward": True, "ppo": False}, ["there is no critic: --advantage-estimator is grpo. Fix: --advantage-estimator ppo"]),
+        (
+            {**ROLES, "parallel": {"tensor_model_parallel_size": 2}, "critic_num_gpus_per_node": 3},
+            ["the critic's 3 GPUs do not divide by tensor x pipeline x context parallel size 2", "--critic-num-gpus-per-node 3", "multiple of 2"],
+        ),
+        ({**ROLES, "critic_num_gpus_per_node": 3}, ["does not divide by the critic's data parallel size 3"]),
+        ({**OWN, "ref_num_gpus_per_node": 9, "num_gpus_per_node": 8}, ["--ref-num-gpus-per-node 9 is more than a machine's --num-gpus-per-node 8"]),
+    ],
+)
+def test_roles_that_cannot_share_are_refused(flags, messages):
+    problems = plan(**flags, rollout_num_gpus=2).problems
+    for message in messages:
+        assert any(message in problem for problem in problems), problems
+
+
+def test_colocated_engines_take_all_training_gpus_by_default():
+    made = plan(**OWN, colocate=True)
+    assert (made.num_gpus, made.roles["rollout"].num_gpus, len(made.engines)) == (8, 8, 8) and not made.notes
+    assert any("GPUs idle" in note for note in plan(**OWN, colocate=True, rollout_num_gpus=4).notes)
+
+
+def test_flags_of_roles_that_do_not_exist_are_noted():
+    notes = plan(actor_num_gpus_per_node=2, rollout_num_gpus=2, critic_num_nodes=2, ref_num_gpus_per_node=1).notes
+    assert any("--critic-num-nodes 2: there is no critic without --advantage-estimator ppo" in note for note in notes)
+    assert any("--ref-num-gpus-per-node 1: there is no ref without --use-kl-loss" in note for note in notes)
+
+
+def test_node_ranks_count_within_the_engine():
+    # slime gave [1, 0] to a two-node engine behind a one-node one.
+    one_node, two_nodes = cut_engines([8, 16], 0)
+    assert node_ranks([bundle // 8 for bundle in one_node]) == (0,) * 8
+    assert node_ranks([bundle // 8 for bundle in two_nodes]) == (0,) * 8 + (1,) * 8
+    assert node_ranks(["b", "b", "a", "a"]) == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offset", "torn"),
+    [([8, 16], 0, None), ([16, 8], 8, None), ([4, 4, 8], 0, None), ([4, 8], 0, 1), ([16], 4, 0), ([3, 3, 3], 0, 2), ([2, 2], 7, 0), ([12], 0, 0)],
+)
+def test_torn_engines(sizes, offset, torn):
+    assert torn_engine(cut_engines(sizes, offset), 8) == torn
+
+
+def test_an_engine_over_two_machines():
+    made = plan(actor_num_gpus_per_node=8, rollout_num_gpus=32, rollout_num_gpus_per_engine=16, sglang={"pp_size": "2", "dp_size": "2", "ep_size": "8"})
+    assert not made.problems
+    assert [(e.tp, e.pp, e.dp, e.ep, e.num_nodes, e.bundles[0]) for e in made.engines] == [(8, 2, 2, 8, 2, 8), (8, 2, 2, 8, 2, 24)]
+    assert "engine 1 spans nodes 3 (rank 0), 4 (rank 1)" in render_plan(made)
+
+
+def test_tensor_parallel_groups_across_machines_are_noted():
+    made = plan(actor_num_nodes=2, actor_num_gpus_per_node=4, parallel={"tensor_model_parallel_size": 8}, colocate=True)
+    assert any("1 of the actor's 1 tensor parallel groups of 8 GPUs (--tensor-model-parallel-size) span machines of 4" in note for note in made.notes)
+    assert not plan(actor_num_nodes=2, actor_num_gpus_per_node=4, parallel={"tensor_model_parallel_size": 4}, colocate=True).notes
+
+
+def test_ten_thousand_gpus_in_under_a_second():
+    started = time.monotonic()
+    made = plan(
+        use_kl_loss=True, colocate_policy_ref=False, actor_num_nodes=125, actor_num_gpus_per_node=8, rollout_num_gpus=8000, rollout_num_gpus_per_engine=8
+    )
+    assert made.num_gpus == 10_000 and not made.problems
+    assert len(render_plan(made).splitlines()) < 1500 and made.to_dict()["num_gpus"] == 10_000
+    assert time.monotonic() - started < 1

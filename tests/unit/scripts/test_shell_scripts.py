@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -44,7 +45,17 @@ def test_every_flag_is_known(repo_root: Path, name: str):
     assert {flag for flag in flags if not flag.startswith("--sglang-")} - known == set()
 
 
-@pytest.mark.parametrize(("name", "mode"), [("run-colocate.sh", "colocate"), ("run-disaggregated.sh", "disaggregated"), ("run-external.sh", "external")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("run-colocate.sh", "colocate"),
+        ("run-disaggregated.sh", "disaggregated"),
+        ("run-external.sh", "external"),
+        ("run-roles.sh", "disaggregated"),
+        ("run-debug-rollout-only.sh", "rollout_only"),
+        ("run-debug-train-only.sh", "train_only"),
+    ],
+)
 def test_run_scripts_submit_a_command_that_plans(repo_root: Path, tmp_path: Path, tiny_model_dir: Path, tiny_data_dir: Path, name: str, mode: str):
     """`ray` is replaced by a recorder of its arguments; what follows `--` is then run with --plan."""
     recorder = tmp_path / "ray"
@@ -60,6 +71,36 @@ def test_run_scripts_submit_a_command_that_plans(repo_root: Path, tmp_path: Path
     planned = subprocess.run([*command, "--plan"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert f"mode {mode}" in planned.stdout
+
+
+PLANS = [
+    ("run-colocate.sh", "qwen2.5-0.5B", {"ACTOR_GPUS": "8"}, {"mode": "colocate", "num_gpus": 8, "rollout_offset": 0}),
+    ("run-colocate.sh", "qwen3-30B-A3B", {"ACTOR_GPUS": "8", "ENGINE_GPUS": "8", "TP": "4", "EP": "8"}, {"mode": "colocate", "num_gpus": 8}),
+    ("run-colocate.sh", "glm4.5-355B-A32B", {"ACTOR_NODES": "16", "ACTOR_GPUS": "8", "ENGINE_GPUS": "32", "TP": "8", "PP": "4", "EP": "32"}, {"num_gpus": 128}),
+    ("run-disaggregated.sh", "qwen3-8B", {"ACTOR_GPUS": "8", "ROLLOUT_GPUS": "8"}, {"mode": "disaggregated", "num_gpus": 16, "rollout_offset": 8}),
+    ("run-disaggregated.sh", "llama3.1-8B", {"ACTOR_GPUS": "4", "ROLLOUT_GPUS": "4"}, {"num_gpus": 8, "rollout_offset": 4}),
+    ("run-external.sh", "qwen3-4B", {"ENGINE_ADDRS": "10.0.0.1:10091 10.0.0.2:10091"}, {"mode": "external", "num_gpus": 2, "rollout_offset": 0}),
+    ("run-roles.sh", "tiny-qwen3", {}, {"mode": "disaggregated", "num_gpus": 10, "rollout_offset": 8}),
+    ("run-roles.sh", "qwen3-1.7B", {"ACTOR_GPUS": "4", "CRITIC_GPUS": "4", "REWARD_GPUS": "4", "REF_GPUS": "2"}, {"num_gpus": 16, "rollout_offset": 14}),
+    ("run-debug-rollout-only.sh", "glm4-9B", {"ROLLOUT_GPUS": "8"}, {"mode": "rollout_only", "num_gpus": 8, "rollout_offset": 0}),
+    ("run-debug-train-only.sh", "mimo-7B", {"ACTOR_GPUS": "8", "TP": "8"}, {"mode": "train_only", "num_gpus": 8}),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "sizes", "expected"), PLANS, ids=lambda value: value if isinstance(value, str) else None)
+def test_run_scripts_plan_without_starting_anything(repo_root: Path, tmp_path: Path, name: str, model: str, sizes: dict, expected: dict):
+    """--plan at the end of a script: no Ray, no checkpoint, nothing written; the plan has the sizes that the variables ask for."""
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RAY": "/nowhere/ray", "PYTHON": sys.executable, "MODEL": model} | sizes
+    result = bash(str(repo_root / "scripts" / name), "--plan", "json", env=env, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr
+    plan = json.loads(result.stdout)
+    assert {key: plan[key] for key in expected} == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model_than_the_tiny_one_needs_its_checkpoint(repo_root: Path):
+    result = bash(str(repo_root / "scripts/run-colocate.sh"), env=os.environ | {"MODEL": "qwen3-8B", "PYTHON": sys.executable, "RAY": "/nowhere/ray"})
+    assert result.returncode == 2 and "HF_CHECKPOINT" in result.stderr and "--plan" in result.stderr
 
 
 def test_external_without_addresses_says_how_to_start_one(repo_root: Path, tiny_model_dir: Path, tiny_data_dir: Path):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from slime_like.utils.net import host_port
 
 
 class FakeServer:
@@ -23,9 +28,13 @@ class FakeServer:
         return [path for _, path, _ in self.calls]
 
 
+class _Server6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
 @contextlib.contextmanager
-def serve(answers: dict, api_key: str | None = None) -> Iterator[FakeServer]:
-    """A FakeServer on a free port of 127.0.0.1 while the block runs. Unknown paths are 404, a wrong key is 401."""
+def serve(answers: dict, api_key: str | None = None, *, host: str = "127.0.0.1", certificate: Path | None = None) -> Iterator[FakeServer]:
+    """A FakeServer on a free port while the block runs; https with `certificate` (a PEM file with its key). Unknown paths are 404, a wrong key is 401."""
     fake = FakeServer(answers, api_key)
 
     class Handler(BaseHTTPRequestHandler):
@@ -50,10 +59,14 @@ def serve(answers: dict, api_key: str | None = None) -> Iterator[FakeServer]:
         def log_message(self, *args):
             """Quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server6((host, 0), Handler) if ":" in host else ThreadingHTTPServer((host, 0), Handler)
+    if certificate:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
-    fake.url = f"http://127.0.0.1:{server.server_address[1]}"
+    fake.url = f"{'https' if certificate else 'http'}://{host_port(host, server.server_address[1])}"
     try:
         yield fake
     finally:

@@ -33,6 +33,13 @@ def test_own_addresses():
     assert interface_of("192.0.2.77") is None
 
 
+def test_own_address_towards_a_name_and_an_ipv6_peer():
+    assert own_address("localhost") in ("127.0.0.1", "::1")
+    assert own_address("::1") == "::1"
+    assert own_address("no-such-host.invalid") == "127.0.0.1"
+    assert interface_of("::1") == "lo" and interface_of("2001:db8::77") is None
+
+
 def test_wait_until():
     answers = ["not yet", "soon", None]
     wait_until(lambda: answers.pop(0), deadline_s=5, who="a", whom="b", phase="c", interval_s=0.001)

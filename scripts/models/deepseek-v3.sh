@@ -1,0 +1,44 @@
+# DeepSeek-V3 (671B-A37B; R1 too): source this file, then pass "${MODEL_ARGS[@]}" to train.py.
+# The layer that predicts the token after the next is left out: it is not trained.
+MODEL_ARGS=(
+  --num-layers 61
+  --hidden-size 7168
+  --ffn-hidden-size 18432
+  --num-attention-heads 128
+  --kv-channels 128
+  --vocab-size 129280
+  --normalization RMSNorm
+  --norm-epsilon 1e-6
+  --swiglu
+  --disable-bias-linear
+  --qk-layernorm
+  --position-embedding-type rope
+  --rotary-base 10000
+  --untie-embeddings-and-output-weights
+  --multi-latent-attention
+  --q-lora-rank 1536
+  --kv-lora-rank 512
+  --qk-head-dim 128
+  --qk-pos-emb-head-dim 64
+  --v-head-dim 128
+  --rotary-scaling-factor 40
+  --mscale 1.0
+  --mscale-all-dim 1.0
+  --num-experts 256
+  --moe-layer-freq "[0]*3+[1]*58"
+  --moe-ffn-hidden-size 2048
+  --moe-shared-expert-intermediate-size 2048
+  --moe-router-topk 8
+  --moe-router-score-function sigmoid
+  --moe-router-enable-expert-bias
+  --moe-router-bias-update-rate 0
+  --moe-router-load-balancing-type seq_aux_loss
+  --moe-router-num-groups 8
+  --moe-router-group-topk 4
+  --moe-router-topk-scaling-factor 2.5
+  --moe-aux-loss-coeff 0
+  --moe-router-dtype fp32
+  --moe-token-dispatcher-type alltoall
+  --moe-grouped-gemm
+  --moe-permute-fusion
+)

@@ -1,0 +1,41 @@
+# Kimi-K2-Instruct (1T-A32B): source this file, then pass "${MODEL_ARGS[@]}" to train.py.
+MODEL_ARGS=(
+  --num-layers 61
+  --hidden-size 7168
+  --ffn-hidden-size 18432
+  --num-attention-heads 64
+  --kv-channels 128
+  --vocab-size 163840
+  --normalization RMSNorm
+  --norm-epsilon 1e-6
+  --swiglu
+  --disable-bias-linear
+  --qk-layernorm
+  --position-embedding-type rope
+  --rotary-base 50000
+  --untie-embeddings-and-output-weights
+  --multi-latent-attention
+  --q-lora-rank 1536
+  --kv-lora-rank 512
+  --qk-head-dim 128
+  --qk-pos-emb-head-dim 64
+  --v-head-dim 128
+  --rotary-scaling-factor 32
+  --mscale 1.0
+  --mscale-all-dim 1.0
+  --num-experts 384
+  --moe-layer-freq "[0]*1+[1]*60"
+  --moe-ffn-hidden-size 2048
+  --moe-shared-expert-intermediate-size 2048
+  --moe-router-topk 8
+  --moe-router-score-function sigmoid
+  --moe-router-enable-expert-bias
+  --moe-router-bias-update-rate 0
+  --moe-router-load-balancing-type seq_aux_loss
+  --moe-router-topk-scaling-factor 2.827
+  --moe-aux-loss-coeff 0
+  --moe-router-dtype fp32
+  --moe-token-dispatcher-type alltoall
+  --moe-grouped-gemm
+  --moe-permute-fusion
+)

@@ -1,0 +1,38 @@
+# Moonlight-16B-A3B: source this file, then pass "${MODEL_ARGS[@]}" to train.py.
+MODEL_ARGS=(
+  --num-layers 27
+  --hidden-size 2048
+  --ffn-hidden-size 11264
+  --num-attention-heads 16
+  --kv-channels 128
+  --vocab-size 163840
+  --normalization RMSNorm
+  --norm-epsilon 1e-5
+  --swiglu
+  --disable-bias-linear
+  --qk-layernorm
+  --position-embedding-type rope
+  --rotary-base 50000
+  --untie-embeddings-and-output-weights
+  --multi-latent-attention
+  --kv-lora-rank 512
+  --qk-head-dim 128
+  --qk-pos-emb-head-dim 64
+  --v-head-dim 128
+  --rotary-scaling-factor 1
+  --num-experts 64
+  --moe-layer-freq "[0]*1+[1]*26"
+  --moe-ffn-hidden-size 1408
+  --moe-shared-expert-intermediate-size 2816
+  --moe-router-topk 6
+  --moe-router-score-function sigmoid
+  --moe-router-enable-expert-bias
+  --moe-router-bias-update-rate 0
+  --moe-router-load-balancing-type seq_aux_loss
+  --moe-router-topk-scaling-factor 2.446
+  --moe-aux-loss-coeff 0
+  --moe-router-dtype fp32
+  --moe-token-dispatcher-type alltoall
+  --moe-grouped-gemm
+  --moe-permute-fusion
+)

@@ -1,0 +1,49 @@
+"""What is said aloud beside the plan: changed by us, without effect, or for GPU hosts only. Never an error."""
+
+from __future__ import annotations
+
+from slime_like.config.run import RunConfig
+
+#: SGLang's arguments that choose a kernel or library which only CUDA hosts have, with the values that mean nothing special.
+_CUDA_ENGINE = {
+    "attention_backend": ("torch_native", "triton", "flex_attention", "intel_amx"),
+    "decode_attention_backend": ("torch_native", "triton", "flex_attention", "intel_amx"),
+    "prefill_attention_backend": ("torch_native", "triton", "flex_attention", "intel_amx"),
+    "dsa_decode_backend": (),
+    "dsa_prefill_backend": (),
+    "speculative_draft_attention_backend": (),
+    "moe_a2a_backend": ("none",),
+    "deepep_mode": (),
+    "cuda_graph_bs_decode": (),
+    "cuda_graph_max_bs_decode": (),
+    "disaggregation_ib_device": (),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
+}
+
+
+def notices(config: RunConfig) -> list[str]:
+    """One sentence each, in the order of the flags' groups."""
+    found = []
+    if config.placement.rollout_external and config.placement.offload_rollout:
+        found.append("--offload-rollout is off: external engines are never asked to give memory back")
+    if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
+        found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
+    return found + _kernels(config)
+
+
+def _kernels(config: RunConfig) -> list[str]:
+    """Choices of kernels: on a CPU host the trainer has its own, and SGLang refuses those of CUDA."""
+    model = config.model
+    trainer = [f"--attention-backend {model.attention_backend}"] if model.attention_backend not in ("auto", "local") else []
+    trainer += [f"--{name.replace('_', '-')}" for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_enable_deepep") if getattr(model, name)]
+    engine = [
+        f"--sglang-{name.replace('_', '-')}" + ("" if value is True else f" {value if isinstance(value, str) else ' '.join(value)}")
+        for name, value in config.engine.sglang.items()
+        if name in _CUDA_ENGINE and value not in _CUDA_ENGINE[name]
+    ]
+    found = []
+    if trainer:
+        found.append(f"{', '.join(trainer)}: for GPU hosts; on a CPU host the trainer computes the same with torch's own attention and matrices")
+    if engine and config.uses_engines:
+        found.append(f"{', '.join(engine)}: for GPU hosts; engines on a CPU host do not start with it")
+    return found

@@ -1,0 +1,138 @@
+"""The engines: how many GPUs they get, which bundles each one holds, and the node rank of each bundle. Pure.
+
+An engine lies within one machine or on whole machines: SGLang gives every node of an engine the same number of GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from slime_like.config.run import RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """One engine: the bundles under it, or the URL of one that already runs. dp and ep split the tp ranks, they add none."""
+
+    index: int
+    bundles: tuple[int, ...]
+    tp: int
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    external_url: str | None = None
+    node_ranks: tuple[int, ...] = ()  # of each bundle: which of the engine's machines it lies on
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines under it; 0 for an external one."""
+        return max(self.node_ranks, default=-1) + 1
+
+
+def node_ranks(nodes: Sequence[Hashable]) -> tuple[int, ...]:
+    """Rank of each GPU's machine among its own engine's machines, in the order in which the engine meets them.
+
+    nodes: the machine of each of one engine's GPUs. Counted from 0 in every engine, whatever stands before it.
+    Example: [1, 1, 2, 2] -> (0, 0, 1, 1).
+    """
+    seen = list(dict.fromkeys(nodes))
+    return tuple(seen.index(node) for node in nodes)
+
+
+def cut_engines(sizes: Sequence[int], offset: int) -> list[tuple[int, ...]]:
+    """Bundles of engines of these sizes, one behind the other from `offset`."""
+    cut, start = [], offset
+    for size in sizes:
+        cut.append(tuple(range(start, start + size)))
+        start += size
+    return cut
+
+
+def torn_engine(engines: Sequence[tuple[int, ...]], per_node: int) -> int | None:
+    """The first engine that neither lies within one machine nor covers whole machines; None if there is none."""
+    for index, bundles in enumerate(engines):
+        first, size = bundles[0], len(bundles)
+        within = first // per_node == bundles[-1] // per_node
+        whole = first % per_node == 0 and size % per_node == 0
+        if not (within or whole):
+            return index
+    return None
+
+
+def rollout_gpus(config: RunConfig, mode: str, trainer_gpus: int) -> tuple[int, list[str], list[str]]:
+    """(GPUs of all engines, problems, notes). trainer_gpus: bundles of all training roles."""
+    placement, per_engine = config.placement, config.placement.rollout_num_gpus_per_engine
+    given = placement.rollout_num_gpus
+    if mode == "train_only":
+        return 0, [], [] if given is None else [f"--rollout-num-gpus {given}: this run starts no engines"]
+    if mode == "external":
+        return _external_gpus(config)
+    if given is None:
+        if mode != "colocate":
+            beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
+            return 0, [f"--rollout-num-gpus is missing: how many GPUs the engines get{beside}. Fix: give it, or --colocate."], []
+        given = trainer_gpus
+    if given < per_engine or given % per_engine:
+        whose = "" if placement.rollout_num_gpus else " (by default the trainer's)"
+        problem = (
+            f"{given} rollout GPUs do not divide into engines of {per_engine}: --rollout-num-gpus{whose}, --rollout-num-gpus-per-engine {per_engine}. "
+            f"Fix: --rollout-num-gpus {max(1, given // per_engine) * per_engine}, or another engine size."
+        )
+        return given, [problem], []
+    notes = []
+    if mode == "colocate" and given != trainer_gpus:
+        notes.append(f"--colocate with {given} engine GPUs over {trainer_gpus} of the trainer: {abs(given - trainer_gpus)} GPUs idle in one of the two phases")
+    return given, [], notes
+
+
+def _external_gpus(config: RunConfig) -> tuple[int, list[str], list[str]]:
+    """GPUs behind the addresses. The servers themselves are asked when the run starts, not for a plan."""
+    placement, per_engine = config.placement, config.placement.rollout_num_gpus_per_engine
+    given, engines = placement.rollout_num_gpus, len(placement.rollout_external_engine_addrs or [])
+    derived, problems = engines * per_engine, []
+    if given is not None and given != derived:
+        problems.append(
+            f"--rollout-num-gpus {given}, but {engines} external engines of --rollout-num-gpus-per-engine {per_engine} make {derived}. "
+            "Fix: leave --rollout-num-gpus out; it is derived."
+        )
+    if engines > placement.actor_num_gpus:
+        problems.append(
+            f"{engines} external engines (--rollout-external-engine-addrs) need as many handles, but the actor has {placement.actor_num_gpus} bundles to hold "
+            f"them: --actor-num-nodes {placement.actor_num_nodes}, --actor-num-gpus-per-node {placement.actor_num_gpus_per_node}. "
+            "Fix: at most one engine per actor GPU."
+        )
+    return derived, problems, []
+
+
+def make_engines(config: RunConfig, mode: str, held: int, offset: int, per_node: int) -> tuple[tuple[EnginePlan, ...], list[str]]:
+    """(engines, problems). held: bundles that engines hold on this cluster, from `offset`."""
+    shape: dict[str, Any] = {"tp": config.engine_tp_size, "pp": config.engine_pp_size, "dp": config.engine_dp_size, "ep": config.engine_ep_size}
+    if mode == "external":
+        urls = config.placement.external_urls()
+        return tuple(EnginePlan(index=i, bundles=(), external_url=url, **shape) for i, url in enumerate(urls)), []
+    size = config.placement.rollout_num_gpus_per_engine
+    cut = cut_engines([size] * (held // size), offset)
+    engines = tuple(EnginePlan(index=i, bundles=bundles, node_ranks=node_ranks([b // per_node for b in bundles]), **shape) for i, bundles in enumerate(cut))
+    return engines, _torn_problems(config, cut, offset, per_node)
+
+
+def _torn_problems(config: RunConfig, cut: list[tuple[int, ...]], offset: int, per_node: int) -> list[str]:
+    size = config.placement.rollout_num_gpus_per_engine
+    if size > per_node and size % per_node:
+        problem = (
+            f"--rollout-num-gpus-per-engine {size} is more than a machine's {per_node} GPUs (--num-gpus-per-node) and no multiple of them: "
+            f"an engine across machines must cover them whole. Fix: --rollout-num-gpus-per-engine {size // per_node * per_node}."
+        )
+        return [problem]
+    torn = torn_engine(cut, per_node)
+    if torn is None:
+        return []
+    unit = per_node if size > per_node else size
+    fix = f"a trainer size that is a multiple of {unit}, or " if offset % unit else ""
+    problem = (
+        f"engine {torn} of {size} GPUs would be torn across machines of {per_node} GPUs (--num-gpus-per-node): the engines start at GPU {offset}, it at GPU "
+        f"{cut[torn][0]}. Fix: {fix}another --rollout-num-gpus-per-engine."
+    )
+    return [problem]

@@ -1,0 +1,187 @@
+"""Every flag that public run scripts of this kind use is taken with its meaning, or refused with a reason that names what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from arguments import build_parser, parse_args
+from slime_like.config.refused import REFUSED, REFUSED_VALUES, take_refused
+from slime_like.config.run import GROUPS
+from slime_like.errors import ConfigError
+from slime_like.sglang_backend.server_args import RESERVED, known_arguments, present_names
+
+LINES = [line for line in (Path(__file__).parent / "compat_flags.txt").read_text().splitlines() if not line.startswith("#")]
+
+#: A command line that works; what a flag needs beside it, or does not go with, is in WITH.
+BASE: dict[str, str | None] = {
+    "--hf-checkpoint": "/models/some-model", "--ref-load": "/models/some-model", "--prompt-data": "/data/train.jsonl",
+    "--num-layers": "48", "--hidden-size": "4096", "--ffn-hidden-size": "12288", "--num-attention-heads": "32", "--group-query-attention": "",
+    "--num-query-groups": "4", "--kv-channels": "128", "--vocab-size": "151936", "--normalization": "RMSNorm", "--swiglu": "",
+    "--disable-bias-linear": "", "--untie-embeddings-and-output-weights": "",
+    "--actor-num-nodes": "1", "--actor-num-gpus-per-node": "8", "--colocate": "", "--lr": "1e-5",
+    "--rm-type": "math", "--num-rollout": "3", "--rollout-batch-size": "32", "--n-samples-per-prompt": "8",
+    "--eval-prompt-data": "aime /data/aime.jsonl", "--eval-interval": "5", "--save": "/save", "--use-kl-loss": "",
+    "--use-dynamic-batch-size": "", "--max-tokens-per-gpu": "4096",
+}  # fmt: skip
+LATENT = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--rotary-scaling-factor", "--mscale-all-dim")
+DROP = None
+WITH: dict[str, dict[str, str | None]] = {
+    "--global-batch-size": {"--rollout-batch-size": "128"},
+    "--over-sampling-batch-size": {"--dynamic-sampling-filter-path": "my_project.filters.keep"},
+    "--num-epoch": {"--num-rollout": DROP},
+    "--custom-rm-path": {"--rm-type": DROP},
+    "--loss-type": {"--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP, "--use-kl-loss": DROP},
+    "--disable-compute-advantages-and-returns": {
+        "--loss-type": "sft_loss", "--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP, "--use-kl-loss": DROP,
+    },
+    "--debug-train-only": {"--load-debug-rollout-data": "/save/{rollout_id}.pt"},
+    "--update-weight-disk-dir": {"--update-weight-transport": "disk"},
+    "--overlap-cpu-optimizer-d2h-h2d": {"--optimizer-cpu-offload": ""},
+    "--recompute-granularity": {"--recompute-method": "uniform", "--recompute-num-layers": "1"},
+    "--recompute-method": {"--recompute-granularity": "full", "--recompute-num-layers": "1"},
+    "--recompute-num-layers": {"--recompute-granularity": "full", "--recompute-method": "uniform"},
+    "--expert-model-parallel-size": {"--actor-num-nodes": "4", "--num-experts": "160"},
+    "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
+    "--decoder-last-pipeline-num-layers": {"--pipeline-model-parallel-size": "2"},
+    "--decoder-first-pipeline-num-layers": {"--pipeline-model-parallel-size": "2"},
+    "--sglang-dp-size": {"--rollout-num-gpus-per-engine": "64", "--sglang-enable-dp-attention": ""},
+    "--sglang-ep-size": {"--rollout-num-gpus-per-engine": "64", "--num-experts": "160"},
+    "--moe-enable-deepep": {"--moe-token-dispatcher-type": "flex"},
+    "--multi-latent-attention": {"--group-query-attention": DROP, "--num-query-groups": DROP},
+    "--moe-router-num-groups": {"--moe-router-group-topk": "1"},
+}  # fmt: skip
+
+
+def command_line(flag: str, value: str) -> list[str]:
+    """BASE with the flag in it, and with what it needs."""
+    chosen = BASE | WITH.get(flag, {})
+    if flag.startswith("--moe-"):
+        chosen |= {"--num-experts": "160"}
+    if flag in LATENT:
+        chosen |= WITH["--multi-latent-attention"] | {"--multi-latent-attention": ""}
+    if flag == "--moe-layer-freq":
+        chosen |= {"--num-layers": str(len(value.split(",")) if "," in value else sum(map(int, re.findall(r"\*(\d+)", value))))}
+    chosen[flag] = value
+    return shlex.split(" ".join(f"{name} {text}" for name, text in chosen.items() if text is not None)) + ["--plan"]
+
+
+def problems_of(argv: list[str]) -> list[str]:
+    try:
+        parse_args(argv)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def split_line(line: str) -> tuple[str, str]:
+    flag, _, value = line.partition(" ")
+    return flag, value
+
+
+def is_refused(flag: str, value: str) -> bool:
+    return flag in REFUSED or (flag, value) in REFUSED_VALUES or flag.removeprefix("--sglang-").replace("-", "_") in RESERVED
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_taken_or_refused_with_an_alternative(line: str):
+    flag, value = split_line(line)
+    quoted = f"'{value}'" if "{" in value else value
+    found = problems_of(command_line(flag, quoted))
+    if is_refused(flag, value):
+        assert len(found) == 1 and found[0].startswith(f"{flag} "), found
+        assert "Fix: " in found[0]
+    else:
+        assert found == []
+
+
+def field_owner(name: str) -> str | None:
+    return next((group for group, kind in GROUPS.items() if name in {field.name for field in dataclasses.fields(kind)}), None)
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if not is_refused(*split_line(line))])
+def test_what_is_taken_arrives(line: str):
+    """The value is in the config: ours in its field, SGLang's among the engine's flags."""
+    flag, value = split_line(line)
+    quoted = f"'{value}'" if "{" in value else value
+    config = parse_args(command_line(flag, quoted)).config
+    name = flag.removeprefix("--").replace("-", "_")
+    switched_off = name.startswith("no_") and field_owner(name) is None
+    owner = field_owner(name.removeprefix("no_") if switched_off else name)
+    if owner is None:
+        engine = present_names({name.removeprefix("sglang_"): value})[0]
+        (engine_name,) = engine
+        given = config.engine.sglang[engine_name]
+        assert given is True if not value else " ".join(given if isinstance(given, list) else [given]) == value
+        return
+    arrived = getattr(getattr(config, owner), name.removeprefix("no_") if switched_off else name)
+    if not value:
+        assert arrived is not switched_off
+    elif isinstance(arrived, list):
+        assert " ".join(map(str, arrived)) == value
+    else:
+        assert arrived == type(arrived)(value)
+
+
+def test_refusals_are_about_flags_that_are_not_taken():
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    # --no-check-… and the like: the positive spelling must not exist either, or argparse would take the negative one.
+    assert REFUSED.keys() & known == set()
+    assert {flag for flag, _ in REFUSED_VALUES} <= known
+    assert all("Fix: " in reason for reason in (*REFUSED.values(), *REFUSED_VALUES.values()))
+
+
+def test_a_refused_flag_takes_its_values_with_it():
+    rest, problems = take_refused(["--lr", "1", "--spec", "a.b", "get_spec", "--swiglu", "--model-name=x", "--update-weight-mode=delta", "--seed", "2"])
+    assert rest == ["--lr", "1", "--swiglu", "--seed", "2"]
+    assert [problem.split(" ")[0] for problem in problems] == ["--spec", "--model-name", "--update-weight-mode"]
+
+
+def test_refusals_come_with_every_other_problem():
+    found = problems_of([*command_line("--spec", "a.b get_spec"), "--rollout-temperature", "0"])
+    assert [problem.split(" ")[0] for problem in found] == ["--spec", "--rollout-temperature"]
+    found = problems_of([*command_line("--spec", "a.b get_spec"), "--rollout-temperatur", "0"])
+    assert "--spec is refused" in found[0] and "unknown flag --rollout-temperatur" in found[1]
+
+
+@pytest.mark.skipif(not known_arguments(), reason="SGLang is not installed: its renamed arguments cannot be told apart")
+def test_renamed_arguments_of_sglang_are_taken_with_a_note():
+    command = parse_args(command_line("--sglang-cuda-graph-bs", "1 2 4"))
+    assert command.config.engine.sglang == {"cuda_graph_bs_decode": ["1", "2", "4"]}
+    assert any("--sglang-cuda-graph-bs is called --sglang-cuda-graph-bs-decode" in note for note in command.notes)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--attention-backend", "flash"), ("--moe-grouped-gemm", ""), ("--sglang-attention-backend", "fa3"), ("--sglang-moe-a2a-backend", "deepep")],
+)
+def test_kernels_for_gpus_are_a_note(flag: str, value: str):
+    notes = parse_args(command_line(flag, value)).notes
+    assert any(f"{flag} {value}".strip() in note and "GPU hosts" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"--num-experts": "160"}, "--num-experts 160: mixture of experts"),
+        ({"--context-parallel-size": "2"}, "--context-parallel-size 2"),
+        ({"--advantage-estimator": "ppo"}, "a critic"),
+        ({"--kl-coef": "0.1"}, "--kl-coef 0.1"),
+        ({"--optimizer-cpu-offload": ""}, "--optimizer-cpu-offload"),
+        ({"--rotary-percent": "0.5"}, "--rotary-percent 0.5"),
+        ({"--reward-load": "/models/reward"}, "--reward-load"),
+        ({"--overlap-grad-reduce": ""}, "--overlap-grad-reduce"),
+    ],
+)
+def test_what_only_the_plan_can_do_is_said(flags: dict[str, str], reason: str):
+    argv = shlex.split(" ".join(f"{name} {text}" for name, text in (BASE | flags).items())) + ["--plan"]
+    found = parse_args(argv).config.not_yet()
+    assert len(found) == 1 and reason in found[0] and "yet" in found[0]
+
+
+def test_the_base_can_run():
+    assert parse_args(command_line("--lr", "1e-5")).config.not_yet() == []

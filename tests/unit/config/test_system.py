@@ -1,0 +1,57 @@
+"""Engine sizes from SGLang's flags, bandwidths of the plan, counts of the roles."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.run import RunConfig
+from slime_like.config.system import EngineConfig, PlacementConfig
+
+
+def run_config(gpus_per_engine: int, **sglang) -> RunConfig:
+    return RunConfig(placement=PlacementConfig(rollout_num_gpus_per_engine=gpus_per_engine), engine=EngineConfig(sglang=sglang))
+
+
+def test_engine_sizes_without_flags():
+    config = run_config(4)
+    assert (config.engine_tp_size, config.engine_pp_size, config.engine_dp_size, config.engine_ep_size) == (4, 1, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["pp_size", "pp", "pipeline_parallel_size"])
+def test_pipeline_stages_leave_the_rest_to_tensor_parallelism(name: str):
+    config = run_config(8, **{name: "2"})
+    assert (config.engine_tp_size, config.engine_pp_size) == (4, 2)
+
+
+def test_data_and_expert_parallel_gpus_lie_within_the_tensor_parallel_ones():
+    config = run_config(16, dp_size="8", ep_size="16", enable_dp_attention=True)
+    assert (config.engine_tp_size, config.engine_dp_size, config.engine_ep_size) == (16, 8, 16)
+    assert config.engine.dp_attention
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", True, ["1", "2"]])
+def test_sizes_that_are_no_counts(value):
+    (problem,) = EngineConfig(sglang={"ep_size": value}).problems()
+    assert problem.startswith("--sglang-ep-size") and "whole number" in problem
+
+
+def test_bandwidths():
+    assert PlacementConfig(plan_bandwidth=["nvlink=450", "disk=2.5"]).bandwidths() == {"nvlink": 450.0, "disk": 2.5}
+    assert PlacementConfig().bandwidths() == {}
+
+
+@pytest.mark.parametrize("pair", ["nvlink", "ether=3", "disk=fast", "disk=0", "disk=inf", "disk=nan"])
+def test_bandwidths_that_make_no_sense(pair: str):
+    (problem,) = PlacementConfig(plan_bandwidth=[pair]).problems()
+    assert problem.startswith("--plan-bandwidth ") and pair in problem
+
+
+@pytest.mark.parametrize("name", ["critic_num_nodes", "ref_num_gpus_per_node", "reward_num_nodes", "num_gpus_per_node"])
+def test_counts_are_at_least_one(name: str):
+    (problem,) = PlacementConfig(**{name: 0}).problems()
+    assert problem == f"--{name.replace('_', '-')} 0: must be at least 1."
+
+
+def test_card_needs_memory():
+    assert PlacementConfig(gpu_memory_gib=80).problems() == []
+    assert "must be above 0" in PlacementConfig(gpu_memory_gib=0).problems()[0]

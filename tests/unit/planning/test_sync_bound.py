@@ -1,0 +1,54 @@
+"""Bounds on a weight sync, by hand; the numbers of the usual exercise: 140 GB in 10 s."""
+
+import dataclasses
+
+import pytest
+
+from slime_like.planning.placement import make_plan
+from slime_like.planning.sync_bound import bounds, render_sync, sync_plan, weight_bytes
+from tests.helpers.plan_models import DEEPSEEK_V3, LLAMA_70B, TINY, plan_config
+
+RATES = {"ipc": 1000.0, "nvlink": 100.0, "network": 10.0, "pcie": 20.0, "disk": 5.0}
+APART = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 8}
+
+
+def test_each_transport_by_hand():
+    near, far = (bounds(600, RATES, same_node=near, engine_gpus=4) for near in (True, False))
+    assert near["broadcast"].bound_s == 6 and far["broadcast"].bound_s == 60
+    assert near["ipc"].bound_s == 30 + 7.5 and near["ipc"].available and not far["ipc"].available
+    assert near["disk"].bound_s == 120 and far["disk"].bound_s == 240
+    # 5% of 300 values, 2 bytes and a position of 4 each.
+    assert near["delta"].bytes == 90 and near["delta"].bound_s == 0.9
+
+
+def test_140_gb_in_10_s_are_14_gb_a_second_and_a_port_does_it_in_under_3():
+    config = plan_config(LLAMA_70B, placement=APART)
+    plan = sync_plan(config, make_plan(config))
+    assert plan.transport == "broadcast"
+    assert plan.bytes == 2 * 70_553_706_496 and plan.bytes / 10 / 1e9 == pytest.approx(14.1, abs=0.05)
+    assert plan.bound_s == pytest.approx(141.107 / 50, rel=1e-3)
+    slow = dataclasses.replace(config, placement=dataclasses.replace(config.placement, plan_bandwidth=["network=14.11"]))
+    assert sync_plan(slow, make_plan(slow)).bound_s == pytest.approx(10, rel=1e-3)
+
+
+def test_on_one_machine_the_network_is_not_crossed():
+    config = plan_config(LLAMA_70B, placement={"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4})
+    assert sync_plan(config, make_plan(config)).bound_s == pytest.approx(141.107 / 450, rel=1e-3)
+
+
+def test_routers_biases_travel_in_fp32():
+    with_bias = dataclasses.replace(DEEPSEEK_V3, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    assert weight_bytes(plan_config(with_bias)) - weight_bytes(plan_config(DEEPSEEK_V3)) == 58 * 256 * 4
+
+
+def test_no_sync_no_plan():
+    config = plan_config(TINY, placement={"debug_train_only": True})
+    assert sync_plan(config, make_plan(config)) is None
+    assert render_sync(None) == ""
+
+
+def test_the_text_names_the_chosen_and_the_others():
+    config = plan_config(LLAMA_70B, placement=APART)
+    text = render_sync(sync_plan(config, make_plan(config)))
+    assert text.startswith("weight sync by broadcast: 141.11 GB, at least 2.8 s (one source at a time over network)")
+    assert "not in this version" in text and "delta" in text
