@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import signal
 import sys
 
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
         command = parse_args(argv)
         report = make_report(command.config, planning=command.plan is not None)
         if command.plan is not None:
-            print(as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]))
+            print(as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]), flush=True)
             return 2 if report.problems else 0
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
@@ -43,6 +44,9 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         print(f"{type(error).__name__}: {error}" + _notes(error), file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `--plan | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("interrupted; everything that was started has been ended", file=sys.stderr)
         return 130

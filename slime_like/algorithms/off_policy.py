@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def truncated_importance_weights(trainer_log_probs: torch.Tensor, engine_log_probs: torch.Tensor, *, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
+def truncated_importance_weights(
+    trainer_log_probs: torch.Tensor, engine_log_probs: torch.Tensor, *, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Factor on each token's policy loss: trainer's probability / engine's, held in [low, high] (TIS; fengyao.notion.site/off-policy-rl).
 
     Both [K], of the weights that the samples were generated with. Returns (weights [K], 1.0 where a bound was active [K]); no gradient.

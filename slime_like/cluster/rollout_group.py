@@ -136,8 +136,11 @@ class RolloutGroup:
         started = [endpoint for name, endpoint in zip(self._starting, answers, strict=True) if "node rank" not in name]
         self.endpoints = tuple(started) + tuple(self._external_endpoints())
         self.clients = [EngineClient(endpoint, timeout_s=CONTROL_TIMEOUT_S) for endpoint in self.endpoints]
-        for endpoint in self.endpoints:
-            self.router.register(endpoint, timeout_s=timeout)
+        for client in self.clients:
+            if client.endpoint.external:
+                # A run that failed inside a sync left it paused: /health would stay 503, and the router would never take it.
+                client.continue_generation()
+            self.router.register(client.endpoint, timeout_s=timeout)
         external = [endpoint for endpoint in self.endpoints if endpoint.external]
         if external:
             self._watch = HealthWatch(external)

@@ -102,6 +102,9 @@ class ActivationSizes:
             heads = self.model.num_attention_heads / parallel.tensor_model_parallel_size
             saved = _STATISTIC * heads * len(layers) if parallel.recompute_granularity == "selective" else 0.0
             return whole - saved, working
+        # The rotation angles in fp32, one set for all recomputed layers.
+        rotated = self.model.qk_pos_emb_head_dim if self.model.multi_latent_attention else self.model.head_size
+        whole += 4 * rotated
         chunk = parallel.recompute_num_layers or 1
         if parallel.recompute_method == "block":
             again = min(chunk, len(layers))
@@ -112,13 +115,15 @@ class ActivationSizes:
         """Most that is alive at once when only log-probs are computed: one layer's residual, input, and its widest part."""
         return self.width * (3 * self.model.hidden_size / self._split + 4 * self._widest())
 
-    def logits(self) -> float:
-        """Most that is alive at once around the logits of the last stage, with our loss (megatron_backend/forward.py).
+    def logits(self, tokens: int, *, chunk_tokens: int | None, backward: bool) -> float:
+        """Most bytes that are alive at once around `tokens` tokens' logits on the last stage, with our loss (megatron_backend/forward.py).
 
-        The logits themselves; in fp32 the scaled logits, the shifted ones, the probabilities, and two products of them.
+        The logits and, in the backward pass, their gradient; for a chunk of the tokens, fp32 tensors of that size: 5 in the backward
+        pass (probabilities, their gradient, three products), 4 in the forward pass.
         """
         tp = self.parallel.tensor_model_parallel_size
-        return self.model.padded_vocab_size(tp) / tp * (self.width + 5 * 4)
+        chunk = min(tokens, chunk_tokens or tokens)
+        return self.model.padded_vocab_size(tp) / tp * (tokens * self.width * (1 + backward) + chunk * 4 * (4 + backward))
 
     def _widest(self) -> float:
         model, tp = self.model, self.parallel.tensor_model_parallel_size

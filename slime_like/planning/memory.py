@@ -165,6 +165,8 @@ def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]
         found.append("--offload-rollout: the engines give their memory back while training")
     if parts.get("activations", 0) and config.parallel.recompute_granularity != "full":
         found.append(f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: activations are {gib['activations']}")
+    if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size < 0:
+        found.append(f"--log-probs-chunk-size 1024: what stands around the logits is {gib['logits']}")
     if parts.get("logits", 0) + parts.get("activations", 0) > 2 * GIB and config.batch.max_tokens_per_gpu:
         found.append(f"a smaller --max-tokens-per-gpu than {config.batch.max_tokens_per_gpu}, and --sequence-parallel where there is tensor parallelism")
     if parts.get("optimizer", 0):

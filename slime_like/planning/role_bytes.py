@@ -82,12 +82,12 @@ class RoleBytes:
         process[prefix + "gradients"] = held.gradients
         main_weights = self._main_weights(held)
         first = process | {prefix + "optimizer": main_weights}
-        full = process | {prefix + "optimizer": held.optimizer if self._trained else main_weights}
+        full = process | {prefix + "optimizer": held.optimizer}
         return {
             "start": first,
             "generate": full,
             "score": full | (self._scoring(key, prefix) if self._scores else {}),
-            "train": full | (self._training(key, prefix) if self._trained else {}),
+            "train": full | self._training(key, prefix),
             "sync": full | (self._syncing(key) if self.name == "actor" else {}),
         }
 
@@ -114,15 +114,16 @@ class RoleBytes:
             return max(config.batch.max_tokens_per_gpu, share)
         return share * config.batch.micro_batch_size
 
-    def _logits(self, key: RankKey) -> float:
+    def _logits(self, key: RankKey, *, backward: bool) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
-            return 0.0
-        return self._sizes.logits()
+            return 0
+        chunk = self._config.batch.log_probs_chunk_size
+        return int(self._sizes.logits(self.tokens, chunk_tokens=chunk if chunk > 0 else None, backward=backward))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
         return {
             prefix + "activations": int(self.tokens * self._sizes.forward_only()),
-            prefix + "logits": int(self.tokens * self._logits(key)),
+            prefix + "logits": self._logits(key, backward=False),
         }
 
     def _training(self, key: RankKey, prefix: str) -> dict[str, int]:
@@ -132,7 +133,7 @@ class RoleBytes:
         batches = per_rank if config.batch.use_dynamic_batch_size else max(1, per_rank // config.batch.micro_batch_size)
         in_flight = min(config.parallel.pipeline_model_parallel_size - key.stage, batches)
         every, once = self._sizes.kept(key.stage)
-        found = {prefix + "activations": int(self.tokens * (in_flight * every + once)), prefix + "logits": int(self.tokens * self._logits(key))}
+        found = {prefix + "activations": int(self.tokens * (in_flight * every + once)), prefix + "logits": self._logits(key, backward=True)}
         if self._precision.gradient == 2 and self._precision.state:  # the step works on an fp32 copy of the owned gradients
             found[prefix + "gradient copy"] = held_elements(key.held, self._precision) * 4
         return found

@@ -91,8 +91,8 @@ class EngineClient:
         self._request("POST", "/pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:
-        """Generate again after a pause."""
-        self._request("POST", "/continue_generation", {})
+        """Generate again after a pause; harmless without one, and where SGLang knows no pause."""
+        self._optional("/continue_generation")
 
     def flush_cache(self, deadline_s: float | None = None) -> None:
         """Forget cached prefixes. Tries again while requests are still being wound down. Raises WaitTimeout at the deadline."""

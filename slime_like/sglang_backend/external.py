@@ -139,8 +139,9 @@ class HealthWatch:
 
     def _watch(self, endpoint: EngineEndpoint) -> None:
         client = EngineClient(endpoint, timeout_s=max(1.0, self._interval_s))
-        missed, last_answer, since = 0, time.time(), 0.0
-        while not self._stopped.wait(self._interval_s):
+        missed, last_answer, since, took = 0, time.time(), 0.0, 0.0
+        while not self._stopped.wait(max(0.0, self._interval_s - took)):
+            asked = time.monotonic()
             try:
                 client.model_info()
             except (EngineError, WaitTimeout) as error:
@@ -152,6 +153,7 @@ class HealthWatch:
                     return
             else:
                 missed, last_answer = 0, time.time()
+            took = time.monotonic() - asked
 
 
 def _death(endpoint: EngineEndpoint, since: float, last_answer: float, missed: int, error: Exception) -> str:

@@ -35,10 +35,18 @@ class Server:
     certificate: Path | None = None
 
     def get(self, path: str) -> requests.Response:
+        return self._session().get(self.url + path, timeout=10)
+
+    def post(self, path: str, body: dict) -> None:
+        assert self._session().post(self.url + path, json=body, timeout=10).ok
+
+    def _session(self) -> requests.Session:
         session = requests.Session()
         session.trust_env = False
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return session.get(self.url + path, headers=headers, verify=str(self.certificate) if self.certificate else True, timeout=10)
+        session.verify = str(self.certificate) if self.certificate else True
+        if self.key:
+            session.headers["Authorization"] = f"Bearer {self.key}"
+        return session
 
     def wait(self) -> Server:
         """Until it answers."""
@@ -159,6 +167,7 @@ def test_a_router_that_is_not_ours(servers, base, tmp_path, router_of_somebody_e
     port = router.url.rsplit(":", 1)[1]
     flags = ["--rollout-external-engine-addrs", plain.url, "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", port]
     env = environment(SLIME_LIKE_ROUTER_API_KEY="key-of-the-router")
+    plain.post("/pause_generation", {"mode": "abort"})  # as a run that failed inside a sync leaves it
     run = run_train(*base, *flags, "--num-rollout", "1", "--update-weight-transport", "disk", run_dir=tmp_path / "run", env=env)
     assert run.returncode == 0, run.logs()
     assert not list((run.run_dir / "logs").glob("router-*")), "no router of our own beside it"

@@ -28,7 +28,12 @@ def in_world(place, folder, reference, ports):
         worker.start()
         return worker
 
-    cuts = {"one": {}, "four": {"micro_batch_size": 4}, "packed": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}, "chunked": {"log_probs_chunk_size": 7}}
+    cuts = {
+        "one": {},
+        "four": {"micro_batch_size": 4},
+        "packed": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30},
+        "chunked": {"log_probs_chunk_size": 7},
+    }
     for name, batch in cuts.items():
         worker = worker_of(batch=batch)
         found[name] = worker.train(0, samples).metrics

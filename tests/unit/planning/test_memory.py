@@ -143,3 +143,12 @@ def test_671b_on_512_gpus_and_10000_gpus_take_under_a_second():
             assert len(as_json(make_report(config))) > 1000 * nodes
             seconds.append(time.monotonic() - started)
         assert min(seconds) < 1.0, seconds
+
+
+def test_logits_are_cut_into_chunks():
+    config = plan_config(TINY)
+    sizes = ActivationSizes(model=TINY, parallel=config.parallel, width=2)
+    # 11 rows: logits and gradient of 100 tokens in bf16, five fp32 tensors of all or of 10 of them.
+    assert sizes.logits(100, chunk_tokens=None, backward=True) == 11 * (100 * 4 + 100 * 20)
+    assert sizes.logits(100, chunk_tokens=10, backward=True) == 11 * (100 * 4 + 10 * 20)
+    assert sizes.logits(100, chunk_tokens=None, backward=False) == 11 * (100 * 2 + 100 * 16)
