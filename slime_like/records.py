@@ -104,6 +104,8 @@ class TrainSample:
     reward: float
     advantage: float  # one scalar, broadcast over the response (GRPO family)
     reference_logprobs: np.ndarray | None = None  # [T] float32 like engine_logprobs; None where the trainer holds the reference itself
+    values: np.ndarray | None = None  # [T] float32: the critic's value of the state in which tokens[t] was chosen, entry 0 is 0; ppo only
+    kl: np.ndarray | None = None  # [T] float32: log-prob of the policy minus the reference's, before training; with --kl-coef only
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

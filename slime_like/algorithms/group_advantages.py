@@ -42,10 +42,11 @@ def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
 def normalize(rewards: np.ndarray, loss: LossConfig) -> np.ndarray:
     """Advantages [G] of one group as the loss flags ask for.
 
-    A group of one has no baseline and returns its raw reward, as does --disable-rewards-normalization.
+    A group of one has no baseline and returns its raw reward, as does --disable-rewards-normalization; with ppo the critic
+    is the baseline.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
-    if loss.disable_rewards_normalization or len(rewards) == 1:
+    if loss.disable_rewards_normalization or len(rewards) == 1 or loss.advantage_estimator == "ppo":
         _check_finite(rewards)
         return rewards.copy()
     if loss.advantage_estimator == "rloo":

@@ -1,4 +1,4 @@
-"""Loss per token: PPO's clipped surrogate and estimators of the KL divergence.
+"""Loss per token: PPO's clipped surrogate, a critic's clipped error and estimators of the KL divergence.
 
 All tensors are [K]: the trained tokens of a micro-batch. Means are taken in algorithms/reduce.py.
 """
@@ -76,6 +76,28 @@ def _clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, *, cli
         loss = torch.where(beyond, limit, loss)
         clipped = clipped | beyond
     return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=clipped.detach().to(loss.dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """A critic's loss per token; both fields are [K]."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor  # detached: 1.0 where the bound was active
+
+
+def clipped_value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, value_clip: float) -> ValueLoss:
+    """Half the squared error of a critic that may move by value_clip at most: PPO2's form (arXiv:2005.12729, sec. 2; openai/baselines ppo2).
+
+    .5 x max((V - R)^2, (V_clipped - R)^2) with V_clipped = V_old + clamp(V - V_old, +-value_clip). old_values and returns
+    carry no gradient. Example: V 1, V_old 0, R 2, value_clip .5 -> .5 x max(1, 2.25) = 1.125, clipped.
+    """
+    old_values, returns = old_values.detach(), returns.detach()
+    bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    free_error, bounded_error = (values - returns).square(), (bounded - returns).square()
+    # Within the bound the two errors differ by rounding only, which is no clipping.
+    clipped = (bounded_error > free_error) & ((values - old_values).abs() > value_clip)
+    return ValueLoss(loss=0.5 * torch.maximum(free_error, bounded_error), clipped=clipped.detach().to(values.dtype))
 
 
 def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: str) -> torch.Tensor:

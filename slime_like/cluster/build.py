@@ -15,7 +15,7 @@ from slime_like.cluster.ray_session import connect
 from slime_like.cluster.rollout_group import RolloutGroup
 from slime_like.cluster.train_group import TrainGroup
 from slime_like.config.run import RunConfig
-from slime_like.errors import ConfigError
+from slime_like.errors import CheckpointError, ConfigError
 from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.data_source import DataSource, check_data
 from slime_like.rollout.manager import RolloutManager
@@ -33,6 +33,7 @@ class Job:
     run: RunDirectory
     data: DataSource | None
     train: TrainGroup | None = None
+    critic: TrainGroup | None = None  # with --advantage-estimator ppo
     reference: TrainGroup | None = None  # on GPUs of its own; else it lives in the trainer's processes
     engines: RolloutGroup | None = None
     manager: RolloutManager | None = None
@@ -43,7 +44,7 @@ class Job:
 
     def close(self) -> None:
         """End everything in the order that lets each part end cleanly."""
-        for part in (self.manager, self.engines, self.train, self.reference):
+        for part in (self.manager, self.engines, self.train, self.critic, self.reference):
             if part is not None:
                 part.close()
         if self.bundles is not None:
@@ -93,6 +94,9 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
         if "actor" in plan.roles:
             job.train = TrainGroup(config, plan, job.bundles, str(run.logs))
             job.train.start()
+        if plan.has_processes("critic"):
+            job.critic = TrainGroup(config, plan, job.bundles, str(run.logs), "critic")
+            job.critic.start()
         if plan.has_processes("ref"):
             job.reference = TrainGroup(config, plan, job.bundles, str(run.logs), "ref")
             job.reference.start()
@@ -111,6 +115,9 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
             job.num_rollouts_done, job.client_state = report["num_rollouts_done"], report["client_state"]
             job.start_seconds |= {f"trainer {part}": seconds for part, seconds in report["seconds"].items()}
             clock.lap("waiting for the trainer")
+        if job.critic is not None:
+            _check_together(job.critic.wait_started()["num_rollouts_done"], job)
+            clock.lap("waiting for the critic")
         if job.reference is not None:
             job.reference.wait_started()
             clock.lap("waiting for the reference")
@@ -118,6 +125,16 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
     except BaseException:
         job.close()
         raise
+
+
+def _check_together(critic_rollouts: int, job: Job) -> None:
+    """A resumed critic must be as old as the policy; a fresh one goes with any. Raises CheckpointError."""
+    done, load = job.num_rollouts_done, job.config.checkpoint.load
+    if critic_rollouts not in (0, done):
+        raise CheckpointError(
+            f"--load {load}: the policy has done {done} rollouts and the critic in {load}/critic {critic_rollouts}. Fix: write the same number into both "
+            "latest_checkpointed_iteration.txt."
+        )
 
 
 class _Clock:

@@ -1,4 +1,4 @@
-"""The ranks of the trainer, or of the reference on its own GPUs, as one typed object: each method calls every rank and waits with a deadline."""
+"""The ranks of the trainer, the critic, or the reference on its own GPUs, as one typed object: each method calls every rank and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class TrainActor:
         """Run one method of the worker."""
         return getattr(self._worker, method)(*args)
 
-    def score(self, samples: list[TrainSample]) -> list[np.ndarray] | None:
-        """Log-probs of all samples from rank 0; the others would only send the same."""
-        found = self._worker.log_probs(samples)
+    def score(self, method: str, samples: list[TrainSample]) -> list[np.ndarray] | None:
+        """What a scoring method says of all samples, from rank 0; the others would only send the same."""
+        found = getattr(self._worker, method)(samples)
         return found if self._place["rank"] == 0 else None
 
 
 #: Roles that run as a TrainGroup, in the words of messages.
-_WHO = {"actor": "trainer", "ref": "reference"}
+_WHO = {"actor": "trainer", "critic": "critic", "ref": "reference"}
 
 
 def role_config(config: RunConfig, role: str) -> RunConfig:
     """What the processes of a role are told: the reference starts from --ref-load and never resumes or saves."""
-    if role == "actor":
-        return config
+    if role != "ref":
+        return dataclasses.replace(config, role=role)
     return dataclasses.replace(config, role=role, checkpoint=dataclasses.replace(config.checkpoint, load=None, save=None))
 
 
@@ -97,14 +97,29 @@ class TrainGroup:
 
     def with_reference(self, samples: list[TrainSample]) -> list[TrainSample]:
         """The samples with this group's log-probs as `reference_logprobs`."""
+        return self._scored(samples, "log_probs", "reference_logprobs")
+
+    def with_values(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """The samples with this group's, the critic's, `values`."""
+        return self._scored(samples, "values", "values")
+
+    def with_kl(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """The samples with the policy's `kl` to the reference."""
+        return self._scored(samples, "kl_to_reference", "kl")
+
+    def _scored(self, samples: list[TrainSample], method: str, field: str) -> list[TrainSample]:
         put = ray.put(samples)
-        refs = {f"{self._who} rank {i}": actor.score.remote(put) for i, actor in enumerate(self.actors)}
+        refs = {f"{self._who} rank {i}": actor.score.remote(method, put) for i, actor in enumerate(self.actors)}
         rows = Wait(self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase="score").gather(refs)[0]
-        return [dataclasses.replace(sample, reference_logprobs=row) for sample, row in zip(samples, rows, strict=True)]
+        return [dataclasses.replace(sample, **{field: row}) for sample, row in zip(samples, rows, strict=True)]
 
     def train(self, step: int, samples: list[TrainSample]) -> StepReport:
         """Train on one rollout's samples; they are put once in the object store."""
         return self._all("train", "train", step, ray.put(samples))[0]
+
+    def train_critic(self, step: int, samples: list[TrainSample]) -> StepReport:
+        """Fit the critic to one rollout's samples, which carry its `values`."""
+        return self._all("train_critic", "train", step, ray.put(samples))[0]
 
     def publish(self, version: int, endpoints: tuple[EngineEndpoint, ...], watch: Callable[[], None] | None = None) -> SyncReceipt:
         """Send the weights to every engine, inside the envelope that the caller opened. watch: asked each second; what it raises ends the wait."""

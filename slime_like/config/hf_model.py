@@ -131,6 +131,8 @@ def disagreements(flags: ModelConfig, hf: ModelConfig) -> list[str]:
         names += _CHECKED_LATENT
     if flags.num_experts and hf.num_experts:
         names += _CHECKED_EXPERTS
+        if hf.moe_router_score_function == "softmax":
+            names.append("moe_router_pre_softmax")
     found = []
     for name in names:
         ours, theirs = (_written(getattr(model, name)) for model in (flags, hf))

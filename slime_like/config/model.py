@@ -113,6 +113,21 @@ class ModelConfig:
         return tuple(pattern)
 
     @property
+    def is_qwen3_moe(self) -> bool:
+        """Whether the experts are built as Qwen3-MoE's: in every layer, a plain softmax router, none shared."""
+        others = (
+            self.moe_shared_expert_intermediate_size,
+            self.moe_shared_expert_gate,
+            self.moe_router_enable_expert_bias,
+            self.moe_router_num_groups,
+            self.moe_router_group_topk,
+            self.add_qkv_bias,
+            self.multi_latent_attention,
+            self.moe_router_topk_scaling_factor not in (None, 1.0),
+        )
+        return bool(self.num_experts and self.qk_layernorm and self.moe_router_score_function == "softmax" and all(self.expert_layers)) and not any(others)
+
+    @property
     def num_kv_heads(self) -> int:
         """Key/value heads, whether grouped or not."""
         return self.num_query_groups if self.group_query_attention and self.num_query_groups else self.num_attention_heads
@@ -183,6 +198,8 @@ class ModelConfig:
         found = []
         if not 0 < self.moe_router_topk <= self.num_experts:
             found.append(f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts {self.num_experts}.")
+        if self.moe_router_topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
+            found.append("--moe-router-topk 1: a softmax over one chosen expert is always 1, so the router would not learn. Fix: --moe-router-pre-softmax.")
         try:
             self.expert_layers  # noqa: B018  (raises)
         except ValueError as error:

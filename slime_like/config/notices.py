@@ -28,6 +28,9 @@ def notices(config: RunConfig) -> list[str]:
         found.append("--offload-rollout is off: external engines are never asked to give memory back")
     if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
         found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
+    if config.model.moe_token_dispatcher_type != "alltoall":
+        given = f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}" + (" and --moe-enable-deepep" if config.model.moe_enable_deepep else "")
+        found.append(f"{given}: the trainer's tokens go to their experts by alltoall, which computes the same and takes packs of any length")
     return found + _kernels(config)
 
 
@@ -35,7 +38,7 @@ def _kernels(config: RunConfig) -> list[str]:
     """Choices of kernels: on a CPU host the trainer has its own, and SGLang refuses those of CUDA."""
     model = config.model
     trainer = [f"--attention-backend {model.attention_backend}"] if model.attention_backend not in ("auto", "local") else []
-    trainer += [f"--{name.replace('_', '-')}" for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_enable_deepep") if getattr(model, name)]
+    trainer += [f"--{name.replace('_', '-')}" for name in ("moe_grouped_gemm", "moe_permute_fusion") if getattr(model, name)]
     engine = [
         f"--sglang-{name.replace('_', '-')}" + ("" if value is True else f" {value if isinstance(value, str) else ' '.join(value)}")
         for name, value in config.engine.sglang.items()

@@ -48,7 +48,7 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
-    role: str = "actor"  # whose config this is: "actor", or "ref" in the processes of a reference on GPUs of its own
+    role: str = "actor"  # whose config this is: "actor", "critic", or "ref" in the processes of a reference on GPUs of its own
 
     @property
     def data_parallel_size(self) -> int:
@@ -93,7 +93,7 @@ class RunConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether the reference model's log-probs are computed."""
-        return self.loss.use_kl_loss and not self.is_sft
+        return (self.loss.use_kl_loss or self.loss.kl_coef > 0) and not self.is_sft
 
     @property
     def swaps_reference(self) -> bool:
@@ -229,7 +229,7 @@ class RunConfig:
     def _role_problems(self) -> list[str]:
         found = []
         if self.needs_reference and not self.checkpoint.ref_load:
-            found.append("--use-kl-loss needs --ref-load, the reference model.")
+            found.append(f"{'--use-kl-loss' if self.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model.")
         if self.placement.debug_train_only and not self.is_sft and not self.observability.load_debug_rollout_data:
             found.append("--debug-train-only needs --load-debug-rollout-data (or --loss-type sft_loss).")
         if self.uses_engines and self.observability.load_debug_rollout_data:
@@ -245,6 +245,8 @@ class RunConfig:
             found.append("samples need a reward: give --rm-type, --custom-rm-path or --reward-load.")
         if self.checkpoint.critic_load and not self.needs_critic:
             found.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
+        if self.optimizer.critic_lr is not None and not self.needs_critic:
+            found.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
         sync = self.sync.update_weight_transport
         if sync == "ipc" and not self.placement.colocate:
             found.append("--update-weight-transport ipc needs --colocate. Fix: broadcast or disk.")

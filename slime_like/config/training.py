@@ -16,7 +16,7 @@ class BatchConfig:
     num_steps_per_rollout: int | None = flag(None, help="Optimizer steps per rollout. Default: samples per rollout / --global-batch-size, else 1.")
     micro_batch_size: int = flag(1, help="Samples per micro-batch, without --use-dynamic-batch-size.")
     use_dynamic_batch_size: bool = flag(False, help="Pack samples into micro-batches of at most --max-tokens-per-gpu tokens.")
-    max_tokens_per_gpu: int | None = flag(None, help="Tokens per micro-batch with --use-dynamic-batch-size. A longer sample gets one of its own.")
+    max_tokens_per_gpu: int | None = flag(None, help="Tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets one of its own.")
     data_pad_size_multiplier: int = flag(1, help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens.")
     log_probs_chunk_size: int = flag(-1, help="Turn logits into log-probs this many tokens at a time, which needs less memory; -1: all at once.")
     balance_data: bool = flag(False, help="Give the data parallel ranks equal work instead of equal sample counts.")
@@ -44,6 +44,7 @@ class OptimizerConfig:
     train_backend: str = flag("megatron", choices=("megatron",), help="What trains.")
     optimizer: str = flag("adam", choices=("adam",), help="AdamW with decoupled weight decay.")
     lr: float = flag(1e-6, help="Peak learning rate.")
+    critic_lr: float | None = flag(None, help="Peak learning rate of the critic, with --advantage-estimator ppo. Default: --lr.")
     min_lr: float = flag(0.0, help="Floor of the learning rate.")
     lr_decay_style: str = flag("constant", choices=("constant", "linear", "cosine"), help="Shape after the warm-up.")
     lr_decay_iters: int | None = flag(None, help="Optimizer steps until --min-lr. Default: the whole run.")
@@ -65,6 +66,8 @@ class OptimizerConfig:
         found = []
         if self.lr < 0 or self.min_lr < 0 or self.min_lr > self.lr:
             found.append(f"--lr {self.lr} and --min-lr {self.min_lr}: need 0 <= min-lr <= lr.")
+        if self.critic_lr is not None and self.critic_lr < self.min_lr:
+            found.append(f"--critic-lr {self.critic_lr} and --min-lr {self.min_lr}: need min-lr <= critic-lr.")
         if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction < 1:
             found.append(f"--lr-warmup-fraction {self.lr_warmup_fraction}: must be in [0, 1).")
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
@@ -142,7 +145,12 @@ class LossConfig:
     use_kl_loss: bool = flag(False, help="Add --kl-loss-coef x KL(policy, reference) to the loss; loads the reference.")
     kl_loss_coef: float = flag(0.0, help="Weight of the KL loss. At 0 the KL is only measured.")
     kl_loss_type: str = flag("k1", choices=("k1", "k2", "k3", "low_var_kl"), help="KL estimator (Schulman); low_var_kl is k3 clamped to +-10.")
-    kl_coef: float = flag(0.0, help="Weight of a KL penalty inside the reward.")
+    kl_coef: float = flag(0.0, help="Weight of a KL penalty (k1, to --ref-load) inside each token's reward; with --advantage-estimator ppo.")
+    gamma: float = flag(1.0, help="Discount of a later token's reward; ppo.")
+    lambd: float = flag(1.0, help="GAE's lambda: 1 trusts the rewards, 0 the critic; ppo.")
+    normalize_advantages: bool = flag(False, help="Whiten the advantages over the tokens of the rollout; ppo.")
+    value_clip: float = flag(0.2, help="How far the critic's value of a token may move in one rollout step before its loss stops pulling; ppo.")
+    num_critic_only_steps: int = flag(0, help="Rollout steps at the start that train the critic only; ppo.")
     use_tis: bool = flag(False, help="Weigh each token's policy loss by trainer's / engine's probability (truncated importance sampling).")
     tis_clip: float = flag(2.0, help="Upper bound of that weight.")
     tis_clip_low: float = flag(0.0, help="Lower bound of that weight.")
@@ -166,6 +174,31 @@ class LossConfig:
             found.append(f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}: need 0 <= low <= high.")
         if self.kl_loss_coef and not self.use_kl_loss:
             found.append(f"--kl-loss-coef {self.kl_loss_coef} does nothing without --use-kl-loss. Fix: add it.")
+        return found + self._critic_problems()
+
+    def _critic_problems(self) -> list[str]:
+        """What only advantages against a critic have."""
+        found = []
+        if not 0 <= self.gamma <= 1 or not 0 <= self.lambd <= 1:
+            found.append(f"--gamma {self.gamma}, --lambd {self.lambd}: must be from 0 to 1.")
+        if self.value_clip <= 0:
+            found.append(f"--value-clip {self.value_clip}: must be above 0.")
+        if self.num_critic_only_steps < 0:
+            found.append(f"--num-critic-only-steps {self.num_critic_only_steps}: must not be negative.")
+        if self.kl_coef < 0:
+            found.append(f"--kl-coef {self.kl_coef}: must not be negative.")
+        if self.kl_coef and self.kl_loss_coef:
+            found.append(f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} punish the same KL twice. Fix: one of them.")
+        if self.advantage_estimator == "ppo":
+            return found
+        if self.kl_coef:
+            found.append(
+                f"--kl-coef {self.kl_coef} needs rewards per token: --advantage-estimator ppo, not {self.advantage_estimator}. "
+                "Fix: --use-kl-loss --kl-loss-coef."
+            )
+        for name in ("gamma", "lambd", "normalize_advantages", "value_clip", "num_critic_only_steps"):
+            if getattr(self, name) != getattr(LossConfig, name):
+                found.append(f"--{name.replace('_', '-')} does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
         return found
 
     @property

@@ -62,10 +62,24 @@ class Phases:
             if self.job.reference is not None:
                 samples = self.job.reference.with_reference(samples)
                 extra["train/reference_seconds"] = time.monotonic() - started
-            report = self.job.train.train(step, samples)
-        metrics = report.metrics | extra | {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
+            if self.job.critic is not None:
+                samples, report = self._train_critic(step, samples)
+                extra |= report.metrics
+            if step >= self.job.config.loss.num_critic_only_steps:
+                report = self.job.train.train(step, samples)
+                extra |= report.metrics
+        metrics = extra | {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
         self.log.log("train", step, metrics)
         return report, metrics
+
+    def _train_critic(self, step: int, samples: list[TrainSample]) -> tuple[list[TrainSample], StepReport]:
+        """The samples with what advantages need, and what fitting the critic to them did. Its values are from before."""
+        started = time.monotonic()
+        if self.job.config.loss.kl_coef:
+            samples = self.job.train.with_kl(samples)
+        samples = self.job.critic.with_values(samples)
+        report = self.job.critic.train_critic(step, samples)
+        return samples, dataclasses.replace(report, metrics=report.metrics | {"train/critic_seconds": time.monotonic() - started})
 
     def release(self) -> None:
         """Engines give their memory to the trainer (colocated runs)."""
@@ -112,6 +126,8 @@ class Phases:
     def save(self, num_rollouts_done: int) -> None:
         """A Megatron checkpoint with the data position in it, and an HF folder if asked for."""
         with self.timers.phase("save"):
+            if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
+                self.job.critic.save(num_rollouts_done, {})
             folder = self.job.train.save(num_rollouts_done, {"rollout": self._data_state(), "weight_version": self.version})
             self.console.note(f"saved {folder}")
             save_hf = self.job.config.checkpoint.save_hf

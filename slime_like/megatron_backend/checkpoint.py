@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.model_provider import unwrap
+from slime_like.megatron_backend.optimizer import fit_optimizer_state
+from slime_like.megatron_backend.value_head import OUTPUT_WEIGHT
 from slime_like.utils.files import write_atomic
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -42,6 +44,7 @@ _ARCHITECTURE = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
 )
+_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class TrainState:
     optimizer: MegatronOptimizer | None = None  # None: leave optimizer state out
     scheduler: OptimizerParamScheduler | None = None  # None: take weights only
     with_rng: bool = True
+    value_head: bool = False  # a critic; loading a policy's weights leaves its head as it is
 
 
 def is_megatron_folder(folder: str) -> bool:
@@ -121,6 +125,7 @@ def save(folder: str, state: TrainState, *, num_rollouts_done: int, client_state
             "architecture": _architecture(state.model_config),
             "layout": _layout(),
             "has_optimizer": state.optimizer is not None,
+            "value_head": state.value_head,
             "files": {entry.name: entry.stat().st_size for entry in os.scandir(draft)},
         }
         write_atomic(os.path.join(draft, STATE_FILE), json.dumps(record, indent=1))
@@ -140,17 +145,24 @@ def load(path: str, state: TrainState) -> dict:
     if found != wanted:
         differing = [f"{k}: checkpoint {(found or {}).get(k)}, flags {wanted[k]}" for k in wanted if (found or {}).get(k) != wanted[k]]
         raise CheckpointError(f"{path} is of another architecture: {'; '.join(differing)}.")
+    from_policy = state.value_head and not saved.get("value_head", False)
+    if not state.value_head and saved.get("value_head", False) or from_policy and state.optimizer is not None:
+        raise CheckpointError(f"{path} is a {'policy' if from_policy else 'critic'}'s and cannot continue as a {'critic' if from_policy else 'policy'}.")
     if state.optimizer is not None and not saved["has_optimizer"]:
         raise CheckpointError(f"{path} has no optimizer state (it was saved with --no-save-optim). Fix: --no-load-optim.")
     if saved["layout"] != _layout():
         state = dataclasses.replace(state, with_rng=False)
+    sharded = _sharded_state(state, is_loading=True)
+    own_head = sharded["model"].pop(OUTPUT_WEIGHT, None) if from_policy else None
     try:
-        loaded = dist_checkpointing.load(_sharded_state(state, is_loading=True), path)
+        loaded = dist_checkpointing.load(sharded, path)
     except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if own_head is not None:
+        loaded["model"][OUTPUT_WEIGHT] = own_head.data
     unwrap(state.model).load_state_dict(loaded["model"])
     if state.optimizer is not None:
-        state.optimizer.load_state_dict(loaded["optimizer"])
+        state.optimizer.load_state_dict(fit_optimizer_state(loaded["optimizer"], state.optimizer))
     if state.scheduler is not None:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if state.with_rng:
@@ -171,7 +183,8 @@ def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(),
         )
-        sharded["rng_state"] = ShardedObject("rng_state", _get_rng(), (tensor, pipeline, data), place, replica_id=0)
+        copy = parallel_state.get_context_parallel_rank()
+        sharded["rng_state"] = ShardedObject("rng_state", _get_rng(), (tensor, pipeline, data), place, replica_id=copy)
     return sharded
 
 
@@ -197,7 +210,7 @@ def _set_rng(state: dict) -> None:
 
 
 def _architecture(model: ModelConfig) -> dict:
-    return {name: getattr(model, name) for name in _ARCHITECTURE}
+    return {name: getattr(model, name) for name in _ARCHITECTURE + (_EXPERTS if model.num_experts else ())}
 
 
 def _layout() -> list[int]:

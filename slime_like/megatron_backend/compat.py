@@ -19,6 +19,8 @@ import warnings
 
 import torch
 
+from slime_like.megatron_backend.compat_experts import EXPERT_PATCHES
+
 _PACKAGE = "megatron"
 #: Functions that megatron calls with device="cuda" or device=torch.cuda.current_device().
 _FACTORIES = (
@@ -363,4 +365,5 @@ _MODULE_PATCHES = (
     ("megatron.core.tensor_parallel.random", _patch_rng, True),
     ("megatron.core.dist_checkpointing.strategies.filesystem_async", _patch_writer, True),
     ("megatron.core.optimizer.distrib_optimizer", _patch_torch_adam, False),
+    *EXPERT_PATCHES,
 )

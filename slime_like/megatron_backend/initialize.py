@@ -49,6 +49,9 @@ def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_ra
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tp_size,
         distributed_timeout_minutes=minutes,
     )
 

@@ -13,7 +13,9 @@ from megatron.core.transformer.module import Float16Module
 
 from slime_like.config.model import ModelConfig, ParallelConfig
 from slime_like.config.training import OptimizerConfig
+from slime_like.megatron_backend import compat
 from slime_like.megatron_backend.layer_spec import block_spec
+from slime_like.megatron_backend.value_head import put_value_head
 
 
 def trains_in_bf16(optimizer: OptimizerConfig) -> bool:
@@ -51,6 +53,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         bf16=bf16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         num_layers_in_first_pipeline_stage=first_layers,
         num_layers_in_last_pipeline_stage=last_layers,
         sequence_parallel=parallel.sequence_parallel,
@@ -59,8 +62,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         recompute_num_layers=parallel.recompute_num_layers,
         # Packs differ in length, so the stages tell each other the shape of what they send.
         variable_seq_lengths=True,
-        # 0.16.1 refuses variable lengths with the default dispatcher even for models without experts.
+        # The only dispatcher for variable lengths; 0.16.1 refuses its default even for models without experts.
         moe_token_dispatcher_type="alltoall",
+        **_experts(model, parallel),
         batch_p2p_comm=torch.cuda.is_available(),
         # Every rank draws the whole weight and keeps its part, so an unloaded tensor would not depend on the layout.
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -74,9 +78,36 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
     )
 
 
-def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> DistributedDataParallel:
-    """This rank's pipeline stage with gradient buffers; weights are random until loaded."""
-    stage = build_frozen(model, parallel, optimizer)
+def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict:
+    """What TransformerConfig needs to know of the experts; nothing for a dense model.
+
+    Qwen3-MoE's norm_topk_prob is a softmax over the chosen logits: the same as softmax over all, chosen, then divided by their sum.
+    Without it the softmax comes first (moe_router_pre_softmax). One kernel for all experts, and fused permutation, exist in
+    transformer-engine only; without it the experts run one after the other.
+    """
+    if not model.num_experts:
+        return {}
+    fast = compat.has_transformer_engine()
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.mlp_size,
+        "moe_layer_freq": [int(has_experts) for has_experts in model.expert_layers],
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_grouped_gemm": model.moe_grouped_gemm and fast,
+        "moe_permute_fusion": model.moe_permute_fusion and fast,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tp_size,
+    }
+
+
+def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False) -> DistributedDataParallel:
+    """This rank's pipeline stage with gradient buffers; weights are random until loaded. value_head: a critic."""
+    stage = build_frozen(model, parallel, optimizer, value_head=value_head)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -85,7 +116,7 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: Optimiz
     return DistributedDataParallel(transformer_config(model, parallel, bf16=trains_in_bf16(optimizer)), ddp, stage)
 
 
-def build_frozen(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> torch.nn.Module:
+def build_frozen(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False) -> torch.nn.Module:
     """This rank's pipeline stage without gradient buffers, for a role that only scores; weights are random until loaded."""
     bf16 = trains_in_bf16(optimizer)
     config = transformer_config(model, parallel, bf16=bf16)
@@ -97,13 +128,15 @@ def build_frozen(model: ModelConfig, parallel: ParallelConfig, optimizer: Optimi
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights and not value_head,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
     )
+    if value_head:
+        put_value_head(stage)
     if torch.cuda.is_available():
         stage = stage.cuda()
     if bf16:

@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 
 from slime_like.config.model import ParallelConfig
 from slime_like.config.training import OptimizerConfig
+from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.model_provider import trains_in_bf16
 
 
@@ -35,6 +36,34 @@ def build_optimizer(model: DistributedDataParallel, optimizer: OptimizerConfig, 
     )
     get_model_config(model).grad_scale_func = built.scale_loss
     return built
+
+
+def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+    """A loaded optimizer state in the form that `optimizer` takes. Raises CheckpointError if it cannot be brought into it.
+
+    With expert parallelism Megatron (0.16.1) has two optimizers, of everything else and of the experts, and {0: state, 1: state};
+    without it one, and one state. The moments belong to parameters and fit either way; settings and step count are moved over here.
+    """
+    number = len(optimizer.chained_optimizers)
+    saved = [loaded[index] for index in (0, 1) if "optimizer" in loaded.get(index, ())] or [loaded]
+    if len(saved) == number:
+        return loaded
+    if "param_state_sharding_type" not in saved[0]:
+        raise CheckpointError(
+            "the optimizer state was saved with another --expert-model-parallel-size and without --use-distributed-optimizer, which Megatron cannot "
+            "load. Fix: the same size, or --no-load-optim."
+        )
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    others = [{**group, "is_expert_parallel": not group["is_expert_parallel"]} for group in groups]
+    parts = {
+        index: {
+            "optimizer": {"param_groups": others + groups},  # of two for the same parameters, Megatron takes the later
+            "param_state": (loaded if number == 1 else loaded[index])["param_state"],
+            "param_state_sharding_type": saved[0]["param_state_sharding_type"],
+        }
+        for index in range(number)
+    }
+    return parts[0] if number == 1 else parts
 
 
 def build_scheduler(built: MegatronOptimizer, optimizer: OptimizerConfig, *, total_steps: int) -> OptimizerParamScheduler:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime_like.config.training import BatchConfig
+from slime_like.megatron_backend.context_parallel import ContextShare
 from slime_like.records import TrainSample
 
 #: plan[data parallel rank][micro-batch] = positions of samples in the train step's list; an empty tuple is a filler.
@@ -84,6 +85,8 @@ class PackedBatch:
     """One micro-batch, its samples laid end to end. T tokens, K of them trained.
 
     Everything but tokens and positions is in *predicting* layout: entry j belongs to the prediction of the token after j.
+    With context parallelism tokens, positions and targets are this rank's part, [T / ranks]; all else describes the whole samples,
+    without the padding between them, as scores do after `context_parallel.whole`.
     """
 
     samples: tuple[int, ...]  # positions in the train step's list
@@ -97,59 +100,96 @@ class PackedBatch:
     sample_of_token: torch.Tensor  # [K] int64: which of `samples` each belongs to
     advantages: torch.Tensor  # [K] float32
     engine_logprobs: torch.Tensor  # [K] float32
+    restoring: torch.Tensor | None = None  # int64: see ContextShare.restoring; None without context parallelism
+
+    @property
+    def num_scores(self) -> int:
+        """Length of log-probs, entropies and values of this pack."""
+        return self.tokens.shape[1] if self.restoring is None else len(self.restoring)
 
 
-def pack(samples: Sequence[TrainSample], indices: Sequence[int], token_weights: np.ndarray, *, multiple: int, device: torch.device) -> PackedBatch:
+def pack(
+    samples: Sequence[TrainSample],
+    indices: Sequence[int],
+    token_weights: np.ndarray,
+    *,
+    multiple: int,
+    device: torch.device,
+    context: ContextShare | None = None,
+) -> PackedBatch:
     """Lay the samples at `indices` end to end, on `device`.
 
-    token_weights: [len(samples)], see algorithms/reduce. multiple: T is padded to a multiple of it (sequence parallel
+    token_weights: [len(samples)], see algorithms/reduce. multiple: a rank's tokens are padded to a multiple of it (sequence parallel
     ranks hold equal parts); the padding is a sequence of its own. An empty `indices` makes a filler that trains nothing.
     """
+    context = context or ContextShare()
     chosen = [samples[i] for i in indices]
     lengths = [len(s.tokens) for s in chosen]
-    total = sum(lengths)
-    padding = max(-total % multiple, 0 if total else multiple)
-    segments = [*lengths, padding] if padding else lengths
+    segments = context.segments(lengths, multiple=multiple)
     # T counts the padding; max_seqlen is the longest sequence, because megatron (0.16.1) takes positions over the whole pack when it equals T.
     boundaries = torch.tensor(np.concatenate([[0], np.cumsum(segments)]), dtype=torch.int32, device=device)
-    tokens = np.concatenate([*(s.tokens for s in chosen), np.zeros(padding)]).astype(np.int64)
+    tokens = np.zeros(sum(segments), dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
     targets = np.zeros_like(tokens)
     trained, weights, owners, advantages, engine = [], [], [], [], []
-    start = 0
+    start = first = 0  # of a sample among the scores, and among the padded sequences
     for place, (index, sample) in enumerate(zip(indices, chosen, strict=True)):
         length = len(sample.tokens)
-        targets[start : start + length - 1] = sample.tokens[1:]
+        tokens[first : first + length] = sample.tokens
+        targets[first : first + length - 1] = sample.tokens[1:]
         at = np.flatnonzero(sample.loss_mask[1:])
         trained.append(at + start)
         weights.append(np.full(len(at), token_weights[index]))
         owners.append(np.full(len(at), place))
         advantages.append(np.full(len(at), sample.advantage))
         engine.append(sample.engine_logprobs[1:][at])
-        start += length
+        start, first = start + length, first + segments[place]
 
     def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
 
     longest = max(segments)
+    local, restoring = context.local(segments), context.restoring(lengths, segments)
     return PackedBatch(
         samples=tuple(indices),
         lengths=tuple(lengths),
-        tokens=torch.as_tensor(tokens, device=device)[None],
-        positions=torch.as_tensor(positions, device=device)[None],
-        targets=torch.as_tensor(targets, device=device),
-        sequences=PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest),
+        tokens=torch.as_tensor(tokens[local], device=device)[None],
+        positions=torch.as_tensor(positions[local], device=device)[None],
+        targets=torch.as_tensor(targets[local], device=device),
+        sequences=_sequences(boundaries, longest),
         trained=joined(trained, torch.int64),
         weights=joined(weights, torch.float32),
         sample_of_token=joined(owners, torch.int64),
         advantages=joined(advantages, torch.float32),
         engine_logprobs=joined(engine, torch.float32),
+        restoring=None if restoring is None else torch.as_tensor(restoring, device=device),
     )
+
+
+def _sequences(boundaries: torch.Tensor, longest: int) -> PackedSeqParams:
+    """Padding at a sequence's end is seen by no token before it, so it may pass for a part of the sequence."""
+    both = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), boundaries)
+    return PackedSeqParams(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **both)
 
 
 def num_trained_tokens(sample: TrainSample) -> int:
     """Tokens of a sample that the loss sees; the first token is predicted by nothing."""
     return int(np.count_nonzero(sample.loss_mask[1:]))
+
+
+def packed_rows(rows: Mapping[int, np.ndarray], packs: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    """The inverse of record_layout: [T] of each pack in predicting layout, 0 where nothing is predicted.
+
+    rows: position of a sample in the train step's list -> its array [length]; its entry 0 belongs to no prediction.
+    """
+    found = []
+    for pack_ in packs:
+        values, start = np.zeros(pack_.num_scores, dtype=np.float32), 0
+        for index, length in zip(pack_.samples, pack_.lengths, strict=True):
+            values[start : start + length - 1] = rows[index][1:]
+            start += length
+        found.append(torch.as_tensor(values, device=pack_.tokens.device))
+    return found
 
 
 def record_layout(values: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:

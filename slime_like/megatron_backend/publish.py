@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import WeightSyncError
+from slime_like.megatron_backend.hf_convert import is_export_source, joins_export
 from slime_like.records import EngineEndpoint, SyncReceipt
 from slime_like.utils.net import is_own_address, own_address, url_host
 from slime_like.weight_sync.base import PublisherOptions, make_publisher
@@ -33,15 +34,15 @@ def source_address(engine_urls: Sequence[str], master_address: str) -> str:
 class WeightPublisher:
     """Keeps the connection to the engines between syncs.
 
-    Source ranks are the first tensor and data parallel rank of each stage. The other tensor parallel ranks beside a
-    source only help to gather; the other data parallel ranks wait.
+    The source is the first rank of each stage. The ranks that share its matrices, and those that hold other experts, only help to
+    gather; the others wait.
     """
 
     def __init__(self, config: RunConfig, endpoints: Sequence[EngineEndpoint], *, master_address: str):
         self.endpoints = tuple(endpoints)
         self.transport = config.sync.update_weight_transport or ("ipc" if config.placement.colocate else "broadcast")
         self._publisher = None
-        if not self._is_source:
+        if not is_export_source():
             return
         directory = config.sync.update_weight_disk_dir
         if directory is None and config.observability.run_dir:
@@ -57,14 +58,6 @@ class WeightPublisher:
             address=source_address([endpoint.url for endpoint in self.endpoints], master_address),
         )
         self._publisher = make_publisher(options)
-
-    @property
-    def _gathers(self) -> bool:
-        return parallel_state.get_data_parallel_rank() == 0
-
-    @property
-    def _is_source(self) -> bool:
-        return self._gathers and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def connect(self) -> None:
         """Join the engines, one stage after the other. Collective; raises on every rank if one fails."""
@@ -107,7 +100,7 @@ class WeightPublisher:
         error: BaseException | None = None
         result = None
         for stage in range(parallel_state.get_pipeline_model_parallel_world_size()):
-            if self._gathers and parallel_state.get_pipeline_model_parallel_rank() == stage:
+            if joins_export() and parallel_state.get_pipeline_model_parallel_rank() == stage:
                 try:
                     result = act()
                 except Exception as raised:  # noqa: BLE001 - raised below, once every rank was told

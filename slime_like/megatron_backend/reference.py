@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slime_like.errors import DataError
-from slime_like.megatron_backend.packing import PackedBatch
+from slime_like.megatron_backend.packing import PackedBatch, packed_rows
 from slime_like.records import TrainSample
 
 Weights = dict[str, torch.Tensor]
@@ -44,15 +44,13 @@ def brought_log_probs(samples: Sequence[TrainSample], packs: Sequence[PackedBatc
 
     Raises DataError if a sample has none, or one of another length.
     """
-    found = []
-    for pack in packs:
-        values, start = np.zeros(pack.tokens.shape[1], dtype=np.float32), 0
-        for index, length in zip(pack.samples, pack.lengths, strict=True):
-            row = samples[index].reference_logprobs
-            if row is None or len(row) != length:
-                sample = f"{samples[index].prompt_index}/{samples[index].sample_index}"
-                raise DataError(f"sample {sample} of {length} tokens has {'no' if row is None else len(row)} reference log-probs.")
-            values[start : start + length - 1] = row[1:]
-            start += length
-        found.append(torch.as_tensor(values, device=pack.tokens.device))
-    return found
+    return packed_rows({index: checked_row(samples[index]) for pack in packs for index in pack.samples}, packs)
+
+
+def checked_row(sample: TrainSample) -> np.ndarray:
+    """`reference_logprobs` of a sample. Raises DataError if it has none, or one of another length."""
+    row, length = sample.reference_logprobs, len(sample.tokens)
+    if row is None or len(row) != length:
+        name = f"{sample.prompt_index}/{sample.sample_index}"
+        raise DataError(f"sample {name} of {length} tokens has {'no' if row is None else len(row)} reference log-probs.")
+    return row

@@ -22,10 +22,14 @@ def start_source(options: CheckpointConfig) -> str:
     return source
 
 
-def load_weights(model: torch.nn.Module, model_config: ModelConfig, folder: str) -> None:
-    """Fill the model from an HF folder or the newest Megatron checkpoint in a folder. Raises CheckpointError if it is neither."""
+def load_weights(model: torch.nn.Module, model_config: ModelConfig, folder: str, *, value_head: bool = False) -> None:
+    """Fill the model from an HF folder or the newest Megatron checkpoint in a folder. Raises CheckpointError if it is neither.
+
+    value_head: the model is a critic; its head is filled from a critic's checkpoint only.
+    """
     if checkpoint.is_megatron_folder(folder):
-        checkpoint.load(checkpoint.latest(folder), checkpoint.TrainState(model=model, model_config=model_config, with_rng=False))
+        state = checkpoint.TrainState(model=model, model_config=model_config, with_rng=False, value_head=value_head)
+        checkpoint.load(checkpoint.latest(folder), state)
     elif is_hf_folder(folder):
         load_hf(unwrap(model), model_config, folder)
     else:

@@ -16,6 +16,7 @@ from slime_like.algorithms.reduce import token_weights, weighted_sum
 from slime_like.config.model import ModelConfig, ParallelConfig
 from slime_like.config.training import BatchConfig, LossConfig
 from slime_like.errors import DataError
+from slime_like.megatron_backend.context_parallel import ContextShare, whole
 from slime_like.megatron_backend.forward import Scoring, device_of, log_probs_and_entropy, run_model
 from slime_like.megatron_backend.model_provider import unwrap
 from slime_like.megatron_backend.packing import PackedBatch, num_trained_tokens, pack, plan_micro_batches
@@ -68,10 +69,17 @@ class StepRunner:
             raise DataError(f"a train step needs samples of at least 2 tokens; too short are {short or 'all (there are none)'}.")
         trained = [num_trained_tokens(s) for s in samples]
         weights = token_weights(trained, per_token=self.loss.calculate_per_token_loss)
-        plan = plan_micro_batches(lengths, data_parallel_size=parallel_state.get_data_parallel_world_size(), batch=self._batch)
+        share = ContextShare.of_this_rank()
+        # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one GPU.
+        limit = self._batch.max_tokens_per_gpu and self._batch.max_tokens_per_gpu * share.size
+        plan = plan_micro_batches(
+            [share.padded(length) for length in lengths],
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            batch=dataclasses.replace(self._batch, max_tokens_per_gpu=limit),
+        )
         mine = plan[parallel_state.get_data_parallel_rank()]
         return StepBatch(
-            packs=tuple(pack(samples, indices, weights, multiple=self._multiple, device=self._device) for indices in mine),
+            packs=tuple(pack(samples, indices, weights, multiple=self._multiple, device=self._device, context=share) for indices in mine),
             num_samples=len(samples),
             num_tokens=sum(lengths),
             num_trained_tokens=sum(trained),
@@ -101,7 +109,8 @@ class StepRunner:
             at = pack_.trained
             chosen = {"old": old[index][at] if old else None, "reference": reference[index][at] if reference else None}
             loss, sums, largest = self._loss(log_probs[at], entropy[at], pack_, **chosen)
-            # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks.
+            # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks. That these
+            # include the context parallel ones, whose gradients are to be summed, the schedule makes good.
             return loss * scale, (sums, largest)
 
         outputs = self._run(batch, loss_function, forward_only=False)
@@ -124,7 +133,8 @@ class StepRunner:
         )
 
     def _score(self, logits: torch.Tensor, pack_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return log_probs_and_entropy(logits, pack_.targets, self._scoring)
+        log_probs, entropy = log_probs_and_entropy(logits, pack_.targets, self._scoring)
+        return whole(log_probs, pack_.restoring), whole(entropy, pack_.restoring)
 
     def _loss(self, log_probs, entropy, pack_: PackedBatch, *, old, reference):
         """Loss of one micro-batch, its share of every mean (in the order of _sum_names), and maxima (in the order of _max_names)."""

@@ -18,13 +18,14 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.megatron_backend import checkpoint, hf_convert
+from slime_like.megatron_backend.critic import ValueRunner, critic_config, value_targets, with_token_advantages
 from slime_like.megatron_backend.hf_files import finish_folder, save_stage
 from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_down
 from slime_like.megatron_backend.model_provider import build_frozen, build_model, trains_in_bf16, unwrap
 from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler
 from slime_like.megatron_backend.packing import record_layout
 from slime_like.megatron_backend.publish import WeightPublisher
-from slime_like.megatron_backend.reference import brought_log_probs, copy_weights, put_weights, swapped
+from slime_like.megatron_backend.reference import brought_log_probs, checked_row, copy_weights, put_weights, swapped
 from slime_like.megatron_backend.start_weights import load_weights, start_source
 from slime_like.megatron_backend.train_step import LogProbs, StepBatch, StepRunner, combine_steps, split_rollout
 from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
@@ -33,17 +34,20 @@ from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSam
 class TrainWorker:
     """Builds this rank's part of the model and trains it; with a config of role "ref" it only scores: `log_probs`.
 
+    With role "critic" the model has a value head: `values`, `train_critic` and `save` are its methods.
+
     Every method but the constructor is collective: all ranks call it with the same arguments, in the same order.
     """
 
     def __init__(self, config: RunConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int):
         assert config.model.num_layers is not None, "the architecture must be resolved before workers are built"
-        self.config = config
+        self._is_critic = config.role == "critic"
+        self.config = config = critic_config(config) if self._is_critic else config
         self.rank = rank
         self.world_size, self.local_rank = world_size, local_rank
         self.master_address, self.master_port = master_address, master_port
         self._publisher: WeightPublisher | None = None
-        self._trains = config.role == "actor"
+        self._trains = config.role in ("actor", "critic")
 
     # ------------------------------------------------------------------ start and end
 
@@ -65,12 +69,12 @@ class TrainWorker:
             )
             set_seeds(config.observability.seed)
         with _timed(seconds, "model"):
-            self.model = (build_model if self._trains else build_frozen)(config.model, config.parallel, config.optimizer)
+            self.model = (build_model if self._trains else build_frozen)(config.model, config.parallel, config.optimizer, value_head=self._is_critic)
             self.stage = unwrap(self.model)
         with _timed(seconds, "weights"):
             source = start_source(config.checkpoint)
-            reference_source = config.checkpoint.ref_load if self._trains and config.swaps_reference else None
-            load_weights(self.model, config.model, source)
+            reference_source = config.checkpoint.ref_load if config.role == "actor" and config.swaps_reference else None
+            load_weights(self.model, config.model, source, value_head=self._is_critic)
             self._reference = self._load_reference(source, reference_source)
         resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
         if self._trains:
@@ -80,7 +84,7 @@ class TrainWorker:
                 self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
             with _timed(seconds, "resume"):
                 resumed = self._resume(source)
-        self.runner = StepRunner(
+        self.runner = (ValueRunner if self._is_critic else StepRunner)(
             self.model,
             model_config=config.model,
             parallel=config.parallel,
@@ -109,6 +113,8 @@ class TrainWorker:
         """
         parts = split_rollout(samples, self.config.num_steps_per_rollout)
         batches = [self.runner.prepare(part) for part in parts]
+        if self.config.needs_critic:
+            batches = with_token_advantages(parts, batches, self.config.loss)
         needs_old = len(batches) > 1 and not self.config.is_sft
         old = [self.runner.log_probs(batch) if needs_old else None for batch in batches]
         reference = self._reference_for_loss(parts, batches)
@@ -117,6 +123,27 @@ class TrainWorker:
             where = f"rollout step {step}, train step {number + 1} of {len(batches)}"
             metrics = self._forward_backward(batch, old[number], reference[number], where)
             reports.append(metrics | self._optimizer_step(where))
+        return StepReport(
+            step=step,
+            num_train_steps=len(batches),
+            num_samples=len(samples),
+            num_tokens=sum(b.num_tokens for b in batches),
+            metrics=combine_steps(reports, [b.num_trained_tokens for b in batches]),
+        )
+
+    def train_critic(self, step: int, samples: list[TrainSample]) -> StepReport:
+        """Fit the critic to the returns of one rollout, in as many steps as the policy takes; `samples` carry its `values`."""
+        assert isinstance(self.runner, ValueRunner), "train_critic() needs the role critic"
+        parts = split_rollout(samples, self.config.num_steps_per_rollout)
+        batches = [self.runner.prepare(part) for part in parts]
+        reports = []
+        for number, (batch, (old, returns)) in enumerate(zip(batches, value_targets(parts, batches, self.config.loss), strict=True)):
+            where = f"critic, rollout step {step}, train step {number + 1} of {len(batches)}"
+            metrics = self.runner.value_step(batch, old=old, returns=returns)
+            if not math.isfinite(metrics["train/value_loss"]):
+                raise RunError(f"trainer rank {self.rank}, {where}: the loss is {metrics['train/value_loss']}. Metrics: {metrics}")
+            done = self._optimizer_step(where)
+            reports.append(metrics | {"train/critic_grad_norm": done["train/grad_norm"], "train/critic_lr": done["train/lr"]})
         return StepReport(
             step=step,
             num_train_steps=len(batches),
@@ -146,19 +173,38 @@ class TrainWorker:
             found = self._reference_log_probs([batch])[0]
         else:
             raise ValueError(f"model {model!r} is not loaded. Known: actor{', reference' if self._reference is not None else ''}.")
+        return self._gathered(batch, found, len(samples))
+
+    def values(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        """The critic's values [T] of every sample, as records.TrainSample defines them, in the order of `samples`; the same on every rank."""
+        assert isinstance(self.runner, ValueRunner), "values() needs the role critic"
+        batch = self.runner.prepare(samples)
+        return self._gathered(batch, self.runner.values(batch), len(samples))
+
+    def kl_to_reference(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        """Log-prob of the policy minus the reference's, [T] of every sample: what --kl-coef punishes."""
+        if self._reference is not None:
+            reference = self.log_probs(samples, model="reference")
+        else:
+            reference = [checked_row(sample) for sample in samples]
+        return [ours - theirs for ours, theirs in zip(self.log_probs(samples), reference, strict=True)]
+
+    @staticmethod
+    def _gathered(batch: StepBatch, found: LogProbs, num_samples: int) -> list[np.ndarray]:
         mine: dict[int, np.ndarray] = {}
-        if found is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
+        is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        if found is not None and is_first:
             for pack_, values in zip(batch.packs, found, strict=True):
                 mine.update(zip(pack_.samples, record_layout(values, pack_.lengths), strict=True))
         parts: list = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, mine)
         merged = {index: row for part in parts for index, row in part.items()}
-        return [merged[i] for i in range(len(samples))]
+        return [merged[i] for i in range(num_samples)]
 
     # ------------------------------------------------------------------ weights out
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This pipeline stage's tensors under their HF names. Collective over the tensor parallel group."""
+        """This pipeline stage's tensors under their HF names. Collective over the ranks with hf_convert.joins_export()."""
         return hf_convert.export_hf(self.stage, self.config.model)
 
     def publish(self, version: int, endpoints: Sequence[EngineEndpoint]) -> SyncReceipt:
@@ -184,6 +230,7 @@ class TrainWorker:
             model_config=self.config.model,
             optimizer=None if options.no_save_optim else self.optimizer,
             scheduler=self.scheduler,
+            value_head=self._is_critic,
         )
         return checkpoint.save(options.save, state, num_rollouts_done=num_rollouts_done, client_state=client_state)
 
@@ -196,12 +243,11 @@ class TrainWorker:
         torch.distributed.barrier()
         file_of: dict[str, str] = {}
         num_bytes = 0
-        if parallel_state.get_data_parallel_rank() == 0:
-            if parallel_state.get_tensor_model_parallel_rank() == 0:
-                file_of, num_bytes = save_stage(self.weights(), draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}")
-            else:
-                for _ in self.weights():
-                    pass
+        if hf_convert.is_export_source():
+            file_of, num_bytes = save_stage(self.weights(), draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}")
+        elif hf_convert.joins_export():
+            for _ in self.weights():
+                pass
         parts: list = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, (file_of, num_bytes))
         if self.rank == 0:
@@ -236,6 +282,7 @@ class TrainWorker:
             optimizer=None if options.no_load_optim or options.finetune else self.optimizer,
             scheduler=None if options.finetune else self.scheduler,
             with_rng=not (options.no_load_rng or options.finetune),
+            value_head=self._is_critic,
         )
         saved = checkpoint.load(checkpoint.latest(source), state)
         if state.optimizer is None:
@@ -251,7 +298,9 @@ class TrainWorker:
 
     def _reference_for_loss(self, parts: Sequence[Sequence[TrainSample]], batches: Sequence[StepBatch]) -> list[LogProbs]:
         """The reference's log-probs: our own reference's, or what a reference on other GPUs wrote into the samples."""
-        if not self.config.needs_reference or self._reference is not None:
+        if not self.config.loss.use_kl_loss or self.config.is_sft:
+            return [None] * len(batches)
+        if self._reference is not None:
             return self._reference_log_probs(batches)
         brought: list[LogProbs] = [brought_log_probs(part, batch.packs) for part, batch in zip(parts, batches, strict=True)]
         return brought if parallel_state.is_pipeline_last_stage() else [None] * len(batches)

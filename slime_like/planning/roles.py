@@ -3,7 +3,7 @@
 role     exists with                    stands
 actor    always                         on GPUs of its own
 critic   --advantage-estimator ppo      on GPUs of its own, on the actor's with --colocate-training
-ref      --use-kl-loss                  swapped into the actor's processes; on GPUs of its own with --no-colocate-policy-ref
+ref      --use-kl-loss or --kl-coef     swapped into the actor's processes; on GPUs of its own with --no-colocate-policy-ref
 reward   --reward-load                  on GPUs of its own, the critic's with --colocate-critic-reward, the actor's with --colocate-training
 """
 
@@ -17,7 +17,7 @@ from slime_like.config.run import RunConfig
 TRAINING_ROLES = ("actor", "critic", "ref", "reward")
 
 _NAMES = {"actor": "the actor", "critic": "the critic", "ref": "the reference", "reward": "the reward model"}
-_NEEDS = {"critic": "--advantage-estimator ppo", "ref": "--use-kl-loss", "reward": "--reward-load"}
+_NEEDS = {"critic": "--advantage-estimator ppo", "ref": "--use-kl-loss or --kl-coef", "reward": "--reward-load"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,3 +67,25 @@ def test_reference_on_its_own_gpus_gives_the_swapped_losses(tiny_model_dir, othe
         assert theirs["train/kl"] > 1e-3
         assert ours["train/reference_seconds"] > 0
     assert_nothing_left(before)
+
+
+def test_critic_and_reference_on_their_own_gpus_give_the_shared_losses(tiny_model_dir, other_model, saved_rollouts, tmp_path):
+    """Two data parallel ranks beside the policy's, or one elsewhere: values, returns and advantages are the same."""
+    before = our_processes()
+    flags = [
+        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", saved_rollouts, "--hf-checkpoint", tiny_model_dir, "--load", tiny_model_dir,
+        "--ref-load", other_model, "--kl-coef", "0.05", "--advantage-estimator", "ppo", "--gamma", "0.99", "--lambd", "0.9",
+        "--normalize-advantages", "--critic-lr", "3e-4", "--critic-load", other_model, "--actor-num-gpus-per-node", "2",
+    ]  # fmt: skip
+    shared = run_train(*flags, "--colocate-training", run_dir=tmp_path / "shared")
+    layout = ["--critic-num-gpus-per-node", "1", "--no-colocate-policy-ref", "--ref-num-gpus-per-node", "1"]
+    apart = run_train(*flags, *layout, run_dir=tmp_path / "apart")
+    assert shared.returncode == 0, shared.logs()
+    assert apart.returncode == 0, apart.logs()
+    plan = json.loads((apart.run_dir / "plan.json").read_text())
+    assert plan["num_gpus"] == 4 and plan["roles"]["critic"]["bundles"] == [2] and plan["roles"]["ref"]["bundles"] == [3]
+    assert len(list((shared.run_dir / "logs").glob("critic-*.log"))) == 2
+    for ours, theirs in zip(apart.metrics("train"), shared.metrics("train"), strict=True):
+        for name in ("train/value_loss", "train/value_mean", "train/return_mean", "train/critic_grad_norm", "train/pg_loss", "train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4, rel=1e-3), name
+    assert_nothing_left(before)

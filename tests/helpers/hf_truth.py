@@ -35,11 +35,40 @@ def score(model, tokens: np.ndarray, temperature: float) -> tuple[torch.Tensor, 
     return log_softmax.gather(-1, ids[1:, None]).squeeze(-1), -(log_softmax.exp() * log_softmax).sum(-1)
 
 
+def balancing_loss(routers: dict[str, list[torch.Tensor]], topk: int) -> torch.Tensor:
+    """Switch Transformer's loss (arXiv:2101.03961, eq. 4 to 6) of each layer over all tokens, summed. routers: name -> [T, experts] logits in parts."""
+    total = torch.zeros(())
+    for parts in routers.values():
+        probs = torch.cat(parts).softmax(-1)
+        chosen = torch.zeros_like(probs).scatter(1, probs.topk(topk, -1).indices, 1.0)
+        total = total + probs.size(1) * (chosen.mean(0) / topk * probs.mean(0)).sum()
+    return total
+
+
+def collect_router_logits(model) -> dict[str, list[torch.Tensor]]:
+    """Router name -> logits [T, experts] of every later forward pass."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            found[name] = []
+            module.register_forward_hook(lambda _, __, output, name=name: found[name].append(output[0]))
+    return found
+
+
 def first_step_truth(
-    folder: str, samples: list[TrainSample], *, reference: str, temperature: float, kl_coef: float, entropy_coef: float, per_token: bool = False
+    folder: str,
+    samples: list[TrainSample],
+    *,
+    reference: str,
+    temperature: float,
+    kl_coef: float,
+    entropy_coef: float,
+    per_token: bool = False,
+    balancing_coef: float = 0.0,
 ) -> Truth:
-    """GRPO's loss at ratio 1 with a k2 KL loss and an entropy bonus, written out directly."""
+    """GRPO's loss at ratio 1 with a k2 KL loss and an entropy bonus, written out directly; the balancing loss of routers is only in the gradients."""
     model, other = load_model(folder), load_model(reference)
+    routers = collect_router_logits(model) if balancing_coef else {}
     total_tokens = sum(int(s.loss_mask[1:].sum()) for s in samples)
     loss, entropy_mean, kl_mean = 0.0, 0.0, 0.0
     rows, reference_rows = [], []
@@ -57,6 +86,6 @@ def first_step_truth(
         kl_mean += weight * kl.detach()[mask].sum().item()
         rows.append(np.concatenate([[0.0], log_probs.detach().numpy()]))
         reference_rows.append(np.concatenate([[0.0], reference_log_probs.numpy()]))
-    loss.backward()
+    (loss + balancing_coef * balancing_loss(routers, model.config.num_experts_per_tok) if balancing_coef else loss).backward()
     norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None)).item()
     return Truth(loss=loss.item(), grad_norm=norm, entropy=entropy_mean, kl=kl_mean, log_probs=rows, reference_log_probs=reference_rows)

@@ -9,21 +9,25 @@ import json
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+#: Four experts, two a token, whose weights are divided by their sum as in public checkpoints.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1}
 VOCAB_SIZE = 101
 
 
 def make_tiny_model(folder: str, family: str, *, seed: int = 0, tied: bool = False, num_layers: int = 4, vocab_size: int = VOCAB_SIZE, **overrides) -> str:
     """Write config.json and model.safetensors of a random fp32 model into `folder`; returns the folder.
 
-    family: llama, qwen2 or qwen3. Norms and biases are random too, so that a forgotten one shows.
+    family: llama, qwen2, qwen3 or qwen3_moe. Norms and biases are random too, so that a forgotten one shows.
     """
     sizes = {"vocab_size": vocab_size, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": num_layers}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
     if family != "qwen2":  # Qwen2 has no head_dim of its own
         sizes["head_dim"] = 16
+    if family == "qwen3_moe":
+        sizes |= EXPERTS
     config = CONFIGS[family](**(sizes | overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

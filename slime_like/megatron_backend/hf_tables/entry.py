@@ -10,7 +10,9 @@ PLAIN, QKV, GATE_UP = "plain", "qkv", "gate_up"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the HF tensors that it is made of. `{layer}` stands for the layer's number.
+    """One Megatron parameter and the HF tensors that it is made of.
+
+    `{layer}` stands for the layer's number; `{expert}` for the expert's, in `hf` among all, in `megatron` among this rank's.
 
     Example: Entry("decoder.layers.{layer}.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_proj.weight", "…up_proj.weight"), GATE_UP)
     """

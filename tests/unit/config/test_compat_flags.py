@@ -168,9 +168,6 @@ def test_kernels_for_gpus_are_a_note(flag: str, value: str):
     ("flags", "reason"),
     [
         ({"--num-experts": "160"}, "--num-experts 160: mixture of experts"),
-        ({"--context-parallel-size": "2"}, "--context-parallel-size 2"),
-        ({"--advantage-estimator": "ppo"}, "a critic"),
-        ({"--kl-coef": "0.1"}, "--kl-coef 0.1"),
         ({"--optimizer-cpu-offload": ""}, "--optimizer-cpu-offload"),
         ({"--rotary-percent": "0.5"}, "--rotary-percent 0.5"),
         ({"--reward-load": "/models/reward"}, "--reward-load"),
@@ -181,6 +178,19 @@ def test_what_only_the_plan_can_do_is_said(flags: dict[str, str], reason: str):
     argv = shlex.split(" ".join(f"{name} {text}" for name, text in (BASE | flags).items())) + ["--plan"]
     found = parse_args(argv).config.not_yet()
     assert len(found) == 1 and reason in found[0] and "yet" in found[0]
+
+
+def test_other_dispatchers_are_a_note():
+    notes = parse_args([*command_line("--moe-enable-deepep", "")]).notes
+    assert any("--moe-token-dispatcher-type flex and --moe-enable-deepep" in note and "alltoall" in note for note in notes)
+
+
+def test_qwen3_moe_and_expert_parallelism_can_run():
+    flags = {"--num-experts": "160", "--qk-layernorm": "", "--expert-model-parallel-size": "2", "--moe-aux-loss-coeff": "0.01"}
+    argv = shlex.split(" ".join(f"{name} {text}" for name, text in (BASE | flags).items())) + ["--plan"]
+    assert parse_args(argv).config.not_yet() == []
+    (found,) = parse_args([*argv, "--moe-router-load-balancing-type", "seq_aux_loss"]).config.not_yet()
+    assert "seq_aux_loss" in found
 
 
 def test_the_base_can_run():

@@ -126,6 +126,12 @@ def test_what_is_not_supported_is_named(hf: dict, message: str):
         model_from_hf(hf, ModelConfig())
 
 
+def test_another_order_of_softmax_and_choice_is_named(repo_root: Path):
+    flags = script_model(repo_root, "qwen3-30B-A3B")
+    (found,) = disagreements(flags, model_from_hf(QWEN3_MOE | {"norm_topk_prob": False}, ModelConfig()))
+    assert found.startswith("--moe-router-pre-softmax: the command line says False, --hf-checkpoint says True")
+
+
 def test_layers_that_predict_further_are_left_out_with_a_note():
     assert "1 layer for tokens beyond the next" in hf_notes(MIMO)[0]
     assert hf_notes(MOONLIGHT) == []

@@ -1,0 +1,107 @@
+"""Values and rewards of tokens -> one advantage and one return per token (PPO with a critic).
+
+Rows are samples, padded on the right with mask 0. Column t belongs to tokens[t]: a value is that of the state in which
+tokens[t] was chosen. Masked tokens (prompt, tool output, padding) were chosen by nobody: they are no steps of the
+trajectory, and what comes after them is the next step of what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from slime_like.config.training import LossConfig
+from slime_like.errors import DataError
+from slime_like.records import TrainSample
+
+#: Adds a tensor up over all ranks that hold other samples, and returns the sum.
+SumAcrossRanks = Callable[[torch.Tensor], torch.Tensor]
+
+#: Added to the variance when advantages are whitened.
+WHITEN_EPSILON = 1e-8
+
+
+def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0) -> torch.Tensor:
+    """Reward of each token: the sample's at its last trained token, minus kl_coef x KL at every trained one (InstructGPT, arXiv:2203.02155, eq. 2).
+
+    rewards: [N]; mask: [N, T] bool; kl: [N, T], log-prob under the policy minus that under the reference (k1), read where
+    the mask is. Returns [N, T]; a sample without trained tokens has no reward.
+    Example: reward 1, mask [0, 1, 0, 1], kl .5 everywhere, kl_coef .1 -> [0, -.05, 0, .95].
+    """
+    places = torch.arange(1, mask.size(1) + 1, device=mask.device)
+    last = (places * mask).max(1, keepdim=True).values
+    terminal = (places == last) & mask
+    found = torch.where(terminal, rewards[:, None], torch.zeros_like(rewards[:, None]))
+    return found if kl is None else found - kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
+
+
+def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lambd: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation over the trained tokens (arXiv:1506.02438, eq. 11 to 16).
+
+    rewards, values: [N, T], read where mask [N, T] (bool) is. Behind the last trained token the value is 0. Returns
+    (advantages [N, T], returns [N, T] = advantages + values), both 0 where the mask is not.
+    Example: rewards [0, 1], values [.5, .25], gamma = lambda = 1 -> advantages [.5, .75], returns [1, 1].
+    """
+    advantages = torch.zeros_like(values)
+    next_value, carried = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.size(1))):
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        carried = torch.where(here, delta + gamma * lambd * carried, carried)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = torch.where(here, carried, torch.zeros_like(carried))
+    return advantages, torch.where(mask, advantages + values, torch.zeros_like(values))
+
+
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, sum_across_ranks: SumAcrossRanks) -> torch.Tensor:
+    """Trained tokens' advantages shifted to mean 0 and scaled to variance 1 over the samples of all ranks (arXiv:2006.05990, sec. 3.3: C67).
+
+    advantages, mask: [N, T] of this rank, which may have no sample at all. The variance has count - 1 in its denominator.
+    Returns [N, T], 0 where the mask is not. Example: [1, 2, 3] -> [-1, 0, 1].
+    """
+    kept = torch.where(mask, advantages.double(), 0.0)
+    total = sum_across_ranks(torch.stack([mask.double().sum(), kept.sum()]))
+    count, mean = total[0], total[1] / total[0].clamp(min=1)
+    centered = torch.where(mask, kept - mean, 0.0)
+    variance = sum_across_ranks(centered.square().sum()[None])[0] / (count - 1).clamp(min=1)
+    return (centered / torch.sqrt(variance + WHITEN_EPSILON)).to(advantages.dtype)
+
+
+def sample_advantages(samples: Sequence[TrainSample], loss: LossConfig, sum_across_ranks: SumAcrossRanks) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(advantages, returns) of samples that carry `values` (and `kl` with --kl-coef): [T] float32 each, laid out as in records.Sample.
+
+    Computed in float64, so that a sample's numbers do not depend on what it was batched with. With --normalize-advantages the
+    advantages are whitened over the samples of all ranks: every rank must call, with its own share. Raises DataError naming a
+    sample without the arrays that it needs.
+    """
+    longest = max((len(sample.tokens) for sample in samples), default=1)
+    mask = np.zeros((len(samples), longest), dtype=bool)
+    values, kl = np.zeros(mask.shape), np.zeros(mask.shape)
+    for row, sample in enumerate(samples):
+        length = len(sample.tokens)
+        mask[row, 1:length] = sample.loss_mask[1:] != 0  # nothing predicts the first token
+        values[row, :length] = _array(sample, "values")
+        if loss.kl_coef:
+            kl[row, :length] = _array(sample, "kl")
+    where = torch.from_numpy(mask)
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    per_token = token_rewards(rewards, where, kl=torch.from_numpy(kl), kl_coef=loss.kl_coef)
+    advantages, returns = gae(per_token, torch.from_numpy(values), where, gamma=loss.gamma, lambd=loss.lambd)
+    if loss.normalize_advantages:
+        advantages = whiten(advantages, where, sum_across_ranks)
+    lengths = [len(sample.tokens) for sample in samples]
+    return _rows(advantages, lengths), _rows(returns, lengths)
+
+
+def _rows(padded: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
+    return [row[:length].astype(np.float32) for row, length in zip(padded.numpy(), lengths, strict=True)]
+
+
+def _array(sample: TrainSample, name: str) -> np.ndarray:
+    found = getattr(sample, name)
+    if found is None or len(found) != len(sample.tokens):
+        who, length = f"sample {sample.prompt_index}/{sample.sample_index}", len(sample.tokens)
+        raise DataError(f"{who} of {length} tokens has {'no' if found is None else len(found)} {name}, which advantages against a critic need.")
+    return found

@@ -1,0 +1,46 @@
+"""PPO on the real stack: policy, critic and reference share GPUs, the critic learns first, and the run resumes with both."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
+
+pytestmark = pytest.mark.e2e
+
+PPO = [
+    "--advantage-estimator", "ppo", "--critic-lr", "3e-4", "--lambd", "0.95", "--normalize-advantages", "--num-critic-only-steps", "1",
+    "--kl-coef", "0.01", "--colocate", "--colocate-training", "--actor-num-gpus-per-node", "1",
+]  # fmt: skip
+
+
+def test_ppo_on_shared_gpus_trains_both_models_and_resumes(tiny_model_dir, tiny_data_dir, tmp_path):
+    before = our_processes()
+    flags = [
+        *SMALL_RUN, *PPO, "--prompt-data", tiny_data_dir / "train.jsonl", "--hf-checkpoint", tiny_model_dir, "--ref-load", tiny_model_dir,
+        "--save", tmp_path / "save",
+    ]  # fmt: skip
+    run = run_train(*flags, run_dir=tmp_path / "run", timeout=240)
+    assert run.returncode == 0, run.logs()
+    first, *later = run.metrics("train")
+    assert len(later) == 2
+    # The first rollout trains the critic alone: it starts by expecting nothing, so nothing is explained by its first step.
+    assert "train/loss" not in first and first["train/value_loss"] > 0
+    losses = [line["train/value_loss"] for line in (first, *later)]
+    assert losses[-1] < losses[0]
+    for line in (first, *later):
+        assert math.isfinite(line["train/value_explained_variance"]) and line["train/critic_grad_norm"] > 0
+    for line in later:
+        assert line["train/logprob_abs_diff_max"] < 1e-4 and line["train/grad_norm"] > 0
+    assert_nothing_left(before)
+
+    resumed = run_train(*flags, "--load", tmp_path / "save", "--num-rollout", "4", run_dir=tmp_path / "resumed", timeout=240)
+    assert resumed.returncode == 0, resumed.logs()
+    (line,) = resumed.metrics("train")
+    assert line["step"] == 3 and line["train/logprob_abs_diff_max"] < 1e-4
+    # A critic that had forgotten would have the error of the first rollout again.
+    assert line["train/value_loss"] < losses[0]
+    assert sorted(path.name for path in (tmp_path / "save/critic").iterdir()) == ["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]
+    assert_nothing_left(before)
