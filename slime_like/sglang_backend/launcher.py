@@ -19,7 +19,7 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.server_args import known_arguments, merge_flags, to_argv
 from slime_like.sglang_backend.shared_memory import DIRECTORY_VARIABLE, WEIGHT_LOADER, shared_directory
 from slime_like.utils.guard import GuardedProcess, start_guarded
-from slime_like.utils.net import free_port, host_port, http_url, interface_of, port_is_free
+from slime_like.utils.net import free_port, host_port, http_url, interface_of, port_is_free, with_another_port
 
 _LOG_LINES = 30
 #: sglang 0.5.23 leaves these files in shared memory when it is killed. Remove when it unlinks them.
@@ -111,13 +111,17 @@ def launch_engine(spec: EngineSpec, timeout_s: float) -> Engine:
 
     Raises EngineError (port taken, SGLang missing, server ended; with the tail of its log) or WaitTimeout.
     """
-    engine = start_engine(spec)
-    try:
-        engine.wait_healthy(timeout_s)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+
+    def launch() -> Engine:
+        engine = start_engine(spec)
+        try:
+            engine.wait_healthy(timeout_s)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    return with_another_port(launch, port_given=spec.port is not None)
 
 
 def start_engine(spec: EngineSpec) -> Engine:

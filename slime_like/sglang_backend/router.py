@@ -20,7 +20,7 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.router_server import KEY_VARIABLE
 from slime_like.utils.guard import GuardedProcess, start_guarded
-from slime_like.utils.net import certificates, free_port, http_url, port_is_free, wait_until
+from slime_like.utils.net import certificates, free_port, http_url, port_is_free, wait_until, with_another_port
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +148,26 @@ def launch_router(
         raise EngineError(f"sglang-router is not installed in {sys.prefix}. Fix: pip install sglang-router.")
     if port is not None and not port_is_free(host, port):
         raise EngineError(f"the router's port {port} on {host} is taken. Fix: another --sglang-router-port, or none, which takes a free one.")
-    port = port if port is not None else free_port(host)
     key = api_key or secrets.token_hex(24)
+
+    def launch() -> Router:
+        arguments = _arguments(policy, host, port if port is not None else free_port(host), request_timeout_s)
+        argv = [sys.executable, "-m", "slime_like.sglang_backend.router_server", *(f"--{name}={value}" for name, value in arguments.items())]
+        package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        router = Router(http_url(host, int(str(arguments["port"]))), key, start_guarded(argv, env=env, log_path=log_path, secrets=(key,)))
+        try:
+            _wait_healthy(router, timeout_s)
+        except BaseException:
+            router.close()
+            raise
+        return router
+
+    return with_another_port(launch, port_given=port is not None)
+
+
+def _arguments(policy: str, host: str, port: int, request_timeout_s: float) -> dict[str, object]:
+    """sglang-router's command line, without the key."""
     arguments: dict[str, object] = {
         "host": host,
         "port": port,
@@ -164,16 +182,7 @@ def launch_router(
     }
     if trusted := certificates():
         arguments["ca-cert-paths"] = trusted  # for engines behind https
-    argv = [sys.executable, "-m", "slime_like.sglang_backend.router_server", *(f"--{name}={value}" for name, value in arguments.items())]
-    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    router = Router(http_url(host, port), key, start_guarded(argv, env=env, log_path=log_path, secrets=(key,)))
-    try:
-        _wait_healthy(router, timeout_s)
-    except BaseException:
-        router.close()
-        raise
-    return router
+    return arguments
 
 
 def attach_router(url: str, *, timeout_s: float, api_key: str | None = None) -> Router:

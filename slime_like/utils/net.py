@@ -9,9 +9,12 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from slime_like.errors import WaitTimeout
+from slime_like.errors import EngineError, WaitTimeout
+
+_T = TypeVar("_T")
 
 #: Where free_port looks: below the ports that Linux gives to outgoing connections (32768 and up), one of which could
 #: take the port between our look and the server's bind.
@@ -24,6 +27,20 @@ def free_port(host: str = "127.0.0.1") -> int:
         if port_is_free(host, port):
             return port
     raise OSError(f"no free port found at {host} between {_PORTS.start} and {_PORTS.stop}")
+
+
+def with_another_port(launch: Callable[[], _T], *, port_given: bool) -> _T:
+    """What `launch` gives. Where somebody took the free port before the server could, launch again with another, twice.
+
+    port_given: the user chose the port, so there is no other. Status 3 is uvicorn's word for a port that it could not bind.
+    """
+    for _ in range(2):
+        try:
+            return launch()
+        except EngineError as error:
+            if port_given or not any(sign in str(error).lower() for sign in ("address already in use", "ended with status 3")):
+                raise
+    return launch()
 
 
 def port_is_free(host: str, port: int) -> bool:

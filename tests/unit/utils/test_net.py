@@ -6,8 +6,20 @@ import socket
 
 import pytest
 
-from slime_like.errors import WaitTimeout
-from slime_like.utils.net import free_port, host_port, http_url, interface_of, is_loopback, is_own_address, own_address, port_is_free, url_host, wait_until
+from slime_like.errors import EngineError, WaitTimeout
+from slime_like.utils.net import (
+    free_port,
+    host_port,
+    http_url,
+    interface_of,
+    is_loopback,
+    is_own_address,
+    own_address,
+    port_is_free,
+    url_host,
+    wait_until,
+    with_another_port,
+)
 
 
 def test_free_and_taken_ports():
@@ -46,3 +58,20 @@ def test_wait_until():
     assert answers == []
     with pytest.raises(WaitTimeout, match="a waited 0 s for b during c. Last heard: never"):
         wait_until(lambda: "never", deadline_s=0.05, who="a", whom="b", phase="c", interval_s=0.01)
+
+
+def test_a_port_taken_in_between_is_replaced_but_a_chosen_one_is_not():
+    failures = ["engine 0 ended with status 3", "router: Address already in use (os error 98)"]
+
+    def launch():
+        if failures:
+            raise EngineError(failures.pop())
+        return "up"
+
+    assert with_another_port(launch, port_given=False) == "up"
+    failures = ["Address already in use"]
+    with pytest.raises(EngineError, match="in use"):
+        with_another_port(launch, port_given=True)
+    failures = ["ended with status 1"]
+    with pytest.raises(EngineError, match="status 1"):
+        with_another_port(launch, port_given=False)
