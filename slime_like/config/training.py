@@ -190,6 +190,9 @@ class LossConfig:
         if self.kl_coef and self.kl_loss_coef:
             found.append(f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} punish the same KL twice. Fix: one of them.")
         if self.advantage_estimator == "ppo":
+            for name in ("disable_grpo_std_normalization", "disable_rewards_normalization"):
+                if getattr(self, name):
+                    found.append(f"--{name.replace('_', '-')} is about groups, and --advantage-estimator ppo compares with a critic. Fix: drop it.")
             return found
         if self.kl_coef:
             found.append(

@@ -131,6 +131,8 @@ def test_every_problem_at_once(tmp_path):
         ("--micro-batch-size 3", "2 samples per data parallel rank do not divide by --micro-batch-size 3"),
         ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu"),
         ("--use-kl-loss", "needs --ref-load"),
+        ("--advantage-estimator ppo --disable-grpo-std-normalization", "compares with a critic. Fix: drop it"),
+        ("--gamma 0.9", "does nothing without --advantage-estimator ppo"),
         ("--colocate --update-weight-transport broadcast", "NCCL refuses two ranks on one GPU"),
         ("--rollout-temperature 0", "must be above 0"),
         ("--rollout-external", "needs --rollout-external-engine-addrs"),
