@@ -196,6 +196,9 @@ class ModelConfig:
 
     def _expert_problems(self) -> list[str]:
         found = []
+        if self.moe_router_bias_update_rate not in (0, ModelConfig.moe_router_bias_update_rate) and not self.moe_router_enable_expert_bias:
+            rate = self.moe_router_bias_update_rate
+            found.append(f"--moe-router-bias-update-rate {rate} does nothing without --moe-router-enable-expert-bias. Fix: add it, or drop this.")
         if not 0 < self.moe_router_topk <= self.num_experts:
             found.append(f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts {self.num_experts}.")
         if self.moe_router_topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:

@@ -132,6 +132,7 @@ def test_every_problem_at_once(tmp_path):
         ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu"),
         ("--use-kl-loss", "needs --ref-load"),
         ("--advantage-estimator ppo --disable-grpo-std-normalization", "compares with a critic. Fix: drop it"),
+        ("--num-experts 4 --moe-router-bias-update-rate 0.5", "does nothing without --moe-router-enable-expert-bias"),
         ("--gamma 0.9", "does nothing without --advantage-estimator ppo"),
         ("--colocate --update-weight-transport broadcast", "NCCL refuses two ranks on one GPU"),
         ("--rollout-temperature 0", "must be above 0"),
