@@ -46,6 +46,10 @@ class RunError(SlimeLikeError):
     """A failure while running; names role, rank and phase."""
 
 
+class SaveError(RunError):
+    """A checkpoint could not be written; the one before it is still the latest. Names the folder and the rank."""
+
+
 class EngineError(RunError):
     """An engine did not start, died, or answered with an error; carries the tail of its log."""
 

@@ -38,6 +38,7 @@ class Prompt:
     label: Any = None
     metadata: dict = dataclasses.field(default_factory=dict)
     response: str | None = None  # supervised rows only (`--loss-type sft_loss`)
+    messages: list[dict] | None = None  # the prompt before the chat template; None where no template was used
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,14 @@ class Sample:
     label: Any = None
     metadata: dict = dataclasses.field(default_factory=dict)
     reward: float | None = None  # None until scored
+    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)  # "rule" and "model", unweighted, where a reward model scores
     error: str | None = None  # why status is "failed"
+    routed_experts: np.ndarray | None = None  # see TrainSample; None: not asked for (--use-rollout-routing-replay)
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")}
+        if self.routed_experts is not None:
+            lengths["routed_experts"] = len(self.routed_experts)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"sample {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
 
@@ -106,6 +111,11 @@ class TrainSample:
     reference_logprobs: np.ndarray | None = None  # [T] float32 like engine_logprobs; None where the trainer holds the reference itself
     values: np.ndarray | None = None  # [T] float32: the critic's value of the state in which tokens[t] was chosen, entry 0 is 0; ppo only
     kl: np.ndarray | None = None  # [T] float32: log-prob of the policy minus the reference's, before training; with --kl-coef only
+    #: [T, layers, experts per token] int8 or int16: the experts that processed tokens[t] in the engine, any number in a layer without experts.
+    #: -1 where the engine does not say: always for the last token, which it sampled and did not process.
+    routed_experts: np.ndarray | None = None
+    distillation: np.ndarray | None = None  # [T] float32: log-prob of the policy minus the teacher's, before training; with --use-opd only
+    metadata: dict = dataclasses.field(default_factory=dict)  # Sample.metadata, for a user's own loss and mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,11 +138,45 @@ class EngineEndpoint:
     api_key: str | None = dataclasses.field(default=None, repr=False)
     tp_size: int = 1
     external: bool = False
+    receiver_url: str | None = None  # of the receiver beside it, with --update-weight-mode delta
+    receiver_key: str | None = dataclasses.field(default=None, repr=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaCount:
+    """What a delta sync sent to one engine: the difference, or everything if no engine could take a difference.
+
+    num_changed of num_elements were different, both 0 if nobody could take a difference. full_engines: those that got everything.
+    """
+
+    num_bytes: int = 0
+    num_changed: int = 0
+    num_elements: int = 0
+    full_engines: frozenset[int] = frozenset()
+
+    def __add__(self, other: DeltaCount) -> DeltaCount:
+        return DeltaCount(
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_changed=self.num_changed + other.num_changed,
+            num_elements=self.num_elements + other.num_elements,
+            full_engines=self.full_engines | other.full_engines,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        found = {"sync/delta_bytes": float(self.num_bytes), "sync/full_engines": float(len(self.full_engines))}
+        return found | ({"sync/changed_share": self.num_changed / self.num_elements} if self.num_elements else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncReceipt:
-    """What one weight sync moved. digest: order-independent hash over (name, dtype, shape, bytes) of every tensor."""
+    """What one weight sync moved. digest: order-independent hash over (name, dtype, shape, bytes) of every tensor.
+
+    engines_proven: how many engines' own digests were found equal to what was sent, in verify_seconds; tensors_unproven: how many tensors
+    were left out, because it is not known where an engine keeps them. probe_difference: largest mean
+    |log-prob difference| of a fixed prompt between an engine and the trainer, where this sync was probed, in probe_seconds.
+    bound_share: what sending (in `seconds`) would take at the rate that bounds the transport, over what it took; None where that is unknown.
+    """
 
     version: int
     transport: str
@@ -140,3 +184,10 @@ class SyncReceipt:
     num_bytes: int
     seconds: float
     digest: str
+    bound_share: float | None = None
+    engines_proven: int = 0
+    tensors_unproven: int = 0
+    verify_seconds: float = 0.0
+    probe_difference: float | None = None
+    probe_seconds: float = 0.0
+    delta: DeltaCount | None = None

@@ -26,8 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-passed", action="store_true", help="Fail if no test passed.")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and skip GPU tests where there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their folder, skip GPU tests where there is no GPU, and leave out the long part of the parity table unless -m names it."""
+    if "parity_table" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("parity_table")]
+        items[:] = [item for item in items if not item.get_closest_marker("parity_table")]
+        config.hook.pytest_deselected(items=long)
     reason = _why_no_gpu() if any(_folder(item) == "gpu" or item.get_closest_marker("gpu") for item in items) else None
     for item in items:
         if _folder(item) in MARKED_FOLDERS:
@@ -92,7 +96,8 @@ def processes_left(mark: str, before: set[int]) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             marked = process.pid in ours or process.environ().get(PROCESS_MARK) == mark
-            helper = "multiprocessing.resource_tracker" in " ".join(process.cmdline()) and process.ppid() == os.getpid()
+            command = " ".join(process.cmdline())
+            helper = process.ppid() == os.getpid() and ("multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command)
             if marked and not helper and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):

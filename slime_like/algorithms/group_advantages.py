@@ -40,18 +40,31 @@ def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def normalize(rewards: np.ndarray, loss: LossConfig) -> np.ndarray:
-    """Advantages [G] of one group as the loss flags ask for.
+    """Advantages [G] of one group as the loss flags ask for, whatever its size.
 
     A group of one has no baseline and returns its raw reward, as does --disable-rewards-normalization; with ppo the critic
-    is the baseline.
+    is the baseline, with reinforce_plus_plus the whole batch (token_advantages). reinforce_plus_plus_baseline (arXiv:2501.03262,
+    sec. 3.2) subtracts the group's mean here; its scale is the whole batch's, too.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
-    if loss.disable_rewards_normalization or len(rewards) == 1 or loss.advantage_estimator == "ppo":
+    estimator = loss.advantage_estimator
+    if loss.disable_rewards_normalization or len(rewards) == 1 or estimator in ("ppo", "reinforce_plus_plus"):
         _check_finite(rewards)
         return rewards.copy()
-    if loss.advantage_estimator == "rloo":
+    if estimator == "rloo":
         return leave_one_out_advantages(rewards)
-    return group_advantages(rewards, normalize_std=not loss.disable_grpo_std_normalization)
+    return group_advantages(rewards, normalize_std=not loss.disable_grpo_std_normalization and estimator != "reinforce_plus_plus_baseline")
+
+
+def checked(advantages: object, num_samples: int, path: str) -> np.ndarray:
+    """What a user's --custom-advantage-function-path gave for a group, as [G] float64. Raises DataError if it is anything but G finite numbers."""
+    try:
+        found = np.asarray(advantages, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"--custom-advantage-function-path {path}: gave no numbers: {error}") from error
+    if found.shape != (num_samples,) or not np.isfinite(found).all():
+        raise DataError(f"--custom-advantage-function-path {path}: gave {found.tolist()} for a group of {num_samples}. It must give one finite number each.")
+    return found
 
 
 def _check_finite(rewards: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Loss per token: PPO's clipped surrogate, a critic's clipped error and estimators of the KL divergence.
+"""Loss per token: PPO's clipped surrogate and its relatives, a critic's clipped error and estimators of the KL divergence.
 
 All tensors are [K]: the trained tokens of a micro-batch. Means are taken in algorithms/reduce.py.
 """
@@ -64,6 +64,12 @@ def cispo(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torc
     return PolicyLoss(loss=-weight * advantages * log_probs, ratio=ratio, clipped=(weight != ratio).to(log_probs.dtype))
 
 
+def reinforce(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor) -> PolicyLoss:
+    """The plain policy gradient: -advantage x log-prob, whatever the ratio is (REINFORCE, Williams 1992, eq. 11). The ratio is only reported."""
+    ratio = torch.exp((log_probs.detach() - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return PolicyLoss(loss=-advantages * log_probs, ratio=ratio, clipped=torch.zeros_like(ratio))
+
+
 def _clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None) -> PolicyLoss:
     ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     unbounded = -ratio * advantages
@@ -116,3 +122,14 @@ def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind
         estimate = torch.expm1(log_ratio) - log_ratio
         return estimate.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else estimate
     raise ValueError(f"KL estimator {kind!r} is unknown. Known: k1, k2, k3, low_var_kl.")
+
+
+def unbiased_kl_estimate(log_probs: torch.Tensor, old_log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+    """kl_estimate of tokens that older weights chose: times new / old probability, which carries gradient (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
+
+    Its mean over the old policy's tokens is the KL of the new one, and so is its gradient's, which kl_estimate's is not even at ratio 1.
+    low_var_kl is clamped after the weight.
+    """
+    ratio = torch.exp((log_probs - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    estimate = ratio * kl_estimate(log_probs, reference_log_probs, "k3" if kind == "low_var_kl" else kind)
+    return estimate.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else estimate

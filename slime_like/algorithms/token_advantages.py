@@ -1,4 +1,4 @@
-"""Values and rewards of tokens -> one advantage and one return per token (PPO with a critic).
+"""Values, rewards and KL of tokens -> one advantage and one return per token: PPO, REINFORCE++, distillation, whitening.
 
 Rows are samples, padded on the right with mask 0. Column t belongs to tokens[t]: a value is that of the state in which
 tokens[t] was chosen. Masked tokens (prompt, tool output, padding) were chosen by nobody: they are no steps of the
@@ -55,6 +55,19 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamm
     return advantages, torch.where(mask, advantages + values, torch.zeros_like(values))
 
 
+def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """Sum of each trained token's and all later ones' rewards, discounted (REINFORCE++, arXiv:2501.03262, sec. 3.1; Sutton and Barto, eq. 3.8).
+
+    rewards: [N, T], read where mask [N, T] (bool) is. Returns [N, T], 0 where the mask is not; a masked token is no step of the discount.
+    Example: rewards [0, 9, 1], mask [1, 0, 1], gamma .5 -> [.5, 0, 1].
+    """
+    returns, carried = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.size(1))):
+        carried = torch.where(mask[:, t], rewards[:, t] + gamma * carried, carried)
+        returns[:, t] = torch.where(mask[:, t], carried, torch.zeros_like(carried))
+    return returns
+
+
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, sum_across_ranks: SumAcrossRanks) -> torch.Tensor:
     """Trained tokens' advantages shifted to mean 0 and scaled to variance 1 over the samples of all ranks (arXiv:2006.05990, sec. 3.3: C67).
 
@@ -70,29 +83,45 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, sum_across_ranks: SumAc
 
 
 def sample_advantages(samples: Sequence[TrainSample], loss: LossConfig, sum_across_ranks: SumAcrossRanks) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(advantages, returns) of samples that carry `values` (and `kl` with --kl-coef): [T] float32 each, laid out as in records.Sample.
+    """(advantages, returns) of samples: [T] float32 each, laid out as in records.Sample. They carry what the loss flags ask for:
+    `values` (ppo), `kl` (--kl-coef) and `distillation` (--use-opd).
 
-    Computed in float64, so that a sample's numbers do not depend on what it was batched with. With --normalize-advantages the
-    advantages are whitened over the samples of all ranks: every rank must call, with its own share. Raises DataError naming a
+    ppo: GAE. reinforce_plus_plus: discounted returns. Others: the sample's advantage at each trained token, for reinforce_plus_plus_baseline
+    minus --kl-coef x KL. Then --use-opd subtracts its penalty (the reverse KL per token; Agarwal et al., arXiv:2306.13649), and with
+    --normalize-advantages the advantages are whitened over the samples of all ranks: every rank must call, with its own share.
+
+    Computed in float64, so that a sample's numbers do not depend on what it was batched with. Raises DataError naming a
     sample without the arrays that it needs.
     """
     longest = max((len(sample.tokens) for sample in samples), default=1)
     mask = np.zeros((len(samples), longest), dtype=bool)
-    values, kl = np.zeros(mask.shape), np.zeros(mask.shape)
     for row, sample in enumerate(samples):
-        length = len(sample.tokens)
-        mask[row, 1:length] = sample.loss_mask[1:] != 0  # nothing predicts the first token
-        values[row, :length] = _array(sample, "values")
-        if loss.kl_coef:
-            kl[row, :length] = _array(sample, "kl")
+        mask[row, 1 : len(sample.tokens)] = sample.loss_mask[1:] != 0  # nothing predicts the first token
     where = torch.from_numpy(mask)
+    kl = _padded(samples, "kl", longest, wanted=loss.kl_coef > 0)
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    per_token = token_rewards(rewards, where, kl=torch.from_numpy(kl), kl_coef=loss.kl_coef)
-    advantages, returns = gae(per_token, torch.from_numpy(values), where, gamma=loss.gamma, lambd=loss.lambd)
+    if loss.advantage_estimator == "ppo":
+        values = _padded(samples, "values", longest)
+        advantages, returns = gae(token_rewards(rewards, where, kl=kl, kl_coef=loss.kl_coef), values, where, gamma=loss.gamma, lambd=loss.lambd)
+    elif loss.advantage_estimator == "reinforce_plus_plus":
+        advantages = returns = discounted_returns(token_rewards(rewards, where, kl=kl, kl_coef=loss.kl_coef), where, gamma=loss.gamma)
+    else:
+        own = torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)[:, None] - loss.kl_coef * kl
+        advantages = returns = torch.where(where, own, 0.0)
+    if loss.use_opd:
+        advantages = torch.where(where, advantages - loss.opd_kl_coef * _padded(samples, "distillation", longest), 0.0)
     if loss.normalize_advantages:
         advantages = whiten(advantages, where, sum_across_ranks)
     lengths = [len(sample.tokens) for sample in samples]
     return _rows(advantages, lengths), _rows(returns, lengths)
+
+
+def _padded(samples: Sequence[TrainSample], name: str, longest: int, *, wanted: bool = True) -> torch.Tensor:
+    """[N, T] float64 of one array of the samples; zeros if it is not wanted."""
+    found = np.zeros((len(samples), longest))
+    for row, sample in enumerate(samples if wanted else ()):
+        found[row, : len(sample.tokens)] = _array(sample, name)
+    return torch.from_numpy(found)
 
 
 def _rows(padded: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -103,5 +132,5 @@ def _array(sample: TrainSample, name: str) -> np.ndarray:
     found = getattr(sample, name)
     if found is None or len(found) != len(sample.tokens):
         who, length = f"sample {sample.prompt_index}/{sample.sample_index}", len(sample.tokens)
-        raise DataError(f"{who} of {length} tokens has {'no' if found is None else len(found)} {name}, which advantages against a critic need.")
+        raise DataError(f"{who} of {length} tokens has {'no' if found is None else len(found)} {name}, which its advantages need.")
     return found

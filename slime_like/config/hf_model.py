@@ -60,6 +60,8 @@ _CHECKED = (
     "multi_latent_attention",
 )
 _CHECKED_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor")
+#: What yarn's frequencies and scales follow from; without yarn they say nothing.
+_CHECKED_YARN = ("mscale", "mscale_all_dim", "original_max_position_embeddings", "beta_fast", "beta_slow")
 _CHECKED_EXPERTS = (
     "expert_layers",
     "moe_ffn_hidden_size",
@@ -67,6 +69,9 @@ _CHECKED_EXPERTS = (
     "moe_router_topk",
     "moe_router_score_function",
     "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
 )
 _FLAG_OF = {"mlp_size": "ffn-hidden-size", "num_kv_heads": "num-query-groups", "head_size": "kv-channels", "expert_layers": "moe-layer-freq"}
 
@@ -91,7 +96,7 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
     heads = hf["num_attention_heads"]
     kv_heads = heads if kind in _LATENT else hf.get("num_key_value_heads", heads)
     head_size = hf["qk_nope_head_dim"] if kind in _LATENT else hf.get("head_dim") or hf["hidden_size"] // heads
-    parts = FAMILIES[kind] | _rope(hf, kind, flags) | (_latent(hf) if kind in _LATENT else {}) | _experts(hf)
+    parts = FAMILIES[kind] | _rope(hf, kind, flags) | (_latent(hf) if kind in _LATENT else {}) | _experts(hf, flags)
     parts["num_query_groups"] = None if kind in _LATENT else kv_heads
     if "add_qkv_bias" not in parts:
         parts["add_qkv_bias"] = bool(hf.get("attention_bias", False))
@@ -118,17 +123,22 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
 
 def hf_notes(hf: dict) -> list[str]:
     """What config.json describes and is left out of the architecture."""
-    ahead = hf.get("num_nextn_predict_layers") or 0
+    ahead = layers_ahead(hf)
     if not ahead:
         return []
     return [f"--hf-checkpoint has {ahead} layer{'s' * (ahead > 1)} for tokens beyond the next: neither trained nor counted in the plan"]
+
+
+def layers_ahead(hf: dict) -> int:
+    """Layers for tokens beyond the next that the checkpoint may hold, numbered after the others."""
+    return hf.get("num_nextn_predict_layers") or 0
 
 
 def disagreements(flags: ModelConfig, hf: ModelConfig) -> list[str]:
     """Where the command line's architecture differs from the checkpoint's."""
     names = [name for name in _CHECKED if not (name == "head_size" and hf.multi_latent_attention)]
     if flags.multi_latent_attention and hf.multi_latent_attention:
-        names += _CHECKED_LATENT
+        names += _CHECKED_LATENT + (_CHECKED_YARN if hf.rotary_scaling_factor != 1.0 else ())
     if flags.num_experts and hf.num_experts:
         names += _CHECKED_EXPERTS
         if hf.moe_router_score_function == "softmax":
@@ -184,13 +194,26 @@ def _rope(hf: dict, kind: str, flags: ModelConfig) -> dict:
         "rope_scaling_factor": rope.get("factor", 8.0) if rope_type == "llama3" else flags.rope_scaling_factor,
     }
     if kind in _LATENT:
-        yarn = rope if rope_type == "yarn" else {}
-        found |= {"rotary_scaling_factor": yarn.get("factor", 1.0), "mscale": yarn.get("mscale", 1.0), "mscale_all_dim": yarn.get("mscale_all_dim", 0.0)}
+        found |= _yarn(rope if rope_type == "yarn" else {})
     return found
+
+
+def _yarn(rope: dict) -> dict:
+    """Yarn (arXiv:2309.00071) in transformers' words; {} for plain rope. Raises ConfigError for what Megatron-core computes otherwise."""
+    found = {name: rope.get(name, ModelConfig.__dataclass_fields__[name].default) for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")}
+    scales = [bool(rope.get(name)) for name in ("mscale", "mscale_all_dim")]
+    if rope.get("attention_factor") is not None or rope.get("truncate") is False or (scales[1] and not scales[0]):
+        raise ConfigError([f"yarn with attention_factor, truncate false, or mscale_all_dim without mscale is not supported: {rope}."])
+    if not all(scales):  # transformers then takes no account of the one that is there
+        found["mscale"] = 1.0
+    original = rope.get("original_max_position_embeddings", ModelConfig.original_max_position_embeddings)
+    return found | {"rotary_scaling_factor": rope.get("factor", 1.0), "original_max_position_embeddings": original}
 
 
 def _latent(hf: dict) -> dict:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1)."""
+    if hf.get("rope_interleave") is False:
+        raise ConfigError(["config.json has rope_interleave false, which is not supported: Megatron-core rotates neighbouring channels."])
     return {
         "multi_latent_attention": True,
         "q_lora_rank": hf.get("q_lora_rank"),
@@ -201,7 +224,7 @@ def _latent(hf: dict) -> dict:
     }
 
 
-def _experts(hf: dict) -> dict:
+def _experts(hf: dict, flags: ModelConfig) -> dict:
     """Mixture of experts, in Qwen's words (num_experts) or DeepSeek's (n_routed_experts); {} for a dense model."""
     if hf["model_type"] == "qwen3_moe":
         if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
@@ -219,7 +242,8 @@ def _experts(hf: dict) -> dict:
         }
     if not hf.get("n_routed_experts"):
         return {}
-    dense, layers, groups = hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"], hf.get("n_group") or 1
+    _check_router(hf)
+    dense, layers, groups = min(hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]), hf["num_hidden_layers"], hf.get("n_group") or 1
     scale = hf.get("routed_scaling_factor") or 1.0
     return {
         "num_experts": hf["n_routed_experts"],
@@ -229,7 +253,20 @@ def _experts(hf: dict) -> dict:
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
+        # transformers and the engines route in fp32 whatever the weights' type.
+        "moe_router_dtype": flags.moe_router_dtype or "fp32",
         "moe_router_topk_scaling_factor": scale if scale != 1.0 else None,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": hf.get("topk_group") if groups > 1 else None,
     }
+
+
+def _check_router(hf: dict) -> None:
+    """Raises ConfigError for a DeepSeek-like router that Megatron-core computes otherwise."""
+    groups, chosen, topk = hf.get("n_group") or 1, hf.get("topk_group") or 1, hf["num_experts_per_tok"]
+    if hf.get("scoring_func", "sigmoid") != "sigmoid" or not hf.get("norm_topk_prob", True) or topk < 2:
+        found = {name: hf.get(name) for name in ("scoring_func", "norm_topk_prob", "num_experts_per_tok")}
+        raise ConfigError([f"config.json has {found}; supported are sigmoid scores of at least 2 experts a token, divided by their sum."])
+    if groups > 1 and topk // chosen != 2:
+        asked = f"num_experts_per_tok {topk}, topk_group {chosen}, n_group {groups}"
+        raise ConfigError([f"config.json has {asked}: groups are ranked by their best 2 experts, but Megatron-core ranks them by their best {topk // chosen}."])

@@ -1,4 +1,4 @@
-"""The architecture and how it is split over GPUs. Flag names are Megatron's."""
+"""The architecture of the model. Flag names are Megatron's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import dataclasses
 import re
 
 from slime_like.config.base import flag
+from slime_like.config.parallel import ParallelConfig
+
+__all__ = ["ModelConfig", "ParallelConfig", "parse_layer_pattern"]
 
 
 def parse_layer_pattern(text: str, num_layers: int) -> list[bool]:
@@ -28,7 +31,10 @@ def parse_layer_pattern(text: str, num_layers: int) -> list[bool]:
 
 
 #: Sizes that only multi-latent attention has.
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor", "mscale", "mscale_all_dim")
+_LATENT = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    *("original_max_position_embeddings", "beta_fast", "beta_slow"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,9 @@ class ModelConfig:
     v_head_dim: int = flag(128, help="Channels of a value head.")
     mscale: float = flag(1.0, help="Yarn attention scale.")
     mscale_all_dim: float = flag(0.0, help="Yarn attention scale on all channels.")
+    original_max_position_embeddings: int = flag(4096, help="Longest sequence before yarn stretched the positions.")
+    beta_fast: float = flag(32.0, help="Yarn: channels that turn more often than this over the original length are left as they are.")
+    beta_slow: float = flag(1.0, help="Yarn: channels that turn less often than this are stretched by the whole factor.")
     num_experts: int | None = flag(None, help="Experts of each mixture-of-experts layer.")
     moe_layer_freq: str = flag("1", help="Which layers have experts: N (every Nth), or a list such as [0]*3+[1]*75.")
     moe_ffn_hidden_size: int | None = flag(None, help="Width inside one expert. Default: --ffn-hidden-size.")
@@ -111,21 +120,6 @@ class ModelConfig:
             return (False,) * self.num_layers
         pattern = parse_layer_pattern(self.moe_layer_freq, self.num_layers)
         return tuple(pattern)
-
-    @property
-    def is_qwen3_moe(self) -> bool:
-        """Whether the experts are built as Qwen3-MoE's: in every layer, a plain softmax router, none shared."""
-        others = (
-            self.moe_shared_expert_intermediate_size,
-            self.moe_shared_expert_gate,
-            self.moe_router_enable_expert_bias,
-            self.moe_router_num_groups,
-            self.moe_router_group_topk,
-            self.add_qkv_bias,
-            self.multi_latent_attention,
-            self.moe_router_topk_scaling_factor not in (None, 1.0),
-        )
-        return bool(self.num_experts and self.qk_layernorm and self.moe_router_score_function == "softmax" and all(self.expert_layers)) and not any(others)
 
     @property
     def num_kv_heads(self) -> int:
@@ -213,142 +207,4 @@ class ModelConfig:
             found.append(
                 f"--moe-router-num-groups {self.moe_router_num_groups}: must divide --num-experts {self.num_experts} and needs --moe-router-group-topk."
             )
-        return found
-
-
-#: Sizes and counts that must be at least 1 where given.
-_COUNTS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "recompute_num_layers",
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the trainer is split over GPUs (Megatron's names)"""
-
-    tensor_model_parallel_size: int = flag(1, help="GPUs that share each layer's matrices.")
-    pipeline_model_parallel_size: int = flag(1, help="GPUs that share the layers.")
-    decoder_first_pipeline_num_layers: int | None = flag(None, help="Layers of the first pipeline stage. Default: as many as the others have.")
-    decoder_last_pipeline_num_layers: int | None = flag(None, help="Layers of the last pipeline stage. Default: as many as the others have.")
-    context_parallel_size: int = flag(1, help="GPUs that share one sequence.")
-    expert_model_parallel_size: int = flag(1, help="GPUs that share the experts.")
-    expert_tensor_parallel_size: int | None = flag(None, help="Tensor parallel size inside the experts. Default: --tensor-model-parallel-size.")
-    sequence_parallel: bool = flag(False, help="Split activations over the tensor parallel GPUs between the matrices.")
-    use_distributed_optimizer: bool = flag(True, help="Split optimizer state over data parallel ranks.")
-    overlap_grad_reduce: bool = flag(False, help="Reduce gradients while the backward pass still runs.")
-    overlap_param_gather: bool = flag(False, help="Gather weights while the forward pass already runs; with --overlap-grad-reduce.")
-    recompute_granularity: str | None = flag(
-        None, choices=("full", "selective"), help="Compute activations again in the backward pass: of whole layers, or of attention only."
-    )
-    recompute_method: str | None = flag(None, choices=("uniform", "block"), help="With full: all layers in chunks, or only the first of each stage.")
-    recompute_num_layers: int | None = flag(None, help="With full: layers of a chunk (uniform), or layers recomputed per stage (block).")
-    distributed_timeout_minutes: int = flag(10, help="Deadline of a collective.")
-    train_timeout_s: float = flag(3600.0, help="Deadline for the trainer to answer: training on one rollout, or saving, in seconds.")
-
-    @property
-    def model_parallel_size(self) -> int:
-        """GPUs that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    @property
-    def expert_tp_size(self) -> int:
-        """Tensor parallel size inside the experts."""
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-
-    @property
-    def expert_parallel_block(self) -> int:
-        """GPUs that hold one copy of the experts of every stage: expert tensor x expert x pipeline parallel size."""
-        return self.expert_tp_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
-
-    def layers_per_stage(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage; the sum is num_layers. Raises ValueError if they cannot be dealt out.
-
-        Megatron's rule (transformer_block.get_num_layers_to_build): what the first and last stage do not take by their flags
-        is dealt out evenly to the other stages.
-        Example: 61 layers, 4 stages, 13 in the last -> [16, 16, 16, 13].
-        """
-        stages = self.pipeline_model_parallel_size
-        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
-        if stages == 1:
-            if any(given not in (None, num_layers) for given in (first, last)):
-                raise ValueError(
-                    f"one pipeline stage has all {num_layers} layers: drop --decoder-first-pipeline-num-layers and "
-                    "--decoder-last-pipeline-num-layers, or raise --pipeline-model-parallel-size"
-                )
-            return [num_layers]
-        left, middle = num_layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
-        flags = (
-            f"--pipeline-model-parallel-size {stages}"
-            + (f", --decoder-first-pipeline-num-layers {first}" if first is not None else "")
-            + (f", --decoder-last-pipeline-num-layers {last}" if last is not None else "")
-        )
-        if left < middle or left % max(middle, 1) or (not middle and left):
-            if first is None and last is None:
-                raise ValueError(
-                    f"{num_layers} layers do not divide by {flags}. Fix: another size, or give the last stage fewer or more layers with "
-                    "--decoder-last-pipeline-num-layers"
-                )
-            raise ValueError(f"{num_layers} layers leave {left} for {middle} stages between the given ones, which is not an equal number each: {flags}")
-        even = left // middle if middle else 0
-        counts = [even] * stages
-        if first is not None:
-            counts[0] = first
-        if last is not None:
-            counts[-1] = last
-        return counts
-
-    def problems(self, model: ModelConfig) -> list[str]:
-        """What is impossible about the split."""
-        found = []
-        tensor = self.tensor_model_parallel_size
-        for name in _COUNTS:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
-        found += self._recompute_problems()
-        if self.overlap_param_gather and not (self.overlap_grad_reduce and self.use_distributed_optimizer):
-            found.append("--overlap-param-gather needs --overlap-grad-reduce and --use-distributed-optimizer.")
-        if found or model.num_layers is None:
-            return found
-        for what, count in (("query heads", model.num_attention_heads), ("key/value heads", model.num_kv_heads), ("MLP channels", model.mlp_size)):
-            if count % tensor:
-                found.append(f"{count} {what} do not divide by --tensor-model-parallel-size {tensor}.")
-        try:
-            self.layers_per_stage(model.num_layers)
-        except ValueError as error:
-            found.append(f"{error}.")
-        return found + self._expert_problems(model)
-
-    def _recompute_problems(self) -> list[str]:
-        if self.recompute_granularity == "full" and not (self.recompute_method and self.recompute_num_layers):
-            return ["--recompute-granularity full needs --recompute-method and --recompute-num-layers. Fix: uniform and 1 save the most memory."]
-        if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
-            return ["--recompute-method and --recompute-num-layers are for --recompute-granularity full. Fix: give that, or drop them."]
-        return []
-
-    def _expert_problems(self, model: ModelConfig) -> list[str]:
-        experts, size = model.num_experts, self.expert_model_parallel_size
-        if not experts:
-            sizes = {"--expert-model-parallel-size": size, "--expert-tensor-parallel-size": self.expert_tensor_parallel_size or 1}
-            return [f"{name} {given} needs a model with experts (--num-experts). Fix: 1." for name, given in sizes.items() if given > 1]
-        found = []
-        if experts % size:
-            found.append(f"{experts} experts do not divide by --expert-model-parallel-size {size}.")
-        for flag_name, channels in (
-            ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size or model.mlp_size),
-            ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size or 0),
-        ):
-            tensor = self.tensor_model_parallel_size if "shared" in flag_name else self.expert_tp_size
-            if channels % tensor:
-                found.append(f"{flag_name} {channels} does not divide by the tensor parallel size {tensor} of the experts.")
-        if self.expert_tp_size > 1 and self.tensor_model_parallel_size == 1:
-            found.append(f"--expert-tensor-parallel-size {self.expert_tp_size} needs --tensor-model-parallel-size above 1.")
-        if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
-            found.append("experts with --tensor-model-parallel-size above 1 need --sequence-parallel (Megatron refuses it otherwise).")
         return found

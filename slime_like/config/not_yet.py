@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.families import family_of
+from slime_like.config.model import ModelConfig
 from slime_like.config.training import LossConfig, OptimizerConfig
 
 _PLAN_ONLY = "a real run cannot do it yet, only --plan"
@@ -11,24 +12,12 @@ _PLAN_ONLY = "a real run cannot do it yet, only --plan"
 def model_not_yet(model: ModelConfig) -> list[str]:
     """Architectures that the trainer does not build."""
     found = {
-        f"--num-experts {model.num_experts}: mixture of experts other than Qwen3-MoE's (softmax router, --qk-layernorm, none shared, in every layer)": bool(
-            model.num_experts
-        )
-        and not model.is_qwen3_moe,
+        "an architecture of no known family (llama, qwen2, qwen3, qwen3_moe, glm4, glm4_moe, deepseek_v3): "
+        "norms, biases, rope, attention or router flags that do not belong together": family_of(model) is None,
         # A pack is one sequence to Megatron's router, so this would be the loss of aux_loss under another name.
         "--moe-router-load-balancing-type seq_aux_loss": model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff != 0,
-        "--multi-latent-attention": model.multi_latent_attention,
-        "--post-self-attn-layernorm": model.post_self_attn_layernorm,
-        "--post-mlp-layernorm": model.post_mlp_layernorm,
-        "--rotary-interleaved": model.rotary_interleaved,
-        f"--rotary-percent {model.rotary_percent}: rotating a part of each head": model.rotary_percent != 1.0,
     }
     return [f"{what}: {_PLAN_ONLY}." for what, given in found.items() if given]
-
-
-def parallel_not_yet(parallel: ParallelConfig) -> list[str]:
-    """Splits that the trainer does not do."""
-    return [f"--{name.replace('_', '-')}: {_PLAN_ONLY}." for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(parallel, name)]
 
 
 def training_not_yet(loss: LossConfig, optimizer: OptimizerConfig) -> list[str]:

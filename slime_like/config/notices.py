@@ -28,6 +28,10 @@ def notices(config: RunConfig) -> list[str]:
         found.append("--offload-rollout is off: external engines are never asked to give memory back")
     if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
         found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
+    if config.loss.use_opsm and not config.loss.use_rollout_logprobs and config.num_steps_per_rollout == 1:
+        found.append("--use-opsm masks nothing with one step per rollout unless --use-rollout-logprobs is given: nothing has moved yet")
+    if config.loss.use_routing_replay and not config.loss.use_rollout_routing_replay and config.num_steps_per_rollout == 1:
+        found.append("--use-routing-replay changes nothing with one step per rollout: the ratio is taken against that step's own forward pass")
     if config.model.moe_token_dispatcher_type != "alltoall":
         given = f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}" + (" and --moe-enable-deepep" if config.model.moe_enable_deepep else "")
         found.append(f"{given}: the trainer's tokens go to their experts by alltoall, which computes the same and takes packs of any length")

@@ -7,7 +7,7 @@ import json
 
 from slime_like.config.base import PluginArgs
 from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.not_yet import model_not_yet, parallel_not_yet, training_not_yet
+from slime_like.config.not_yet import model_not_yet, training_not_yet
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.system import EngineConfig, ObservabilityConfig, PlacementConfig, SyncConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
@@ -108,7 +108,7 @@ class RunConfig:
     @property
     def needs_reward_model(self) -> bool:
         """Whether a reward model scores the samples."""
-        return bool(self.checkpoint.reward_load) and self.uses_engines
+        return bool(self.checkpoint.reward_load) and self.uses_engines and not self.placement.debug_rollout_only
 
     @property
     def engine_tp_size(self) -> int:
@@ -132,10 +132,7 @@ class RunConfig:
 
     def not_yet(self) -> list[str]:
         """What the plan knows but a run cannot do yet; train.py adds it to the problems when not planning."""
-        found = model_not_yet(self.model) + parallel_not_yet(self.parallel) + training_not_yet(self.loss, self.optimizer)
-        if self.needs_reward_model:
-            found.append("--reward-load: a real run cannot score with a reward model yet, only --plan. Fix: --rm-type or --custom-rm-path.")
-        return found
+        return model_not_yet(self.model) + training_not_yet(self.loss, self.optimizer)
 
     def plugin_args(self) -> PluginArgs:
         """The flat, read-only view given to user plugins."""
@@ -160,7 +157,7 @@ class RunConfig:
 
     def missing_files(self) -> list[str]:
         """Every path that a run needs and that is not there."""
-        found = self.checkpoint.missing_files() + self.eval.missing_files() + self.observability.missing_files()
+        found = self.checkpoint.missing_files() + self.loss.missing_files() + self.eval.missing_files() + self.observability.missing_files()
         if not self.observability.load_debug_rollout_data:
             found += self.data.missing_files()
         return found
@@ -226,8 +223,40 @@ class RunConfig:
             found.append(f"--sglang-ep-size {ep} needs a model with experts (--num-experts).")
         return found
 
-    def _role_problems(self) -> list[str]:
+    def _routing_problems(self) -> list[str]:
+        """What routing replay needs."""
         found = []
+        for name in ("use_routing_replay", "use_rollout_routing_replay"):
+            flag_name = f"--{name.replace('_', '-')}"
+            if not getattr(self.loss, name):
+                continue
+            if self.model.num_layers is not None and not self.model.num_experts:
+                found.append(f"{flag_name} needs a model with experts (--num-experts). Fix: drop it.")
+            if self.is_sft:
+                found.append(f"{flag_name} is about sampled responses; --loss-type sft_loss samples none. Fix: drop it.")
+        if self.loss.use_rollout_routing_replay and str(self.engine.sglang.get("enable_return_routed_experts", True)).lower() == "false":
+            found.append("--sglang-enable-return-routed-experts false keeps from the trainer what --use-rollout-routing-replay needs. Fix: drop one of them.")
+        return found
+
+    def _reference_problems(self) -> list[str]:
+        """--ref-update-interval, which reaches into checkpoints and placement."""
+        interval, save_interval = self.loss.ref_update_interval, self.checkpoint.save_interval
+        if not interval:
+            return []
+        if not self.needs_reference:
+            return [f"--ref-update-interval {interval} needs a reference: --use-kl-loss or --kl-coef. Fix: one of them, or drop it."]
+        if save_interval and save_interval % interval:
+            return [
+                (
+                    f"--save-interval {save_interval} is no multiple of --ref-update-interval {interval}: a checkpoint between two updates cannot be "
+                    "resumed, as it does not hold the reference. Fix: a multiple."
+                )
+            ]
+        return []
+
+    def _role_problems(self) -> list[str]:
+        found = self._routing_problems()
+        found += self._reference_problems()
         if self.needs_reference and not self.checkpoint.ref_load:
             found.append(f"{'--use-kl-loss' if self.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model.")
         if self.placement.debug_train_only and not self.is_sft and not self.observability.load_debug_rollout_data:
@@ -240,6 +269,10 @@ class RunConfig:
             found.append(f"--n-samples-per-prompt {self.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1.")
         if self.is_sft and self.eval.eval_prompt_data:
             found.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
+        if self.checkpoint.reward_load and self.placement.debug_rollout_only:
+            found.append("--debug-rollout-only starts engines only, not the model of --reward-load. Fix: --rm-type or --custom-rm-path instead.")
+        if self.reward.reward_model_weight != 1.0 and not self.checkpoint.reward_load:
+            found.append("--reward-model-weight does nothing without --reward-load. Fix: add it, or drop this.")
         given = self.reward.rm_type or self.reward.custom_rm_path or self.checkpoint.reward_load
         if self.uses_engines and not given:
             found.append("samples need a reward: give --rm-type, --custom-rm-path or --reward-load.")
@@ -248,8 +281,26 @@ class RunConfig:
         if self.optimizer.critic_lr is not None and not self.needs_critic:
             found.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
         sync = self.sync.update_weight_transport
+        if self.sync.update_weight_interface and self.placement.colocate:
+            found.append("--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it.")
         if sync == "ipc" and not self.placement.colocate:
             found.append("--update-weight-transport ipc needs --colocate. Fix: broadcast or disk.")
         if sync == "broadcast" and self.placement.colocate:
             found.append("--update-weight-transport broadcast does not go with --colocate: NCCL refuses two ranks on one GPU. Fix: ipc or disk.")
-        return found
+        return found + self._delta_problems()
+
+    def _delta_problems(self) -> list[str]:
+        """What --update-weight-mode delta needs, and what is given without it."""
+        receivers, engines = self.placement.rollout_external_receiver_addrs or [], self.placement.rollout_external_engine_addrs or []
+        if not self.sync.sends_deltas:
+            return ["--rollout-external-receiver-addrs does nothing without --update-weight-mode delta. Fix: add it, or drop this."] if receivers else []
+        if not self.uses_engines or self.placement.debug_rollout_only:
+            return ["--update-weight-mode delta: this run sends no weights. Fix: leave it out."]
+        if self.placement.colocate:
+            return ["--update-weight-mode delta is for slow links and does not go with --colocate. Fix: leave it out; ipc copies within the machine."]
+        if len(receivers) != len(engines):
+            given = f"{len(receivers)} are given for {len(engines)}. Fix: start python -m slime_like.weight_sync.receiver on each engine's machine."
+            return [f"--update-weight-mode delta needs one of --rollout-external-receiver-addrs for each external engine: {given}"]
+        if engines and self.sync.update_weight_local_checkpoint_dir:
+            return ["--update-weight-local-checkpoint-dir is for receivers that we start. Fix: --directory of the running receivers."]
+        return []

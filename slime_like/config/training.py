@@ -6,6 +6,9 @@ import dataclasses
 import os
 
 from slime_like.config.base import flag
+from slime_like.config.loss import LossConfig
+
+__all__ = ["BatchConfig", "CheckpointConfig", "LossConfig", "OptimizerConfig"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,20 +20,33 @@ class BatchConfig:
     micro_batch_size: int = flag(1, help="Samples per micro-batch, without --use-dynamic-batch-size.")
     use_dynamic_batch_size: bool = flag(False, help="Pack samples into micro-batches of at most --max-tokens-per-gpu tokens.")
     max_tokens_per_gpu: int | None = flag(None, help="Tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets one of its own.")
+    qkv_format: str = flag("thd", choices=("thd", "bshd"), help="Samples of a micro-batch end to end (thd), or padded to the longest, one a row (bshd).")
     data_pad_size_multiplier: int = flag(1, help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens.")
     log_probs_chunk_size: int = flag(-1, help="Turn logits into log-probs this many tokens at a time, which needs less memory; -1: all at once.")
-    balance_data: bool = flag(False, help="Give the data parallel ranks equal work instead of equal sample counts.")
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None, help="As --max-tokens-per-gpu, for passes without gradients (log-probs, values), which need less memory. Default: the same."
+    )
+    balance_data: bool = flag(False, help="Give the data parallel ranks equal numbers of tokens instead of equal sample counts.")
+    balance_by_flops: bool = flag(
+        False, help="Give the data parallel ranks, and their micro-batches, equal work: the model's FLOPs of each sample. Needs --use-dynamic-batch-size."
+    )
 
     def problems(self) -> list[str]:
         """What is impossible about the batch flags by themselves."""
         found = []
         if self.log_probs_chunk_size < 1 and self.log_probs_chunk_size != -1:
             found.append(f"--log-probs-chunk-size {self.log_probs_chunk_size}: must be at least 1, or -1 for all tokens at once.")
+        if self.qkv_format == "bshd" and self.use_dynamic_batch_size:
+            found.append("--use-dynamic-batch-size counts tokens laid end to end; --qkv-format bshd pads them. Fix: --micro-batch-size, or --qkv-format thd.")
         if self.use_dynamic_batch_size and not self.max_tokens_per_gpu:
             found.append("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
         if self.max_tokens_per_gpu and not self.use_dynamic_batch_size:
             found.append("--max-tokens-per-gpu does nothing without --use-dynamic-batch-size. Fix: add it.")
-        for name in ("global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu", "data_pad_size_multiplier"):
+        for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
+            if getattr(self, name) and not self.use_dynamic_batch_size:
+                found.append(f"--{name.replace('_', '-')} does nothing without --use-dynamic-batch-size. Fix: add it, with --max-tokens-per-gpu.")
+        counts = ("global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")
+        for name in (*counts, "data_pad_size_multiplier"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"--{name.replace('_', '-')} {value}: must be at least 1.")
@@ -96,6 +112,12 @@ class CheckpointConfig:
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
     save_interval: int | None = flag(None, help="Save every this many rollouts; the last rollout is always saved.")
     save_hf: str | None = flag(None, help="Also write an HF folder at each save; '{rollout_id}' in the path is replaced by the number of rollouts done.")
+    async_save: bool = flag(False, help="Write checkpoints while the run goes on; each counts once all ranks have written it.")
+    save_retain_interval: int | None = flag(
+        None, help="Keep only checkpoints whose number divides by this, and the newest: each save deletes the one before. Default: keep all."
+    )
+    ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.")
+    ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.")
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of checkpoints.")
     no_load_optim: bool = flag(False, help="Do not read optimizer state.")
     no_load_rng: bool = flag(False, help="Do not read random states.")
@@ -108,6 +130,16 @@ class CheckpointConfig:
             found.append("--save-interval and --save-hf need --save, the folder for checkpoints.")
         if self.save_interval is not None and self.save_interval < 1:
             found.append(f"--save-interval {self.save_interval}: must be at least 1.")
+        for name, needed in (("async_save", "save"), ("save_retain_interval", "save"), ("ckpt_step", "load"), ("ref_ckpt_step", "ref_load")):
+            value = getattr(self, name)
+            if value is not None and value is not False and not getattr(self, needed):
+                found.append(f"--{name.replace('_', '-')} does nothing without --{needed.replace('_', '-')}. Fix: add it, or drop this.")
+        for name in ("ckpt_step", "ref_ckpt_step"):
+            if (getattr(self, name) or 0) < 0:
+                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+        interval = self.save_retain_interval
+        if interval is not None and (interval < 1 or self.save_interval is None or interval % self.save_interval):
+            found.append(f"--save-retain-interval {interval}: must be a multiple of --save-interval {self.save_interval}.")
         return found
 
     def missing_files(self) -> list[str]:
@@ -124,87 +156,3 @@ class CheckpointConfig:
             if folder and not os.path.isdir(folder):
                 found.append(f"--{name.replace('_', '-')} {folder}: no such folder.")
         return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """Loss and advantages"""
-
-    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss"), help='sft_loss trains on each row\'s "response" and starts no engines.')
-    advantage_estimator: str = flag(
-        "grpo",
-        choices=("grpo", "gspo", "cispo", "rloo", "ppo"),
-        help="grpo, gspo (one ratio a sample), cispo (clipped weight), rloo (leave-one-out): compared within a prompt's group; ppo: against a critic.",
-    )
-    disable_compute_advantages_and_returns: bool = flag(False, help="Supervised runs need no advantages; only with --loss-type sft_loss.")
-    disable_grpo_std_normalization: bool = flag(False, help="Centre rewards only (Dr. GRPO).")
-    disable_rewards_normalization: bool = flag(False, help="Use raw rewards as advantages.")
-    eps_clip: float = flag(0.2, help="PPO clip range below 1.")
-    eps_clip_high: float | None = flag(None, help="PPO clip range above 1 (clip-higher). Default: --eps-clip.")
-    eps_clip_c: float | None = flag(None, help="Dual clip: bound for negative advantages, above 1.")
-    use_kl_loss: bool = flag(False, help="Add --kl-loss-coef x KL(policy, reference) to the loss; loads the reference.")
-    kl_loss_coef: float = flag(0.0, help="Weight of the KL loss. At 0 the KL is only measured.")
-    kl_loss_type: str = flag("k1", choices=("k1", "k2", "k3", "low_var_kl"), help="KL estimator (Schulman); low_var_kl is k3 clamped to +-10.")
-    kl_coef: float = flag(0.0, help="Weight of a KL penalty (k1, to --ref-load) inside each token's reward; with --advantage-estimator ppo.")
-    gamma: float = flag(1.0, help="Discount of a later token's reward; ppo.")
-    lambd: float = flag(1.0, help="GAE's lambda: 1 trusts the rewards, 0 the critic; ppo.")
-    normalize_advantages: bool = flag(False, help="Whiten the advantages over the tokens of the rollout; ppo.")
-    value_clip: float = flag(0.2, help="How far the critic's value of a token may move in one rollout step before its loss stops pulling; ppo.")
-    num_critic_only_steps: int = flag(0, help="Rollout steps at the start that train the critic only; ppo.")
-    use_tis: bool = flag(False, help="Weigh each token's policy loss by trainer's / engine's probability (truncated importance sampling).")
-    tis_clip: float = flag(2.0, help="Upper bound of that weight.")
-    tis_clip_low: float = flag(0.0, help="Lower bound of that weight.")
-    entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
-    calculate_per_token_loss: bool = flag(False, help="Mean over all tokens of the batch instead of per sample, then over samples.")
-
-    def problems(self) -> list[str]:
-        """What is impossible about the loss."""
-        found = []
-        if self.eps_clip < 0 or (self.eps_clip_high or 0) < 0:
-            found.append(f"--eps-clip {self.eps_clip}, --eps-clip-high {self.eps_clip_high}: must not be negative.")
-        if self.eps_clip_c is not None and self.eps_clip_c <= 1:
-            found.append(f"--eps-clip-c {self.eps_clip_c}: must be above 1.")
-        if self.eps_clip_c is not None and self.advantage_estimator in ("gspo", "cispo"):
-            found.append(
-                f"--eps-clip-c {self.eps_clip_c} belongs to PPO's token ratio; --advantage-estimator {self.advantage_estimator} has none. Fix: drop it."
-            )
-        if self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss":
-            found.append("--disable-compute-advantages-and-returns leaves a policy loss without advantages. Fix: drop it, or --loss-type sft_loss.")
-        if not 0 <= self.tis_clip_low <= self.tis_clip:
-            found.append(f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}: need 0 <= low <= high.")
-        if self.kl_loss_coef and not self.use_kl_loss:
-            found.append(f"--kl-loss-coef {self.kl_loss_coef} does nothing without --use-kl-loss. Fix: add it.")
-        return found + self._critic_problems()
-
-    def _critic_problems(self) -> list[str]:
-        """What only advantages against a critic have."""
-        found = []
-        if not 0 <= self.gamma <= 1 or not 0 <= self.lambd <= 1:
-            found.append(f"--gamma {self.gamma}, --lambd {self.lambd}: must be from 0 to 1.")
-        if self.value_clip <= 0:
-            found.append(f"--value-clip {self.value_clip}: must be above 0.")
-        if self.num_critic_only_steps < 0:
-            found.append(f"--num-critic-only-steps {self.num_critic_only_steps}: must not be negative.")
-        if self.kl_coef < 0:
-            found.append(f"--kl-coef {self.kl_coef}: must not be negative.")
-        if self.kl_coef and self.kl_loss_coef:
-            found.append(f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} punish the same KL twice. Fix: one of them.")
-        if self.advantage_estimator == "ppo":
-            for name in ("disable_grpo_std_normalization", "disable_rewards_normalization"):
-                if getattr(self, name):
-                    found.append(f"--{name.replace('_', '-')} is about groups, and --advantage-estimator ppo compares with a critic. Fix: drop it.")
-            return found
-        if self.kl_coef:
-            found.append(
-                f"--kl-coef {self.kl_coef} needs rewards per token: --advantage-estimator ppo, not {self.advantage_estimator}. "
-                "Fix: --use-kl-loss --kl-loss-coef."
-            )
-        for name in ("gamma", "lambd", "normalize_advantages", "value_clip", "num_critic_only_steps"):
-            if getattr(self, name) != getattr(LossConfig, name):
-                found.append(f"--{name.replace('_', '-')} does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
-        return found
-
-    @property
-    def clip_high(self) -> float:
-        """Clip range above 1."""
-        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high

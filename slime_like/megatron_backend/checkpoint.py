@@ -1,34 +1,29 @@
-"""Megatron checkpoints (torch_dist): written whole or not at all, readable under another parallel layout.
-
-<folder>/latest_checkpointed_iteration.txt    "12", Megatron's tracker
-<folder>/iter_0000012/                        torch_dist shards, and client_state.json with a list of every file's size
-"""
+"""Megatron checkpoints (torch_dist): written whole or not at all, readable under another parallel layout."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import random
-import shutil
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_like.config.model import ModelConfig
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, SaveError
+from slime_like.megatron_backend.checkpoint_folder import Draft, read_client_state
 from slime_like.megatron_backend.model_provider import unwrap
 from slime_like.megatron_backend.optimizer import fit_optimizer_state
 from slime_like.megatron_backend.value_head import OUTPUT_WEIGHT
-from slime_like.utils.files import write_atomic
 
-TRACKER = "latest_checkpointed_iteration.txt"
-STATE_FILE = "client_state.json"
+#: What writing may raise; torch's CheckpointException is a BaseException.
+WRITE_FAILURES = (Exception, CheckpointException)
 #: Parameter-shaped optimizer state, readable under any layout. (dp_reshardable is silently wrong with torch AdamW in 0.16.1.)
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 #: What must agree between a checkpoint and the model it is loaded into.
@@ -45,13 +40,20 @@ _ARCHITECTURE = (
     "untie_embeddings_and_output_weights",
 )
 _EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
+#: What only some families have: told where it is not the default.
+_FAMILY = (
+    *("post_self_attn_layernorm", "post_mlp_layernorm", "rotary_interleaved", "rotary_percent"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
     """Everything of one rank that a checkpoint holds."""
 
-    model: torch.nn.Module
+    model: Sequence[torch.nn.Module]  # this rank's chunks
     model_config: ModelConfig
     optimizer: MegatronOptimizer | None = None  # None: leave optimizer state out
     scheduler: OptimizerParamScheduler | None = None  # None: take weights only
@@ -59,80 +61,51 @@ class TrainState:
     value_head: bool = False  # a critic; loading a policy's weights leaves its head as it is
 
 
-def is_megatron_folder(folder: str) -> bool:
-    """Whether anything in the folder claims to be a Megatron checkpoint."""
-    return os.path.isdir(folder) and (os.path.isfile(os.path.join(folder, TRACKER)) or bool(_iterations(folder)))
+def draft_of(
+    folder: str, state: TrainState, *, num_rollouts_done: int | None, client_state: dict, retain_interval: int | None = None, num_spared: int = 0
+) -> Draft:
+    """The checkpoint-to-be of `state` in `folder`. client_state must be JSON; num_rollouts_done None: converted weights, which resume nothing."""
+    record = {
+        "num_rollouts_done": num_rollouts_done or 0,
+        "client_state": client_state,
+        "architecture": _architecture(state.model_config),
+        "layout": _layout(),
+        "dtype": str(next(state.model[0].parameters()).dtype).removeprefix("torch."),
+        "has_optimizer": state.optimizer is not None,
+        "weights_only": state.scheduler is None,
+        "value_head": state.value_head,
+    }
+    return Draft(folder=folder, number=num_rollouts_done, record=record, retain_interval=retain_interval, num_spared=num_spared)
 
 
-def latest(folder: str) -> str:
-    """Path of the newest checkpoint. Raises CheckpointError if there is none, or if it is torn."""
-    tracker = os.path.join(folder, TRACKER)
-    if os.path.isfile(tracker):
-        with open(tracker, encoding="utf-8") as file:
-            text = file.read().strip()
-        if not text.isdigit():
-            raise CheckpointError(f"{tracker} holds {text!r}, not the number of a checkpoint.")
-        path = os.path.join(folder, _folder_name(int(text)))
-    elif _iterations(folder):
-        # The rename happened and the tracker's writing did not: a folder with its final name is complete.
-        path = os.path.join(folder, _folder_name(max(_iterations(folder))))
-    else:
-        raise CheckpointError(f"{folder} holds no Megatron checkpoint: neither {TRACKER} nor an iter_ folder.")
-    read_client_state(path)
-    return path
+def save(draft: Draft, state: TrainState) -> str:
+    """Write one checkpoint and make it the latest; returns its path. Collective. Raises SaveError.
 
-
-def read_client_state(path: str) -> dict:
-    """client_state.json of one checkpoint, after checking that every file it lists is there in full. Raises CheckpointError."""
-    state_path = os.path.join(path, STATE_FILE)
-    try:
-        with open(state_path, encoding="utf-8") as file:
-            state = json.load(file)
-        sizes = state["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{path} is no complete checkpoint: {state_path} cannot be read ({error!r}). Fix: write an older number into {TRACKER}, or remove the folder."
-        ) from None
-    for name, size in sizes.items():
-        file_path = os.path.join(path, name)
-        found = os.path.getsize(file_path) if os.path.isfile(file_path) else None
-        if found != size:
-            raise CheckpointError(
-                f"{file_path} is {'missing' if found is None else f'{found} bytes long'}, but was written with {size}: the checkpoint is torn. "
-                f"Fix: write an older number into {TRACKER}, or restore the file."
-            )
-    return state
-
-
-def save(folder: str, state: TrainState, *, num_rollouts_done: int, client_state: dict) -> str:
-    """Write one checkpoint and make it the latest; returns its path. Collective. client_state must be JSON.
-
-    Everything is written into a neighbouring folder first; the rename makes it a checkpoint.
+    Everything is written into a hidden folder first; the rename makes it a checkpoint.
     """
-    final = os.path.join(folder, _folder_name(num_rollouts_done))
-    draft = os.path.join(folder, f".{_folder_name(num_rollouts_done)}.tmp")
-    is_first = torch.distributed.get_rank() == 0
-    if is_first:
-        shutil.rmtree(draft, ignore_errors=True)
-        os.makedirs(draft)
+    try:
+        start_writing(draft, state, in_background=False)
+    except WRITE_FAILURES as error:
+        raise SaveError(f"the checkpoint {draft.final_path} could not be written: {type(error).__name__}: {error}") from error
+    finish_writing(draft)
+    return draft.final_path
+
+
+def start_writing(draft: Draft, state: TrainState, *, in_background: bool) -> AsyncRequest | None:
+    """Make the hidden folder and write into it, or, in_background, return Megatron's request to do so. Collective."""
+    if torch.distributed.get_rank() == 0:
+        draft.make()
     torch.distributed.barrier()
-    dist_checkpointing.save(_sharded_state(state, is_loading=False), draft)
+    request = dist_checkpointing.save(_sharded_state(state, is_loading=False), draft.path, async_sharded_save=in_background)
     torch.distributed.barrier()
-    if is_first:
-        record = {
-            "num_rollouts_done": num_rollouts_done,
-            "client_state": client_state,
-            "architecture": _architecture(state.model_config),
-            "layout": _layout(),
-            "has_optimizer": state.optimizer is not None,
-            "value_head": state.value_head,
-            "files": {entry.name: entry.stat().st_size for entry in os.scandir(draft)},
-        }
-        write_atomic(os.path.join(draft, STATE_FILE), json.dumps(record, indent=1))
-        swap_in(draft, final)
-        write_atomic(os.path.join(folder, TRACKER), str(num_rollouts_done))
+    return request
+
+
+def finish_writing(draft: Draft) -> None:
+    """Turn what all ranks have written into the latest checkpoint. Collective."""
+    if torch.distributed.get_rank() == 0:
+        draft.publish()
     torch.distributed.barrier()
-    return final
 
 
 def load(path: str, state: TrainState) -> dict:
@@ -143,7 +116,8 @@ def load(path: str, state: TrainState) -> dict:
     saved = read_client_state(path)
     wanted, found = _architecture(state.model_config), saved.get("architecture")
     if found != wanted:
-        differing = [f"{k}: checkpoint {(found or {}).get(k)}, flags {wanted[k]}" for k in wanted if (found or {}).get(k) != wanted[k]]
+        theirs = found or {}
+        differing = [f"{k}: checkpoint {theirs.get(k)}, flags {wanted.get(k)}" for k in wanted | theirs if theirs.get(k) != wanted.get(k)]
         raise CheckpointError(f"{path} is of another architecture: {'; '.join(differing)}.")
     from_policy = state.value_head and not saved.get("value_head", False)
     if not state.value_head and saved.get("value_head", False) or from_policy and state.optimizer is not None:
@@ -153,14 +127,17 @@ def load(path: str, state: TrainState) -> dict:
     if saved["layout"] != _layout():
         state = dataclasses.replace(state, with_rng=False)
     sharded = _sharded_state(state, is_loading=True)
-    own_head = sharded["model"].pop(OUTPUT_WEIGHT, None) if from_policy else None
+    chunks = dict(zip(_chunk_names(state.model), unwrap(state.model), strict=True))
+    last = list(chunks)[-1]
+    own_head = sharded[last].pop(OUTPUT_WEIGHT, None) if from_policy else None
     try:
         loaded = dist_checkpointing.load(sharded, path)
     except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     if own_head is not None:
-        loaded["model"][OUTPUT_WEIGHT] = own_head.data
-    unwrap(state.model).load_state_dict(loaded["model"])
+        loaded[last][OUTPUT_WEIGHT] = own_head.data
+    for name, chunk in chunks.items():
+        chunk.load_state_dict(loaded[name])
     if state.optimizer is not None:
         state.optimizer.load_state_dict(fit_optimizer_state(loaded["optimizer"], state.optimizer))
     if state.scheduler is not None:
@@ -171,9 +148,9 @@ def load(path: str, state: TrainState) -> dict:
 
 
 def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
-    sharded: dict = {"model": unwrap(state.model).sharded_state_dict()}
+    sharded: dict = {name: chunk.sharded_state_dict() for name, chunk in zip(_chunk_names(state.model), unwrap(state.model), strict=True)}
     if state.optimizer is not None:
-        sharded["optimizer"] = state.optimizer.sharded_state_dict({"model": sharded["model"]}, is_loading=is_loading, metadata=_METADATA)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=_METADATA)
     if state.scheduler is not None:
         sharded["opt_param_scheduler"] = state.scheduler.state_dict()
     if state.with_rng:
@@ -186,6 +163,11 @@ def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
         copy = parallel_state.get_context_parallel_rank()
         sharded["rng_state"] = ShardedObject("rng_state", _get_rng(), (tensor, pipeline, data), place, replica_id=copy)
     return sharded
+
+
+def _chunk_names(model: Sequence[torch.nn.Module]) -> list[str]:
+    """Megatron's names of the chunks' state; tensors bear the numbers of the whole model's layers, so files do not depend on the chunks."""
+    return ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
 
 
 def _get_rng() -> dict:
@@ -210,7 +192,10 @@ def _set_rng(state: dict) -> None:
 
 
 def _architecture(model: ModelConfig) -> dict:
-    return {name: getattr(model, name) for name in _ARCHITECTURE + (_EXPERTS if model.num_experts else ())}
+    found = {name: getattr(model, name) for name in _ARCHITECTURE + (_EXPERTS if model.num_experts else ())}
+    if model.num_experts and not all(model.expert_layers):
+        found["moe_layer_freq"] = "".join(str(int(has_experts)) for has_experts in model.expert_layers)
+    return found | {name: getattr(model, name) for name in _FAMILY if getattr(model, name) != getattr(ModelConfig, name)}
 
 
 def _layout() -> list[int]:
@@ -220,22 +205,3 @@ def _layout() -> list[int]:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_data_parallel_world_size(),
     ]
-
-
-def _folder_name(number: int) -> str:
-    return f"iter_{number:07d}"
-
-
-def _iterations(folder: str) -> list[int]:
-    names = (entry.name for entry in os.scandir(folder) if entry.is_dir()) if os.path.isdir(folder) else ()
-    return [int(name[5:]) for name in names if name.startswith("iter_") and name[5:].isdigit()]
-
-
-def swap_in(draft: str, final: str) -> None:
-    """Give the finished folder its name; one of the same name (a step done again after a resume) makes way."""
-    old = draft + ".old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.isdir(final):
-        os.rename(final, old)
-    os.rename(draft, final)
-    shutil.rmtree(old, ignore_errors=True)

@@ -19,6 +19,7 @@ import warnings
 
 import torch
 
+from slime_like.megatron_backend.compat_buffers import BUFFER_PATCHES
 from slime_like.megatron_backend.compat_experts import EXPERT_PATCHES
 
 _PACKAGE = "megatron"
@@ -51,6 +52,8 @@ _EXPECTED_WARNINGS = (
     ("Apex is not installed", UserWarning),
     ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
     ("full scope is deprecated", UserWarning),
+    ("`load_state_dict` is deprecated", FutureWarning),
+    ("Please use DTensor instead", FutureWarning),
     ("`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", FutureWarning),
 )
 _installed = False
@@ -365,5 +368,6 @@ _MODULE_PATCHES = (
     ("megatron.core.tensor_parallel.random", _patch_rng, True),
     ("megatron.core.dist_checkpointing.strategies.filesystem_async", _patch_writer, True),
     ("megatron.core.optimizer.distrib_optimizer", _patch_torch_adam, False),
+    *BUFFER_PATCHES,
     *EXPERT_PATCHES,
 )

@@ -49,9 +49,26 @@ def _patch_uneven_parts(module) -> None:
     module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_parts, scatter_parts
 
 
+def _patch_padding(module) -> None:
+    """transformer/moe/router.py:542 masks the [tokens, experts] routing of a router with a bias by [tokens]; and a micro-batch of nothing
+    but padding divides its balancing loss by no tokens. Goes when the mask is broadcast and the count is at least 1.
+    """
+    count_by_bias, count = module.TopKRouter._apply_expert_bias, module.get_tokens_per_expert_and_token_count
+
+    def apply_expert_bias(self, routing_map, padding_mask=None):
+        return count_by_bias(self, routing_map, padding_mask=None if padding_mask is None else padding_mask.unsqueeze(-1))
+
+    def count_tokens(*args, **kwargs):
+        per_expert, local, total = count(*args, **kwargs)
+        return per_expert, local, total.clamp(min=1) if torch.is_tensor(total) else total
+
+    module.TopKRouter._apply_expert_bias, module.get_tokens_per_expert_and_token_count = apply_expert_bias, count_tokens
+
+
 #: (module, patch, only without CUDA), as compat.py lists its own.
 EXPERT_PATCHES = (
     ("megatron.core.transformer.moe.moe_utils", _patch_router_gemm, False),
     ("megatron.core.transformer.moe.moe_utils", _patch_token_counts, True),
+    ("megatron.core.transformer.moe.router", _patch_padding, False),
     ("megatron.core.tensor_parallel.mappings", _patch_uneven_parts, True),
 )

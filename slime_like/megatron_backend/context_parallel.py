@@ -34,16 +34,21 @@ class ContextShare:
         unit = 2 * self.size if self.size > 1 else 1
         return -(-length // unit) * unit
 
-    def segments(self, lengths: Sequence[int], *, multiple: int) -> list[int]:
+    def segments(self, lengths: Sequence[int], *, multiple: int, at_least: int = 0) -> list[int]:
         """Sequences of a pack: padded samples, and one of padding where a rank's tokens would not divide by `multiple`, or be none at all.
 
+        at_least: tokens of the whole pack, one that other lengths gave with the same multiple.
         Example: 2 ranks, lengths [5, 4], multiple 4 -> [8, 4, 4].
         """
         found = [self.padded(length) for length in lengths]
-        unit = math.lcm(2 * self.size, self.size * multiple) if self.size > 1 else multiple
+        unit = self.unit(multiple)
         total = sum(found)
-        padding = max(-total % unit, 0 if total else unit)
+        padding = max(-total % unit, 0 if total else unit, at_least - total)
         return [*found, padding] if padding else found
+
+    def unit(self, multiple: int) -> int:
+        """What the tokens of all ranks together must divide by, so that each rank has equal chunks and a multiple of `multiple`."""
+        return math.lcm(2 * self.size, self.size * multiple) if self.size > 1 else multiple
 
     def local(self, segments: Sequence[int]) -> np.ndarray:
         """Places in the whole pack of this rank's tokens, in its order."""
@@ -51,8 +56,11 @@ class ContextShare:
         return np.concatenate([start + zigzag_positions(length, self.size, self.rank) for start, length in zip(starts, segments, strict=True)])
 
     def restoring(self, lengths: Sequence[int], segments: Sequence[int]) -> np.ndarray | None:
-        """[sum of lengths]: where in the ranks' parts laid end to end each token of the samples is, without padding; None if there is one rank."""
-        if self.size == 1:
+        """[sum of lengths]: where in the ranks' parts laid end to end each token of the samples is, without padding.
+
+        None if there is one rank and no padding before the last sample's end: scores are in their places then.
+        """
+        if self.size == 1 and all(length == segment for length, segment in zip(lengths, segments, strict=False)):
             return None
         parts = np.concatenate([dataclasses.replace(self, rank=rank).local(segments) for rank in range(self.size)])
         place = np.argsort(parts)
@@ -71,7 +79,7 @@ def zigzag_positions(length: int, size: int, rank: int) -> np.ndarray:
 
 
 def whole(values: torch.Tensor, restoring: torch.Tensor | None) -> torch.Tensor:
-    """Scores of this rank's tokens -> of all tokens of the pack's samples, equal on every context parallel rank. Collective.
+    """Scores of this rank's tokens -> of all tokens of the pack's samples, equal on every context parallel rank. Collective if there are several.
 
     restoring: see ContextShare.restoring. Differentiable where every rank computes the same loss from the result: each keeps the
     gradient of its own tokens, so gradients of weights are to be summed over the ranks.
@@ -79,4 +87,6 @@ def whole(values: torch.Tensor, restoring: torch.Tensor | None) -> torch.Tensor:
     if restoring is None:
         return values
     group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values[restoring]
     return gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)[restoring]

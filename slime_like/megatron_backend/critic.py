@@ -6,20 +6,19 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 
 from slime_like.algorithms.losses import clipped_value_loss
 from slime_like.algorithms.reduce import weighted_sum
-from slime_like.algorithms.token_advantages import sample_advantages
 from slime_like.config.run import RunConfig
 from slime_like.config.training import LossConfig
+from slime_like.megatron_backend.advantages import Parts, rollout_advantages
+from slime_like.megatron_backend.checkpoint_folder import is_megatron_folder
 from slime_like.megatron_backend.context_parallel import whole
 from slime_like.megatron_backend.packing import PackedBatch, packed_rows
-from slime_like.megatron_backend.start_weights import start_source
+from slime_like.megatron_backend.start_weights import start_source, start_step
 from slime_like.megatron_backend.train_step import LogProbs, StepBatch, StepRunner
-from slime_like.records import TrainSample
 
 #: The critic's folder inside --save and --load.
 FOLDER = "critic"
@@ -33,11 +32,14 @@ def critic_config(config: RunConfig) -> RunConfig:
     Without a critic in --load it starts from --critic-load, else from the actor's first weights.
     """
     options, optimizer = config.checkpoint, config.optimizer
+    load = os.path.join(options.load, FOLDER) if options.load else None
     own = dataclasses.replace(
         options,
-        load=os.path.join(options.load, FOLDER) if options.load else None,
+        load=load,
+        ckpt_step=options.ckpt_step if load and is_megatron_folder(load) else None,
         save=os.path.join(options.save, FOLDER) if options.save else None,
         ref_load=options.critic_load or start_source(options),
+        ref_ckpt_step=None if options.critic_load else start_step(options),
     )
     learning_rate = optimizer.lr if optimizer.critic_lr is None else optimizer.critic_lr
     return dataclasses.replace(config, checkpoint=own, optimizer=dataclasses.replace(optimizer, lr=learning_rate))
@@ -53,8 +55,7 @@ class ValueRunner(StepRunner):
         def collect(outputs, pack_: PackedBatch, non_loss_data: bool = True):
             return _values_of(outputs, pack_)
 
-        found = self._run(batch, collect, forward_only=True)
-        return found if parallel_state.is_pipeline_last_stage() else None
+        return self._scores(batch, collect)
 
     def value_step(self, batch: StepBatch, *, old: Sequence[torch.Tensor], returns: Sequence[torch.Tensor]) -> dict[str, float]:
         """Add the value loss's gradients to the buffers (not yet summed over ranks); returns metrics, equal on every rank.
@@ -70,19 +71,14 @@ class ValueRunner(StepRunner):
             part = clipped_value_loss(values, old[index][at], target, value_clip=self.loss.value_clip)
             loss = weighted_sum(part.loss, pack_.weights)
             error, wanted = target.double() - values.detach().double(), target.double()
-            sums = [loss.detach().double(), weighted_sum(part.clipped, pack_.weights).double(), values.detach().double().sum()]
-            sums += [wanted.sum(), wanted.square().sum(), error.sum(), error.square().sum()]
+            sums = {"train/value_loss": loss.detach(), "train/value_clip_ratio": weighted_sum(part.clipped, pack_.weights)}
+            sums |= {"values": values.detach().double().sum(), "returns": wanted.sum(), "returns squared": wanted.square().sum()}
+            sums |= {"error": error.sum(), "error squared": error.square().sum()}
             # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks.
-            return loss * scale, (torch.stack(sums), loss.new_zeros(0).double())
+            return loss * scale, ({name: value.double() for name, value in sums.items()}, {})
 
         sums = self._reduce(self._run(batch, loss_function, forward_only=False), batch)
         return _value_metrics(sums, max(batch.num_trained_tokens, 1))
-
-    def _sum_names(self) -> list[str]:
-        return ["train/value_loss", "train/value_clip_ratio", "values", "returns", "returns squared", "error", "error squared"]
-
-    def _max_names(self) -> list[str]:
-        return []
 
 
 def _values_of(outputs: torch.Tensor, pack_: PackedBatch) -> torch.Tensor:
@@ -102,39 +98,10 @@ def _value_metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
     }
 
 
-def _sum_over_data_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    total = tensor.to(device, copy=True).contiguous()
-    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total.to(tensor.device)
-
-
-def _advantages(parts: Sequence[Sequence[TrainSample]], batches: Sequence[StepBatch], loss: LossConfig):
-    """[(advantages, returns)] of each train step: {position of one of this rank's samples: [T]}. Whitened over the whole rollout."""
-    places = [(step, index) for step, batch in enumerate(batches) for pack_ in batch.packs for index in pack_.samples]
-    advantages, returns = sample_advantages([parts[step][index] for step, index in places], loss, _sum_over_data_ranks)
-    found: list[tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = [({}, {}) for _ in batches]
-    for (step, index), advantage, wanted in zip(places, advantages, returns, strict=True):
-        found[step][0][index], found[step][1][index] = advantage, wanted
-    return found
-
-
-def with_token_advantages(parts: Sequence[Sequence[TrainSample]], batches: Sequence[StepBatch], loss: LossConfig) -> list[StepBatch]:
-    """The batches of one rollout with one advantage a token, from the samples' values; `parts` are the samples of each train step. Collective."""
-    found = []
-    for batch, (advantages, _) in zip(batches, _advantages(parts, batches, loss), strict=True):
-        rows = packed_rows(advantages, batch.packs)
-        packs = tuple(dataclasses.replace(pack_, advantages=row[pack_.trained]) for pack_, row in zip(batch.packs, rows, strict=True))
-        found.append(dataclasses.replace(batch, packs=packs))
-    return found
-
-
-def value_targets(
-    parts: Sequence[Sequence[TrainSample]], batches: Sequence[StepBatch], loss: LossConfig
-) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def value_targets(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """(old values, returns) of each train step, [T] for each pack. Collective."""
     found = []
-    for part, batch, (_, returns) in zip(parts, batches, _advantages(parts, batches, loss), strict=True):
+    for part, batch, (_, returns) in zip(parts, batches, rollout_advantages(parts, batches, loss), strict=True):
         old = {index: part[index].values for index in returns}
         found.append((packed_rows(old, batch.packs), packed_rows(returns, batch.packs)))
     return found

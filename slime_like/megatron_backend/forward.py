@@ -6,14 +6,25 @@ import dataclasses
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from slime_like.megatron_backend.packing import PackedBatch
 
 
 def run_model(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """This stage's output for one pack: logits [1, T, V / tensor parallel size] on the last stage, activations before it."""
-    return model(batch.tokens, batch.positions, None, packed_seq_params=batch.sequences)
+    """This chunk's output for one pack: logits [R, T, V / tensor parallel size] from the last, activations before it."""
+    return model(batch.tokens, batch.positions, None, packed_seq_params=batch.sequences, padding_mask=_padding_for_routers(model, batch))
+
+
+def _padding_for_routers(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor | None:
+    """What routers leave out of their balancing, as GPTModel wants it. It still passes through the experts."""
+    config = get_model_config(model)
+    if batch.padding is None or not config.num_moe_experts:
+        return None
+    if config.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+        # Only the first pipeline stage shares it out (0.16.1).
+        return batch.padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
+    return batch.padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,12 +37,12 @@ class Scoring:
 
 
 def log_probs_and_entropy(logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) [T] and entropy in nats [T], of softmax(logits / temperature) over the real vocabulary.
+    """log p(target) [R x T] and entropy in nats [R x T], of softmax(logits / temperature) over the real vocabulary.
 
-    logits: [1, T, V / tensor parallel size], targets: [T]. Equal on every tensor parallel rank; differentiable once.
-    Beside the logits and, in backward, their gradient, at most a few [chunk_tokens, V / tp] fp32 tensors are alive.
+    logits: [R, T, V / tensor parallel size], targets: [R x T]. Equal on every tensor parallel rank; differentiable once.
+    Beside the logits and, in backward, their gradient, at most two [chunk_tokens, V / tp] fp32 tensors are alive.
     """
-    return _VocabParallelLogProb.apply(logits.squeeze(0), targets, scoring, parallel_state.get_tensor_model_parallel_group())
+    return _VocabParallelLogProb.apply(logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group())
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
@@ -49,13 +60,14 @@ class _VocabParallelLogProb(torch.autograd.Function):
             mine, at = _local_targets(targets[rows], first, logits.size(-1))
             at_target = torch.where(mine, shifted.gather(-1, at[:, None]).squeeze(-1), 0.0)
             probs = shifted.exp()
-            # Padding columns are -inf with probability 0; their product is nan and stands for 0.
-            mean_logit = torch.where(probs > 0, probs * shifted, 0.0).sum(-1)
-            sums = torch.stack([probs.sum(-1), at_target, mean_logit])
+            total = probs.sum(-1)
+            mean_logit = probs.mul_(_finite(shifted, first, scoring)).sum(-1)
+            sums = torch.stack([total, at_target, mean_logit])
             torch.distributed.all_reduce(sums, group=group)
             total, at_target, mean_logit = sums
             maximum[rows], log_total[rows] = highest, total.log()
             log_prob[rows], entropy[rows] = at_target - log_total[rows], log_total[rows] - mean_logit / total
+            del local, shifted, probs  # else they live on while the next chunk's are made
         ctx.save_for_backward(logits, targets, maximum, log_total, entropy)
         ctx.scoring, ctx.first = scoring, first
         ctx.set_materialize_grads(False)
@@ -64,18 +76,26 @@ class _VocabParallelLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
         logits, targets, maximum, log_total, entropy = ctx.saved_tensors
+        if grad_entropy is not None and grad_log_prob is not None and not grad_entropy.any():
+            grad_entropy = None  # an entropy that is only measured
         grad = torch.empty_like(logits)
         for rows in _chunks(logits.size(0), ctx.scoring.chunk_tokens):
-            probs = _scaled(logits[rows], ctx.first, ctx.scoring).sub_((maximum + log_total)[rows, None]).exp_()
-            part = torch.zeros_like(probs)
+            log_probs = _scaled(logits[rows], ctx.first, ctx.scoring).sub_((maximum + log_total)[rows, None])
+            # dH/dz = -p (log p + H), d log p(target)/dz = [target] - p; each step in place: passes over the vocabulary cost time and memory.
+            if grad_entropy is None:
+                part = log_probs.exp_().mul_(-grad_log_prob[rows, None])
+            else:
+                probs = log_probs.exp()
+                part = _finite(log_probs, ctx.first, ctx.scoring).add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+                if grad_log_prob is not None:
+                    part.sub_(grad_log_prob[rows, None])
+                part.mul_(probs)
+                del probs
             if grad_log_prob is not None:
                 mine, at = _local_targets(targets[rows], ctx.first, logits.size(-1))
-                part -= probs * grad_log_prob[rows, None]
                 part.scatter_add_(-1, at[:, None], (grad_log_prob[rows] * mine)[:, None])
-            if grad_entropy is not None:
-                # dH/dz = -p (log p + H); xlogy is 0 where p is 0.
-                part -= (torch.xlogy(probs, probs) + probs * entropy[rows, None]) * grad_entropy[rows, None]
-            grad[rows] = part.div_(ctx.scoring.temperature).to(grad.dtype)
+            grad[rows] = part if ctx.scoring.temperature == 1.0 else part.div_(ctx.scoring.temperature)
+            del log_probs, part
         return grad, None, None, None
 
 
@@ -86,11 +106,19 @@ def _chunks(count: int, size: int | None) -> list[slice]:
 
 def _scaled(logits: torch.Tensor, first: int, scoring: Scoring) -> torch.Tensor:
     """A fp32 copy of the logits / temperature, -inf at padding columns. `first`: the vocabulary index of column 0."""
-    local = logits.to(torch.float32, copy=True).div_(scoring.temperature)
+    local = logits.to(torch.float32, copy=True)
+    if scoring.temperature != 1.0:
+        local.div_(scoring.temperature)
     if first + local.size(-1) > scoring.vocab_size:
         padding = torch.arange(first, first + local.size(-1), device=local.device) >= scoring.vocab_size
         local.masked_fill_(padding, float("-inf"))
     return local
+
+
+def _finite(log_values: torch.Tensor, first: int, scoring: Scoring) -> torch.Tensor:
+    """The same tensor, -inf of padding columns made 0: their probability is 0, and 0 x -inf would be nan."""
+    log_values[:, max(scoring.vocab_size - first, 0) :] = 0.0
+    return log_values
 
 
 def _local_targets(targets: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +127,6 @@ def _local_targets(targets: torch.Tensor, first: int, width: int) -> tuple[torch
     return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
-def device_of(stage: GPTModel) -> torch.device:
+def device_of(stage: torch.nn.Module) -> torch.device:
     """Where the stage's parameters live."""
     return next(stage.parameters()).device

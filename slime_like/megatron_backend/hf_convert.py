@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from slime_like.config.hf_model import layers_ahead, read_hf_config
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf_files import HfReader
 from slime_like.megatron_backend.hf_tables import table_for
-from slime_like.megatron_backend.hf_tables.entry import GATE_UP, PLAIN, QKV
+from slime_like.megatron_backend.hf_tables.entry import GATE_UP, GATE_UP_JOINED, PLAIN, QKV
+from slime_like.megatron_backend.stage_weights import named_weights
 from slime_like.megatron_backend.value_head import OUTPUT_WEIGHT, has_value_head
+from slime_like.planning.parameters import model_parameters
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 #: An expert's place on this rank: local_experts.3.linear_fc1.weight, and linear_fc1.weight3 with transformer-engine's grouped matrices.
@@ -29,9 +32,9 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One Megatron parameter of this rank and the HF tensors behind it."""
+    """One Megatron tensor of this rank and the HF tensors behind it."""
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     templates: tuple[str, ...]  # HF names; the number of the expert is open
     layout: str
     dim: int | None  # tensor parallel dimension; None: every rank holds all of it
@@ -58,21 +61,21 @@ class Shard:
         return parallel_state.get_expert_tensor_parallel_group()
 
 
-def shards(stage: GPTModel, model: ModelConfig) -> Iterator[Shard]:
-    """Every parameter of this pipeline stage; a critic's value head has no HF name and is left out.
+def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[Shard]:
+    """Every parameter of this pipeline stage's chunks; a critic's value head has no HF name and is left out.
 
     Raises CheckpointError for one that the family's table does not know.
     """
     by_name = {name: entry for entry in table_for(model) for name in entry.megatron_names}
-    offset = get_transformer_layer_offset(stage.config)
     tied = not model.untie_embeddings_and_output_weights
-    for name, parameter in stage.named_parameters():
-        if name == OUTPUT_WEIGHT and has_value_head(stage):
+    for chunk, name, parameter in ((part, *named) for part in stage for named in named_weights(part)):
+        if name == OUTPUT_WEIGHT and has_value_head(chunk):
             continue
         layer, expert = _LAYER.search(name), _EXPERT.search(name)
         entry = by_name.get(_EXPERT.sub("{expert}", _LAYER.sub("{layer}", name)))
         if entry is None:
             raise CheckpointError(f"parameter {name} is in no name table of the model's family.")
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         templates = tuple(hf.format(layer=int(layer[0]) + offset, expert="{expert}") if layer else hf for hf in entry.hf)
         is_tied_copy = tied and templates == (_OUTPUT,)
         yield Shard(
@@ -87,7 +90,7 @@ def shards(stage: GPTModel, model: ModelConfig) -> Iterator[Shard]:
 
 
 @torch.no_grad()
-def load_hf(stage: GPTModel, model: ModelConfig, folder: str) -> None:
+def load_hf(stage: Sequence[GPTModel], model: ModelConfig, folder: str) -> None:
     """Fill this rank's parameters from an HF folder, reading only the slices that it holds.
 
     Raises CheckpointError for a tensor that is missing, unknown or of another shape.
@@ -96,24 +99,17 @@ def load_hf(stage: GPTModel, model: ModelConfig, folder: str) -> None:
     _check_names(reader, model)
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     for shard in shards(stage, model):
-        pieces = []
-        rank, size = shard.tensor_group.rank(), shard.tensor_group.size()
-        for name, piece in zip(shard.hf_names(expert_rank), _split(shard.parameter, shard.layout, stage.config), strict=True):
-            shape = list(piece.shape)
-            if shard.dim is not None:
-                shape[shard.dim] *= size
-            if shard.is_vocabulary:
-                shape[0] = model.vocab_size
-            width = piece.shape[shard.dim] if shard.dim is not None else 0
-            pieces.append(reader.read(name, shape=tuple(shape), dim=shard.dim, start=rank * width, stop=(rank + 1) * width))
-        merged = _merge(pieces, shard.layout, stage.config)
+        names = shard.hf_names(expert_rank)
+        local = _split(shard.parameter, shard.layout, stage[0].config)
+        pieces = [_read_piece(reader, shard, names[i * len(names) // len(local)], piece, i, model.vocab_size) for i, piece in enumerate(local)]
+        merged = _merge(pieces, shard.layout, stage[0].config)
         # Rows past the vocabulary are padding: zero, and masked out of every log-prob.
         shard.parameter.zero_()
         shard.parameter[: merged.size(0)].copy_(merged)
 
 
 @torch.no_grad()
-def export_hf(stage: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def export_hf(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """This pipeline stage's HF tensors, whole, those of experts on other ranks too. Collective: every rank with joins_export() must
     iterate to the end, and no other rank needs to. Beside the model at most one tensor, gathered, is alive.
 
@@ -129,10 +125,11 @@ def export_hf(stage: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.
         if shard.dim is not None:
             parts = [torch.empty_like(local) for _ in range(shard.tensor_group.size())]
             torch.distributed.all_gather(parts, local, group=shard.tensor_group)
-        by_part = [_split(part, shard.layout, stage.config) for part in parts]
+        by_part = [_split(part, shard.layout, stage[0].config) for part in parts]
+        joined = len(by_part[0]) // len(shard.templates)
         for index in range(len(shard.templates)):
-            pieces = [pieces_of_part[index] for pieces_of_part in by_part]
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.dim)
+            pieces = [pieces_of_part[i] for i in range(index * joined, (index + 1) * joined) for pieces_of_part in by_part]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.dim or 0)
             whole = (whole[: model.vocab_size] if shard.is_vocabulary else whole).contiguous()
             if shard.expert is None:
                 yield shard.templates[index], whole
@@ -145,14 +142,18 @@ def joins_export() -> bool:
 
     These are the stage's first ranks: the smallest number of them that breaks up no tensor parallel group and no copy of the experts.
     """
+    return rank_in_stage() < num_export_ranks()
+
+
+def num_export_ranks() -> int:
+    """How many ranks of a pipeline stage have joins_export()."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    experts = parallel_state.get_expert_tensor_parallel_world_size() * parallel_state.get_expert_model_parallel_world_size()
-    return _rank_in_stage() < math.lcm(tensor, experts)
+    return math.lcm(tensor, parallel_state.get_expert_tensor_parallel_world_size() * parallel_state.get_expert_model_parallel_world_size())
 
 
 def is_export_source() -> bool:
     """Whether this rank sends or writes its pipeline stage's weights: the first of the stage."""
-    return _rank_in_stage() == 0
+    return rank_in_stage() == 0
 
 
 def hf_names(model: ModelConfig) -> set[str]:
@@ -161,7 +162,8 @@ def hf_names(model: ModelConfig) -> set[str]:
         hf.format(layer=layer, expert=expert)
         for entry in table_for(model)
         for hf in entry.hf
-        for layer in range(model.num_layers)
+        for layer, has_experts in enumerate(model.expert_layers)
+        if entry.is_in_layer(has_experts=has_experts)
         for expert in (range(model.num_experts or 0) if "{expert}" in hf else (0,))
     }
     return names if model.untie_embeddings_and_output_weights else names - {_OUTPUT}
@@ -169,18 +171,14 @@ def hf_names(model: ModelConfig) -> set[str]:
 
 def num_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model, without padding; a tied embedding counts once."""
-    hidden, heads, groups, size, ffn = model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_size, model.mlp_size
-    attention = hidden * size * (heads + 2 * groups) + heads * size * hidden
-    extra = (size * (heads + 2 * groups) if model.add_qkv_bias else 0) + (2 * size if model.qk_layernorm else 0)
-    experts = model.num_experts or 0
-    mlp = experts * (hidden + 3 * hidden * (model.moe_ffn_hidden_size or ffn)) if experts else 3 * hidden * ffn
-    layer = attention + extra + mlp + 2 * hidden
-    embeddings = model.vocab_size * hidden * (2 if model.untie_embeddings_and_output_weights else 1)
-    return model.num_layers * layer + embeddings + hidden
+    return model_parameters(model)
 
 
-def _rank_in_stage() -> int:
-    """Megatron numbers the ranks of a stage tensor parallel first, then context, then data parallel (and the experts' likewise)."""
+def rank_in_stage() -> int:
+    """Number of this rank within its pipeline stage.
+
+    Megatron numbers the ranks of a stage tensor parallel first, then context, then data parallel (and the experts' likewise).
+    """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     return parallel_state.get_tensor_model_parallel_rank() + tensor * parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
@@ -206,12 +204,32 @@ def _from_each_expert_rank(shard: Shard, index: int, whole: torch.Tensor) -> Ite
         yield shard.hf_names(rank)[index], tensor
 
 
+def _read_piece(reader: HfReader, shard: Shard, name: str, piece: torch.Tensor, index: int, vocab_size: int) -> torch.Tensor:
+    """What this rank holds of one HF tensor; `piece` has its shape. index: of the piece, where several lie in one HF tensor."""
+    joined = 2 if shard.layout == GATE_UP_JOINED else 1
+    dim = shard.dim if joined == 1 else 0
+    rank, size = (shard.tensor_group.rank(), shard.tensor_group.size()) if shard.dim is not None else (0, 1)
+    shape, start, width = list(piece.shape), 0, 0
+    if dim is not None:
+        width = piece.shape[dim]
+        start = (index % joined * size + rank) * width
+        shape[dim] = width * size * joined
+    if shard.is_vocabulary:
+        shape[0] = vocab_size
+    return reader.read(name, shape=tuple(shape), dim=dim, start=start, stop=start + width)
+
+
 def _check_names(reader: HfReader, model: ModelConfig) -> None:
     expected = hf_names(model)
     missing = sorted(expected - reader.names)
     if missing:
         raise CheckpointError(f"{reader.folder} has no tensor {missing[0]!r}, which this architecture needs ({len(missing)} of {len(expected)} are missing).")
-    unknown = sorted(name for name in reader.names - expected - {_OUTPUT} if not _IGNORED.search(name))
+    # Layers for tokens beyond the next are left out; the user was told (config/hf_model.hf_notes).
+    ahead = layers_ahead(read_hf_config(reader.folder))
+    left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(ahead)) + (("model.mtp_layers.",) if ahead else ())
+    unknown = sorted(name for name in reader.names - expected - {_OUTPUT} if not _IGNORED.search(name) and not name.startswith(left_out))
+    if unknown and unknown[0].endswith("weight_scale_inv"):
+        raise CheckpointError(f"{reader.folder} holds fp8 weights ({unknown[0]!r}). Fix: convert it to bf16 first (its publisher has a script for it).")
     if unknown:
         raise CheckpointError(f"{reader.folder} holds tensor {unknown[0]!r}, which this architecture has no place for ({len(unknown)} in all).")
 
@@ -220,7 +238,7 @@ def _merge(pieces: list[torch.Tensor], layout: str, config) -> torch.Tensor:
     """This rank's slices of the HF tensors -> this rank's Megatron parameter."""
     if layout == PLAIN:
         return pieces[0]
-    if layout == GATE_UP:
+    if layout in (GATE_UP, GATE_UP_JOINED):
         return torch.cat(pieces)
     assert layout == QKV, layout
     # Megatron keeps each group together: its query heads, then its key, then its value.
@@ -233,7 +251,7 @@ def _split(parameter: torch.Tensor, layout: str, config) -> list[torch.Tensor]:
     """The inverse of _merge: one Megatron parameter -> slices of the HF tensors."""
     if layout == PLAIN:
         return [parameter]
-    if layout == GATE_UP:
+    if layout in (GATE_UP, GATE_UP_JOINED):
         return list(parameter.chunk(2))
     assert layout == QKV, layout
     size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups

@@ -15,6 +15,8 @@ from slime_like.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
+#: safetensors' word -> torch's, the widest first; float16 fits into float32 only.
+_TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Largest file that save_stage writes.
 SHARD_BYTES = 4 * 1024**3
 
@@ -55,6 +57,11 @@ class HfReader:
         if dim is None:
             return view[:]
         return view[start:stop] if dim == 0 else view[:, start:stop]
+
+    def dtype(self) -> str:
+        """The widest data type among the weights, in torch's word: what holds all of them without loss."""
+        found = {self._file(path).get_slice(name).get_dtype() for name, path in self._file_of.items()}
+        return next((ours for theirs, ours in _TORCH_DTYPES.items() if theirs in found), ", ".join(sorted(found)))
 
     def _find_tensors(self) -> dict[str, str]:
         index = os.path.join(self.folder, INDEX_NAME)

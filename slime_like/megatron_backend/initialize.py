@@ -19,9 +19,12 @@ from slime_like.utils.net import host_port, interface_of, own_address
 _SEED_STEP_PER_STAGE = 100
 
 
-def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int) -> None:
+def initialize(
+    parallel: ParallelConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int, virtual_pipeline_size: int | None = None
+) -> None:
     """Join the world and make Megatron's groups: NCCL with CUDA (on device `local_rank`), gloo without.
 
+    virtual_pipeline_size: model chunks of a rank, with an interleaved pipeline.
     Raises WaitTimeout if the other ranks do not show up within --distributed-timeout-minutes, RunError if the address cannot be used.
     """
     minutes = parallel.distributed_timeout_minutes
@@ -49,6 +52,7 @@ def initialize(parallel: ParallelConfig, *, rank: int, world_size: int, local_ra
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tp_size,

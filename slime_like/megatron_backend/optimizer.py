@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -15,8 +17,8 @@ from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.model_provider import trains_in_bf16
 
 
-def build_optimizer(model: DistributedDataParallel, optimizer: OptimizerConfig, parallel: ParallelConfig) -> MegatronOptimizer:
-    """AdamW over this rank's stage, with gradient clipping over the whole model."""
+def build_optimizer(model: Sequence[DistributedDataParallel], optimizer: OptimizerConfig, parallel: ParallelConfig) -> MegatronOptimizer:
+    """AdamW over this rank's chunks, with gradient clipping over the whole model."""
     bf16 = trains_in_bf16(optimizer)
     built = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -32,10 +34,25 @@ def build_optimizer(model: DistributedDataParallel, optimizer: OptimizerConfig, 
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
         ),
-        [model],
+        list(model),
     )
-    get_model_config(model).grad_scale_func = built.scale_loss
+    get_model_config(model[0]).grad_scale_func = built.scale_loss
     return built
+
+
+def forget_moments(built: MegatronOptimizer) -> None:
+    """Zero Adam's moments and its count of steps, as before the first step; weights, main weights and the learning rate's schedule stay."""
+    for part in getattr(built, "chained_optimizers", [built]):
+        for adam in getattr(part.optimizer, "sub_optimizers", [part.optimizer]):
+            for state in adam.state.values():
+                for name in ("exp_avg", "exp_avg_sq", "step"):
+                    if isinstance(state.get(name), torch.Tensor):
+                        state[name].zero_()
+                    elif name in state:
+                        state[name] = 0
+            for group in adam.param_groups:  # where transformer-engine's Adam counts
+                if "step" in group:
+                    group["step"] = torch.zeros_like(group["step"]) if isinstance(group["step"], torch.Tensor) else 0
 
 
 def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
@@ -45,7 +62,7 @@ def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
     without it one, and one state. The moments belong to parameters and fit either way; settings and step count are moved over here.
     """
     number = len(optimizer.chained_optimizers)
-    saved = [loaded[index] for index in (0, 1) if "optimizer" in loaded.get(index, ())] or [loaded]
+    saved = [loaded[index] for index in (0, 1) if _has_settings(loaded.get(index, {}))] or [loaded]
     if len(saved) == number:
         return loaded
     if "param_state_sharding_type" not in saved[0]:
@@ -64,6 +81,12 @@ def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
         for index in range(number)
     }
     return parts[0] if number == 1 else parts
+
+
+def _has_settings(part: dict) -> bool:
+    """Whether an optimizer's settings were saved in this part of a state; in the others are at most this run's lists of parameters."""
+    groups = part.get("optimizer", part).get("param_groups", ())  # a replicated fp32 optimizer has them at the top
+    return bool(groups) and "wd_mult" in groups[0]
 
 
 def build_scheduler(built: MegatronOptimizer, optimizer: OptimizerConfig, *, total_steps: int) -> OptimizerParamScheduler:

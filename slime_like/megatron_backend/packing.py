@@ -1,4 +1,4 @@
-"""Samples of one train step -> balanced micro-batches per data parallel rank -> packed tensors."""
+"""Samples of one micro-batch -> packed tensors, and scores per token -> rows per sample."""
 
 from __future__ import annotations
 
@@ -9,80 +9,45 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime_like.config.training import BatchConfig
 from slime_like.megatron_backend.context_parallel import ContextShare
 from slime_like.records import TrainSample
 
-#: plan[data parallel rank][micro-batch] = positions of samples in the train step's list; an empty tuple is a filler.
-Plan = tuple[tuple[tuple[int, ...], ...], ...]
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackLayout:
+    """How samples lie in a micro-batch's tensors: end to end in one row (Megatron calls it thd), or padded, one a row (bshd).
 
-def plan_micro_batches(lengths: Sequence[int], *, data_parallel_size: int, batch: BatchConfig) -> Plan:
-    """Share samples out over the data parallel ranks and cut each share into micro-batches.
-
-    lengths: tokens of each sample. Every rank gets the same number of micro-batches, filled up with empty ones where
-    there are too few samples. With dynamic batches none exceeds max_tokens_per_gpu, except one over-long sample alone.
-    Deterministic: the same lengths give the same plan on every rank.
+    multiple: a rank's tokens (of a row) are padded to a multiple of it, since sequence parallel ranks hold equal parts.
+    min_rows, min_tokens (of a row, of all context parallel ranks): what the tensors have at least; see holding.
     """
-    ranks = range(data_parallel_size)
-    if batch.balance_data:
-        shares = _balanced_shares(lengths, data_parallel_size)
-    else:
-        shares = [list(range(rank, len(lengths), data_parallel_size)) for rank in ranks]
-    if batch.use_dynamic_batch_size:
-        packs = [_first_fit(share, lengths, batch.max_tokens_per_gpu) for share in shares]
-    else:
-        size = batch.micro_batch_size
-        packs = [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
-    count = max(1, *(len(p) for p in packs)) if packs else 1
-    for rank in ranks:
-        _split_up_to(packs[rank], count, lengths)
-    return tuple(tuple(tuple(pack) for pack in packs[rank]) for rank in ranks)
 
+    padded: bool = False
+    multiple: int = 1
+    min_rows: int = 1
+    min_tokens: int = 0
 
-def _balanced_shares(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Greedy, longest first, each to the share with the fewest tokens; within 4/3 of the best possible maximum (Graham, 1969)."""
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    totals = [0] * num_shares
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        target = min(range(num_shares), key=lambda r: (totals[r], len(shares[r]), r))
-        shares[target].append(index)
-        totals[target] += lengths[index]
-    return [sorted(share) for share in shares]
+    def segments(self, lengths: Sequence[int], context: ContextShare) -> list[int]:
+        """Lengths of the sequences in the tensors: the samples', with their padding, then sequences of padding alone.
 
+        Examples: lengths [3, 5], multiple 4: end to end -> [3, 5]; padded -> [8, 8].
+        """
+        if not self.padded:
+            return context.segments(lengths, multiple=self.multiple, at_least=self.min_tokens)
+        unit = context.unit(self.multiple)
+        row = max(*lengths, self.min_tokens, 1) if lengths else max(self.min_tokens, 1)
+        return [-(-row // unit) * unit] * max(len(lengths), self.min_rows)
 
-def _first_fit(share: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Each sample into the first pack that has room for it."""
-    packs: list[list[int]] = []
-    totals: list[int] = []
-    for index in share:
-        fitting = (p for p, total in enumerate(totals) if total + lengths[index] <= max_tokens)
-        target = next(fitting, None)
-        if target is None:
-            packs.append([index])
-            totals.append(lengths[index])
-        else:
-            packs[target].append(index)
-            totals[target] += lengths[index]
-    return packs
-
-
-def _split_up_to(packs: list[list[int]], count: int, lengths: Sequence[int]) -> None:
-    """Halve the fullest divisible pack until there are `count`; append empty ones when none is left to halve."""
-    while len(packs) < count:
-        divisible = [p for p in packs if len(p) > 1]
-        if not divisible:
-            packs.append([])
-            continue
-        fullest = max(divisible, key=lambda p: sum(lengths[i] for i in p))
-        halves = [[fullest[i] for i in half] for half in _balanced_shares([lengths[i] for i in fullest], 2)]
-        position = packs.index(fullest)
-        packs[position : position + 1] = halves
+    def holding(self, packs: Sequence[Sequence[int]], context: ContextShare) -> PackLayout:
+        """The layout in which all these packs, given as lengths of their samples, have tensors of one shape."""
+        found = [self.segments(lengths, context) for lengths in packs]
+        if self.padded:
+            return dataclasses.replace(self, min_rows=max(len(s) for s in found), min_tokens=max(s[0] for s in found))
+        return dataclasses.replace(self, min_tokens=max(sum(s) for s in found))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One micro-batch, its samples laid end to end. T tokens, K of them trained.
+    """One micro-batch: R rows of T tokens, K of them trained. End to end there is one row; padded, each sample has its own.
 
     Everything but tokens and positions is in *predicting* layout: entry j belongs to the prediction of the token after j.
     With context parallelism tokens, positions and targets are this rank's part, [T / ranks]; all else describes the whole samples,
@@ -91,21 +56,24 @@ class PackedBatch:
 
     samples: tuple[int, ...]  # positions in the train step's list
     lengths: tuple[int, ...]  # tokens of each sample
-    tokens: torch.Tensor  # [1, T] int64
-    positions: torch.Tensor  # [1, T] int64, from 0 in each sample
-    targets: torch.Tensor  # [T] int64: the token predicted at j; 0 at the end of a sample
-    sequences: PackedSeqParams
+    tokens: torch.Tensor  # [R, T] int64
+    positions: torch.Tensor  # [R, T] int64, from 0 in each sample
+    targets: torch.Tensor  # [R x T] int64: the token predicted at j; 0 at the end of a sample
+    sequences: PackedSeqParams | None  # None: padded
     trained: torch.Tensor  # [K] int64: which j are trained on
     weights: torch.Tensor  # [K] float32: what each weighs in the mean over the global batch
     sample_of_token: torch.Tensor  # [K] int64: which of `samples` each belongs to
     advantages: torch.Tensor  # [K] float32
     engine_logprobs: torch.Tensor  # [K] float32
-    restoring: torch.Tensor | None = None  # int64: see ContextShare.restoring; None without context parallelism
+    restoring: torch.Tensor | None = None  # int64: see ContextShare.restoring
+    padding: torch.Tensor | None = None  # [R, T] bool, laid out as tokens: what belongs to no sample; None: nothing, on no rank
+    metadata: tuple[dict, ...] = ()  # of each sample
+    routed_experts: torch.Tensor | None = None  # [R, T, layers, experts per token] int16, laid out as tokens; -1: the router's own choice
 
     @property
     def num_scores(self) -> int:
         """Length of log-probs, entropies and values of this pack."""
-        return self.tokens.shape[1] if self.restoring is None else len(self.restoring)
+        return self.tokens.numel() if self.restoring is None else len(self.restoring)
 
 
 def pack(
@@ -113,29 +81,28 @@ def pack(
     indices: Sequence[int],
     token_weights: np.ndarray,
     *,
-    multiple: int,
+    layout: PackLayout,
     device: torch.device,
     context: ContextShare | None = None,
 ) -> PackedBatch:
-    """Lay the samples at `indices` end to end, on `device`.
+    """Lay the samples at `indices` out, on `device`.
 
-    token_weights: [len(samples)], see algorithms/reduce. multiple: a rank's tokens are padded to a multiple of it (sequence parallel
-    ranks hold equal parts); the padding is a sequence of its own. An empty `indices` makes a filler that trains nothing.
+    token_weights: [len(samples)], see algorithms/reduce. An empty `indices` makes a filler that trains nothing.
     """
     context = context or ContextShare()
     chosen = [samples[i] for i in indices]
     lengths = [len(s.tokens) for s in chosen]
-    segments = context.segments(lengths, multiple=multiple)
+    segments = layout.segments(lengths, context)
     # T counts the padding; max_seqlen is the longest sequence, because megatron (0.16.1) takes positions over the whole pack when it equals T.
     boundaries = torch.tensor(np.concatenate([[0], np.cumsum(segments)]), dtype=torch.int32, device=device)
     tokens = np.zeros(sum(segments), dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
-    targets = np.zeros_like(tokens)
+    targets, padding = np.zeros_like(tokens), np.ones(len(tokens), dtype=bool)
     trained, weights, owners, advantages, engine = [], [], [], [], []
     start = first = 0  # of a sample among the scores, and among the padded sequences
     for place, (index, sample) in enumerate(zip(indices, chosen, strict=True)):
         length = len(sample.tokens)
-        tokens[first : first + length] = sample.tokens
+        tokens[first : first + length], padding[first : first + length] = sample.tokens, False
         targets[first : first + length - 1] = sample.tokens[1:]
         at = np.flatnonzero(sample.loss_mask[1:])
         trained.append(at + start)
@@ -148,22 +115,38 @@ def pack(
     def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
 
-    longest = max(segments)
+    rows, longest = len(segments) if layout.padded else 1, max(segments)
     local, restoring = context.local(segments), context.restoring(lengths, segments)
     return PackedBatch(
         samples=tuple(indices),
         lengths=tuple(lengths),
-        tokens=torch.as_tensor(tokens[local], device=device)[None],
-        positions=torch.as_tensor(positions[local], device=device)[None],
+        tokens=torch.as_tensor(tokens[local], device=device).reshape(rows, -1),
+        positions=torch.as_tensor(positions[local], device=device).reshape(rows, -1),
         targets=torch.as_tensor(targets[local], device=device),
-        sequences=_sequences(boundaries, longest),
+        sequences=None if layout.padded else _sequences(boundaries, longest),
         trained=joined(trained, torch.int64),
         weights=joined(weights, torch.float32),
         sample_of_token=joined(owners, torch.int64),
         advantages=joined(advantages, torch.float32),
         engine_logprobs=joined(engine, torch.float32),
         restoring=None if restoring is None else torch.as_tensor(restoring, device=device),
+        padding=torch.as_tensor(padding[local], device=device).reshape(rows, -1) if padding.any() else None,
+        metadata=tuple(sample.metadata for sample in chosen),
+        routed_experts=_routed_experts(chosen, segments, local, rows=rows, device=device),
     )
+
+
+def _routed_experts(samples: Sequence[TrainSample], segments: Sequence[int], local: np.ndarray, *, rows: int, device: torch.device) -> torch.Tensor | None:
+    """PackedBatch.routed_experts; None where no sample brings them. Padding is for the router to choose."""
+    if not samples or samples[0].routed_experts is None:
+        return None
+    whole = np.full((sum(segments), *samples[0].routed_experts.shape[1:]), -1, dtype=np.int16)
+    first = 0
+    for sample, segment in zip(samples, segments, strict=False):  # segments of padding alone come last
+        whole[first : first + len(sample.tokens)] = sample.routed_experts
+        first += segment
+    mine = torch.as_tensor(whole[local], device=device)
+    return mine.reshape(rows, -1, *mine.shape[1:])
 
 
 def _sequences(boundaries: torch.Tensor, longest: int) -> PackedSeqParams:
@@ -189,6 +172,21 @@ def packed_rows(rows: Mapping[int, np.ndarray], packs: Sequence[PackedBatch]) ->
             values[start : start + length - 1] = rows[index][1:]
             start += length
         found.append(torch.as_tensor(values, device=pack_.tokens.device))
+    return found
+
+
+def laid_out_as(packs: Sequence[PackedBatch], scores: Sequence[torch.Tensor], scored: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    """Scores of the packs `scored` -> scores of `packs`, which hold the same samples otherwise cut; predicting layout [T], 0 at padding."""
+    rows: dict[int, torch.Tensor] = {}
+    for pack_, values in zip(scored, scores, strict=True):
+        parts = values[: sum(pack_.lengths)].split(pack_.lengths)
+        rows.update(zip(pack_.samples, parts, strict=True))
+    found = []
+    for pack_ in packs:
+        values = torch.zeros(pack_.num_scores, dtype=torch.float32, device=pack_.tokens.device)
+        if pack_.samples:
+            values[: sum(pack_.lengths)] = torch.cat([rows[index] for index in pack_.samples])
+        found.append(values)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The reference model's log-probs: from a second set of weights kept on the host and swapped in, or as the samples brought them."""
+"""Models that only score (reference, teacher): their weights, kept on the host and swapped in; or log-probs as the samples brought them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from slime_like.errors import DataError
 from slime_like.megatron_backend.packing import PackedBatch, packed_rows
+from slime_like.megatron_backend.stage_weights import named_weights
 from slime_like.records import TrainSample
 
 Weights = dict[str, torch.Tensor]
@@ -17,15 +18,15 @@ Weights = dict[str, torch.Tensor]
 
 @torch.no_grad()
 def copy_weights(stage: torch.nn.Module) -> Weights:
-    """This rank's parameters, copied to host memory."""
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in stage.named_parameters()}
+    """This rank's weights, copied to host memory."""
+    return {name: weight.detach().to("cpu", copy=True) for name, weight in named_weights(stage)}
 
 
 @torch.no_grad()
 def put_weights(stage: torch.nn.Module, weights: Weights) -> None:
-    """Overwrite this rank's parameters in place: gradient buffers and optimizer keep pointing at them."""
-    for name, parameter in stage.named_parameters():
-        parameter.copy_(weights[name])
+    """Overwrite this rank's weights in place: gradient buffers and optimizer keep pointing at them."""
+    for name, weight in named_weights(stage):
+        weight.copy_(weights[name])
 
 
 @contextlib.contextmanager

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slime_like.algorithms.losses import PolicyLoss, cispo, gspo, kl_estimate, ppo_clip
-from slime_like.algorithms.off_policy import truncated_importance_weights
-from slime_like.algorithms.reduce import token_weights, weighted_sum
+from slime_like.algorithms.flops import forward_flops
+from slime_like.algorithms.micro_batches import plan_micro_batches
+from slime_like.algorithms.plugins import load_loss_plugins
+from slime_like.algorithms.reduce import checked_weights, token_weights
+from slime_like.config.base import PluginArgs
 from slime_like.config.model import ModelConfig, ParallelConfig
 from slime_like.config.training import BatchConfig, LossConfig
-from slime_like.errors import DataError
+from slime_like.errors import DataError, RunError
+from slime_like.megatron_backend.balancing import has_balancing_loss, take_balancing_loss
 from slime_like.megatron_backend.context_parallel import ContextShare, whole
 from slime_like.megatron_backend.forward import Scoring, device_of, log_probs_and_entropy, run_model
 from slime_like.megatron_backend.model_provider import unwrap
-from slime_like.megatron_backend.packing import PackedBatch, num_trained_tokens, pack, plan_micro_batches
+from slime_like.megatron_backend.objective import TOKEN_MEANS, LossBatch, Objective
+from slime_like.megatron_backend.packing import PackedBatch, PackLayout, laid_out_as, num_trained_tokens, pack
+from slime_like.megatron_backend.routing_replay import Routing, RoutingReplay
 from slime_like.records import TrainSample
 
 #: Log-probs of each micro-batch in predicting layout [T]; None on pipeline stages that have no logits.
@@ -34,6 +40,8 @@ class StepBatch:
     num_samples: int
     num_tokens: int
     num_trained_tokens: int
+    policy_weights: tuple[torch.Tensor, ...] | None = None  # [K] a pack: what tokens weigh in the policy loss; None: the packs' own weights
+    scoring_packs: tuple[PackedBatch, ...] | None = None  # the same samples in larger packs, for passes without gradients; None: packs
 
 
 class StepRunner:
@@ -44,22 +52,39 @@ class StepRunner:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Sequence[torch.nn.Module],
         *,
         model_config: ModelConfig,
         parallel: ParallelConfig,
         batch: BatchConfig,
         loss: LossConfig,
         temperature: float,
+        plugin_args: PluginArgs | None = None,
     ):
-        self.model = model
+        self.model = list(model)
         self.loss = loss
+        self._plugins, self._plugin_args = load_loss_plugins(loss), plugin_args
+        self._objective = Objective(loss, self._plugins, plugin_args)
+        self.replay: RoutingReplay | None = None  # set by who owns a policy that trains with the experts of another pass
         self._batch = batch
+        self._flops = forward_flops(model_config) if batch.balance_by_flops else None
         chunk = batch.log_probs_chunk_size if batch.log_probs_chunk_size > 0 else None
         self._scoring = Scoring(vocab_size=model_config.vocab_size, temperature=temperature, chunk_tokens=chunk)
         padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
-        self._multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
+        multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
+        self._layout = PackLayout(padded=batch.qkv_format == "bshd", multiple=multiple)
         self._device = device_of(unwrap(model))
+        self._balanced_model = model_config if has_balancing_loss(model_config) else None
+
+    @contextlib.contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Score at another temperature than the rollouts' inside the block."""
+        before = self._scoring
+        self._scoring = dataclasses.replace(before, temperature=temperature)
+        try:
+            yield
+        finally:
+            self._scoring = before
 
     def prepare(self, samples: Sequence[TrainSample]) -> StepBatch:
         """Cut one train step's samples (the same list on every rank) and keep this rank's part. Raises DataError for a sample of one token or none."""
@@ -67,38 +92,91 @@ class StepRunner:
         if not lengths or min(lengths) < 2:
             short = [f"{s.prompt_index}/{s.sample_index}" for s in samples if len(s.tokens) < 2]
             raise DataError(f"a train step needs samples of at least 2 tokens; too short are {short or 'all (there are none)'}.")
+        if self.replay is not None:
+            self.replay.check(samples)
         trained = [num_trained_tokens(s) for s in samples]
-        weights = token_weights(trained, per_token=self.loss.calculate_per_token_loss)
+        rollouts = [(s.prompt_index, s.sample_index) for s in samples]
+        weights = token_weights(trained, reduction=self.loss.reduction, rollouts=rollouts, divisor=self.loss.loss_divisor)
         share = ContextShare.of_this_rank()
-        # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one GPU.
-        limit = self._batch.max_tokens_per_gpu and self._batch.max_tokens_per_gpu * share.size
-        plan = plan_micro_batches(
-            [share.padded(length) for length in lengths],
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            batch=dataclasses.replace(self._batch, max_tokens_per_gpu=limit),
-        )
-        mine = plan[parallel_state.get_data_parallel_rank()]
+
+        def packed(tokens_per_gpu: int | None) -> tuple[PackedBatch, ...]:
+            mine = self._plan(lengths, share, tokens_per_gpu)
+            layout = self._layout
+            if len(self.model) > 1:
+                # The interleaved schedule knows one shape for all micro-batches (model_provider says why).
+                layout = layout.holding([[lengths[i] for i in indices] for indices in mine], share)
+            return tuple(pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine)
+
+        limit, scoring_limit = self._batch.max_tokens_per_gpu, self._batch.log_probs_max_tokens_per_gpu
+        packs = packed(limit)
         return StepBatch(
-            packs=tuple(pack(samples, indices, weights, multiple=self._multiple, device=self._device, context=share) for indices in mine),
+            packs=packs,
+            policy_weights=self._policy_weights(samples, packs),
             num_samples=len(samples),
             num_tokens=sum(lengths),
             num_trained_tokens=sum(trained),
+            scoring_packs=packed(scoring_limit) if scoring_limit not in (None, limit) else None,
         )
 
+    def _policy_weights(self, samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> tuple[torch.Tensor, ...] | None:
+        """What trained tokens weigh in the policy loss, [K] a pack, as the user's reducer says of the whole train step; None without one."""
+        if self._plugins.pg_reducer is None:
+            return None
+        given = self._plugins.pg_reducer(self._plugin_args, list(samples))
+        weights = checked_weights(given, len(samples), str(self.loss.custom_pg_loss_reducer_function_path))
+        return tuple(torch.as_tensor(weights[list(p.samples)], dtype=torch.float32, device=self._device)[p.sample_of_token] for p in packs)
+
+    def _plan(self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None) -> Sequence[tuple[int, ...]]:
+        """This data parallel rank's micro-batches: positions of samples. Which samples it gets does not depend on tokens_per_gpu."""
+        # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one GPU.
+        batch = dataclasses.replace(self._batch, max_tokens_per_gpu=tokens_per_gpu and tokens_per_gpu * share.size)
+        plan = plan_micro_batches(
+            [share.padded(length) for length in lengths],
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            batch=batch,
+            # Megatron's condition for the interleaved schedule.
+            count_multiple=parallel_state.get_pipeline_model_parallel_world_size() if len(self.model) > 1 else 1,
+            costs=[self._flops.of(length) for length in lengths] if self._flops else None,
+        )
+        return plan[parallel_state.get_data_parallel_rank()]
+
     @torch.no_grad()
-    def log_probs(self, batch: StepBatch) -> LogProbs:
-        """Log-probs under the present weights; no gradients."""
+    def log_probs(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> LogProbs:
+        """Log-probs under the present weights; no gradients. routing: REPLAY for the policy itself, OWN for other weights swapped in."""
+        return self._scores(batch, self._collect_log_probs, routing=routing)
 
-        def collect(logits, pack_: PackedBatch, non_loss_data: bool = True):
-            return self._score(logits, pack_)[0]
+    def old_log_probs(self, batches: Sequence[StepBatch]) -> tuple[list[LogProbs], list[StepBatch]]:
+        """The policy's log-probs before a rollout's first step, and the batches, with that pass's experts where the steps are to replay them."""
+        if self.replay is None or not self.replay.records:
+            return [self.log_probs(batch, routing=Routing.REPLAY) for batch in batches], list(batches)
+        found = [self._log_probs_and_routing(batch) for batch in batches]
+        return [log_probs for log_probs, _ in found], [batch for _, batch in found]
 
-        outputs = self._run(batch, collect, forward_only=True)
-        return outputs if parallel_state.is_pipeline_last_stage() else None
+    @torch.no_grad()
+    def _log_probs_and_routing(self, batch: StepBatch) -> tuple[LogProbs, StepBatch]:
+        """Log-probs, and the batch with the experts that its routers chose; they are recorded in the packs that are trained on."""
+        assert self.replay is not None, "the runner has no hold of its routers"
+        recorded: list[dict[int, torch.Tensor]] = [{} for _ in batch.packs]
+        found = self._scores(dataclasses.replace(batch, scoring_packs=None), self._collect_log_probs, routing=Routing.RECORD, recorded=recorded)
+        packs = [dataclasses.replace(p, routed_experts=self.replay.as_routed_experts(p, r)) for p, r in zip(batch.packs, recorded, strict=True)]
+        return found, dataclasses.replace(batch, packs=tuple(packs))
 
-    def forward_backward(self, batch: StepBatch, *, old: LogProbs = None, reference: LogProbs = None) -> dict[str, float]:
+    def _collect_log_probs(self, logits: torch.Tensor, pack_: PackedBatch, non_loss_data: bool = True) -> torch.Tensor:
+        return self._score(logits, pack_)[0]
+
+    def _scores(self, batch: StepBatch, collect, *, routing: Routing = Routing.OWN, recorded: list[dict] | None = None) -> LogProbs:
+        """What `collect` finds in a pass without gradients, for each of `batch.packs`; None on stages before the last."""
+        wide = batch if batch.scoring_packs is None else dataclasses.replace(batch, packs=batch.scoring_packs)
+        outputs = self._run(wide, collect, forward_only=True, routing=routing, recorded=recorded)
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        return outputs if wide is batch else laid_out_as(batch.packs, outputs, wide.packs)
+
+    def forward_backward(self, batch: StepBatch, *, old: LogProbs = None, reference: LogProbs = None, teacher: LogProbs = None) -> dict[str, float]:
         """Add this step's gradients to the buffers (not yet summed over ranks); returns metrics, equal on every rank.
 
-        old: log-probs that the ratio is taken against; by default the present ones, detached. reference: for the KL loss.
+        old: the trainer's log-probs before the rollout's first step; by default the present ones, detached. reference: for the KL
+        loss. teacher: for measuring the distillation.
         """
         scale = parallel_state.get_data_parallel_world_size() * len(batch.packs)
         position = {id(p): i for i, p in enumerate(batch.packs)}
@@ -106,99 +184,100 @@ class StepRunner:
         def loss_function(logits, pack_: PackedBatch):
             index = position[id(pack_)]
             log_probs, entropy = self._score(logits, pack_)
-            at = pack_.trained
-            chosen = {"old": old[index][at] if old else None, "reference": reference[index][at] if reference else None}
-            loss, sums, largest = self._loss(log_probs[at], entropy[at], pack_, **chosen)
+            chosen = {name: rows[index][pack_.trained] if rows else None for name, rows in (("old", old), ("reference", reference), ("teacher", teacher))}
+            policy_weights = pack_.weights if batch.policy_weights is None else batch.policy_weights[index]
+            parts = self._objective(self._loss_batch(log_probs[pack_.trained], entropy[pack_.trained], pack_, policy_weights, **chosen))
             # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks. That these
             # include the context parallel ones, whose gradients are to be summed, the schedule makes good.
-            return loss * scale, (sums, largest)
+            return parts.loss * scale, (parts.sums, parts.maxima)
 
-        outputs = self._run(batch, loss_function, forward_only=False)
-        return self._reduce(outputs, batch)
+        outputs = self._run(batch, loss_function, forward_only=False, routing=Routing.REPLAY)
+        metrics = self._reduce(outputs, batch)
+        if self._balanced_model is not None:
+            metrics["train/moe_aux_loss"] = take_balancing_loss(self._balanced_model, len(batch.packs), self._device)
+        return metrics
 
-    def _run(self, batch: StepBatch, loss_function, *, forward_only: bool) -> list:
+    def _loss_batch(self, log_probs, entropy, pack_: PackedBatch, policy_weights, *, old, reference, teacher) -> LossBatch:
+        trainer = log_probs.detach() if old is None else old
+        return LossBatch(
+            log_probs=log_probs,
+            entropy=entropy,
+            old_log_probs=pack_.engine_logprobs if self.loss.use_rollout_logprobs else trainer,
+            trainer_log_probs=trainer,
+            engine_log_probs=pack_.engine_logprobs,
+            advantages=pack_.advantages,
+            sample_of_token=pack_.sample_of_token,
+            weights=pack_.weights,
+            policy_weights=policy_weights,
+            reference_log_probs=reference,
+            distillation=None if teacher is None else trainer - teacher,
+            metadata=pack_.metadata,
+        )
+
+    def _run(self, batch: StepBatch, loss_function, *, forward_only: bool, routing: Routing = Routing.OWN, recorded: list[dict] | None = None) -> list:
+        replay, position = self.replay, {id(p): i for i, p in enumerate(batch.packs)}
+
+        def routed(model, pack_: PackedBatch):
+            if replay is None:
+                return run_model(model, pack_)
+            with replay.forward(pack_, routing, backward_follows=not forward_only) as choices:
+                output = run_model(model, pack_)
+            if recorded is not None:
+                recorded[position[id(pack_)]].update(choices)  # one chunk of the stage after the other
+            return output
+
         def forward_step(packs, model):
             pack_ = next(packs)
-            return run_model(model, pack_), lambda logits, **kwargs: loss_function(logits, pack_, **kwargs)
+            return routed(model, pack_), lambda logits, **kwargs: loss_function(logits, pack_, **kwargs)
 
-        return get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batch.packs),
+            data_iterator=[iter(batch.packs) for _ in self.model],
             model=self.model,
             num_microbatches=len(batch.packs),
-            seq_length=max(p.tokens.size(1) for p in batch.packs),
-            micro_batch_size=1,
+            # Looked at by the interleaved schedule only; elsewhere the stages tell each other the shapes.
+            seq_length=batch.packs[0].tokens.size(1) * parallel_state.get_context_parallel_world_size(),
+            micro_batch_size=batch.packs[0].tokens.size(0),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        if replay is not None:
+            replay.clear()
+        return outputs
 
     def _score(self, logits: torch.Tensor, pack_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs, entropy = log_probs_and_entropy(logits, pack_.targets, self._scoring)
         return whole(log_probs, pack_.restoring), whole(entropy, pack_.restoring)
 
-    def _loss(self, log_probs, entropy, pack_: PackedBatch, *, old, reference):
-        """Loss of one micro-batch, its share of every mean (in the order of _sum_names), and maxima (in the order of _max_names)."""
-        weights = pack_.weights
-        if self.loss.loss_type == "sft_loss":
-            loss = weighted_sum(-log_probs, weights)
-            return loss, torch.stack([loss.detach(), weighted_sum(entropy.detach(), weights)]).double(), loss.new_zeros(0)
-        old = log_probs.detach() if old is None else old
-        policy = self._policy_loss(log_probs, old, pack_)
-        corrected, off_policy_sums = self._correct(policy.loss, old, pack_)
-        pg_loss, entropy_mean = weighted_sum(corrected, weights), weighted_sum(entropy, weights)
-        loss = pg_loss - self.loss.entropy_coef * entropy_mean
-        difference = (old - pack_.engine_logprobs).abs()
-        sums = [pg_loss, entropy_mean, weighted_sum(policy.clipped, weights), weighted_sum(policy.ratio, weights), weighted_sum(old - log_probs, weights)]
-        sums += [difference.sum(), *off_policy_sums]
-        if reference is not None:
-            kl_loss = weighted_sum(kl_estimate(log_probs, reference, self.loss.kl_loss_type), weights)
-            loss = loss + self.loss.kl_loss_coef * kl_loss
-            sums += [kl_loss, weighted_sum(kl_estimate(log_probs.detach(), reference, "k3"), weights)]
-        largest = difference.max() if len(difference) else difference.sum()
-        return loss, torch.stack([loss, *sums]).detach().double(), largest.detach()[None]
-
-    def _policy_loss(self, log_probs: torch.Tensor, old: torch.Tensor, pack_: PackedBatch) -> PolicyLoss:
-        bounds = {"clip_low": self.loss.eps_clip, "clip_high": self.loss.clip_high}
-        if self.loss.advantage_estimator == "gspo":
-            return gspo(log_probs, old, pack_.advantages, pack_.sample_of_token, **bounds)
-        if self.loss.advantage_estimator == "cispo":
-            return cispo(log_probs, old, pack_.advantages, **bounds)
-        return ppo_clip(log_probs, old, pack_.advantages, **bounds, dual_clip=self.loss.eps_clip_c)
-
-    def _correct(self, policy_loss: torch.Tensor, old: torch.Tensor, pack_: PackedBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The loss per token weighted for what engine and trainer disagree on, and sums for train/tis and train/tis_clip_ratio."""
-        if not self.loss.use_tis:
-            return policy_loss, []
-        factors, bounded = truncated_importance_weights(old, pack_.engine_logprobs, low=self.loss.tis_clip_low, high=self.loss.tis_clip)
-        return policy_loss * factors, [weighted_sum(factors, pack_.weights), weighted_sum(bounded, pack_.weights)]
-
-    def _sum_names(self) -> list[str]:
-        if self.loss.loss_type == "sft_loss":
-            return ["train/loss", "train/entropy"]
-        names = ["train/loss", "train/pg_loss", "train/entropy", "train/clip_ratio", "train/ratio_mean", "train/ppo_kl", "train/logprob_abs_diff"]
-        names += ["train/tis", "train/tis_clip_ratio"] if self.loss.use_tis else []
-        return names + (["train/kl_loss", "train/kl"] if self.loss.use_kl_loss else [])
-
-    def _max_names(self) -> list[str]:
-        return [] if self.loss.loss_type == "sft_loss" else ["train/logprob_abs_diff_max"]
-
     def _reduce(self, outputs: list, batch: StepBatch) -> dict[str, float]:
-        """Add up micro-batches and data parallel ranks on the last stage, then tell every stage."""
-        sum_names, max_names = self._sum_names(), self._max_names()
-        sums = torch.zeros(len(sum_names), dtype=torch.float64, device=self._device)
-        largest = torch.zeros(len(max_names), dtype=torch.float64, device=self._device)
-        for part_sums, part_largest in outputs:
-            sums += part_sums
-            largest = torch.maximum(largest, part_largest)
-        group, last = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_pipeline_model_parallel_last_rank()
-        for tensor, operation in ((sums, torch.distributed.ReduceOp.SUM), (largest, torch.distributed.ReduceOp.MAX)):
-            if tensor.numel():
-                torch.distributed.all_reduce(tensor, op=operation, group=parallel_state.get_data_parallel_group())
-                torch.distributed.broadcast(tensor, last, group=group)
-        metrics = dict(zip(sum_names + max_names, torch.cat([sums, largest]).tolist(), strict=True))
-        if "train/logprob_abs_diff" in metrics:
-            metrics["train/logprob_abs_diff"] /= max(batch.num_trained_tokens, 1)
-        return metrics
+        """Add up micro-batches and data parallel ranks on the last stage, then tell every stage. outputs: (sums, maxima) of each micro-batch."""
+        metrics: dict[str, float] = {}
+        if parallel_state.is_pipeline_last_stage():
+            for place, operation in enumerate((torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.MAX)):
+                metrics |= self._over_data_ranks([output[place] for output in outputs], operation)
+            for name in outputs[0][0]:
+                if name.startswith(TOKEN_MEANS):
+                    metrics[name] /= max(batch.num_trained_tokens, 1)
+        told = [metrics]  # the names, too: a user's function may add some
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            last, group = parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
+            torch.distributed.broadcast_object_list(told, last, group=group)
+        return told[0]
+
+    def _over_data_ranks(self, parts: Sequence[dict[str, torch.Tensor]], operation) -> dict[str, float]:
+        """Sums or maxima of scalars by name, over all micro-batches of all data parallel ranks. Raises RunError if micro-batches differ in their names."""
+        names = list(parts[0])
+        if any(set(part) != set(names) for part in parts):
+            raise RunError(f"metrics differ from micro-batch to micro-batch: {sorted({name for part in parts for name in part})}. Fix: your loss function.")
+        if not names:
+            return {}
+        rows = torch.stack([torch.stack([part[name] for name in names]).to(self._device, torch.float64) for part in parts])
+        total = rows[0]
+        for row in rows[1:]:
+            total = total + row if operation == torch.distributed.ReduceOp.SUM else torch.maximum(total, row)
+        total = total.contiguous()
+        torch.distributed.all_reduce(total, op=operation, group=parallel_state.get_data_parallel_group())
+        return dict(zip(names, total.tolist(), strict=True))
 
 
 def split_rollout(samples: Sequence[TrainSample], num_steps: int) -> list[Sequence[TrainSample]]:
@@ -210,7 +289,7 @@ def split_rollout(samples: Sequence[TrainSample], num_steps: int) -> list[Sequen
 
 
 def combine_steps(steps: Sequence[dict[str, float]], num_trained_tokens: Sequence[int]) -> dict[str, float]:
-    """Metrics of a rollout from those of its train steps: means; maxima for *_max; the last learning rate; token means for the log-prob difference."""
+    """Metrics of a rollout from those of its train steps: means; maxima for *_max; the last learning rate; token means where they are."""
     combined = {}
     for name in steps[0]:
         values = [step[name] for step in steps]
@@ -218,7 +297,7 @@ def combine_steps(steps: Sequence[dict[str, float]], num_trained_tokens: Sequenc
             combined[name] = max(values)
         elif name == "train/lr":
             combined[name] = values[-1]
-        elif name == "train/logprob_abs_diff":
+        elif name.startswith(TOKEN_MEANS):
             combined[name] = float(np.average(values, weights=np.maximum(num_trained_tokens, 1e-9)))
         else:
             combined[name] = float(np.mean(values))

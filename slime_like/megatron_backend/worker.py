@@ -5,28 +5,31 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.megatron_backend import checkpoint, hf_convert
-from slime_like.megatron_backend.critic import ValueRunner, critic_config, value_targets, with_token_advantages
-from slime_like.megatron_backend.hf_files import finish_folder, save_stage
+from slime_like.megatron_backend.advantages import Scores, with_token_advantages
+from slime_like.megatron_backend.async_save import PendingSave
+from slime_like.megatron_backend.checkpoint_folder import find, is_megatron_folder, read_client_state
+from slime_like.megatron_backend.critic import ValueRunner, critic_config, value_targets
+from slime_like.megatron_backend.gradient_sync import GradientSync
+from slime_like.megatron_backend.hf_save import save_hf_folder
 from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_down
-from slime_like.megatron_backend.model_provider import build_frozen, build_model, trains_in_bf16, unwrap
-from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler
+from slime_like.megatron_backend.model_provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
+from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler, forget_moments
 from slime_like.megatron_backend.packing import record_layout
 from slime_like.megatron_backend.publish import WeightPublisher
 from slime_like.megatron_backend.reference import brought_log_probs, checked_row, copy_weights, put_weights, swapped
-from slime_like.megatron_backend.start_weights import load_weights, start_source
+from slime_like.megatron_backend.routing_replay import Routing, RoutingReplay
+from slime_like.megatron_backend.start_weights import load_weights, reference_step, start_source, start_step
 from slime_like.megatron_backend.train_step import LogProbs, StepBatch, StepRunner, combine_steps, split_rollout
 from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
 
@@ -47,6 +50,8 @@ class TrainWorker:
         self.world_size, self.local_rank = world_size, local_rank
         self.master_address, self.master_port = master_address, master_port
         self._publisher: WeightPublisher | None = None
+        self._sync: GradientSync  # where this role trains
+        self._saving: PendingSave | None = None
         self._trains = config.role in ("actor", "critic")
 
     # ------------------------------------------------------------------ start and end
@@ -66,6 +71,7 @@ class TrainWorker:
                 local_rank=self.local_rank,
                 master_address=self.master_address,
                 master_port=self.master_port,
+                virtual_pipeline_size=config.parallel.virtual_pipeline_size(config.model.num_layers),
             )
             set_seeds(config.observability.seed)
         with _timed(seconds, "model"):
@@ -74,16 +80,22 @@ class TrainWorker:
         with _timed(seconds, "weights"):
             source = start_source(config.checkpoint)
             reference_source = config.checkpoint.ref_load if config.role == "actor" and config.swaps_reference else None
-            load_weights(self.model, config.model, source, value_head=self._is_critic)
-            self._reference = self._load_reference(source, reference_source)
+            teacher_source = config.loss.opd_teacher_load if config.role == "actor" and config.loss.use_opd else None
+            load_weights(self.model, config.model, source, step=start_step(config.checkpoint), value_head=self._is_critic)
+            self._reference = self._load_frozen(source, reference_source, reference_step(config.checkpoint))
+            self._teacher = self._load_frozen(source, teacher_source, config.loss.opd_teacher_ckpt_step)
         resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
         if self._trains:
             with _timed(seconds, "optimizer"):
+                self._sync = GradientSync(self.model)
                 self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel)
                 total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout
                 self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
             with _timed(seconds, "resume"):
                 resumed = self._resume(source)
+            if config.loss.ref_update_interval and self._reference is not None:
+                config.loss.check_resume(resumed["num_rollouts_done"])
+                self._reference = copy_weights(self.stage) if resumed["num_rollouts_done"] else self._reference
         self.runner = (ValueRunner if self._is_critic else StepRunner)(
             self.model,
             model_config=config.model,
@@ -91,16 +103,20 @@ class TrainWorker:
             batch=config.batch,
             loss=config.loss,
             temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,  # supervised answers were not sampled
+            plugin_args=config.plugin_args(),
         )
+        self.runner.replay = RoutingReplay.wanted(config, self.stage)
         if self._trains:
             self._clear_gradients()
-        return {**resumed, "num_parameters": hf_convert.num_parameters(config.model), "seconds": seconds}
+            self._sync.whole_weights()
+        return {**resumed, "num_parameters": hf_convert.num_parameters(config.model), "bf16": trains_in_bf16(config.optimizer), "seconds": seconds}
 
     def close(self) -> None:
         """Leave engines and process groups. Safe to call twice."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        release_hooks(getattr(self, "model", ()))
         shut_down()
 
     # ------------------------------------------------------------------ training
@@ -112,17 +128,17 @@ class TrainWorker:
         taken against the step's own log-probs; with more, against those under the weights before the first step.
         """
         parts = split_rollout(samples, self.config.num_steps_per_rollout)
-        batches = [self.runner.prepare(part) for part in parts]
-        if self.config.needs_critic:
-            batches = with_token_advantages(parts, batches, self.config.loss)
-        needs_old = len(batches) > 1 and not self.config.is_sft
-        old = [self.runner.log_probs(batch) if needs_old else None for batch in batches]
-        reference = self._reference_for_loss(parts, batches)
+        batches, scores = self._ready(parts)
+        if self.config.loss.reset_optimizer_states:
+            forget_moments(self.optimizer)
         reports = []
         for number, batch in enumerate(batches):
             where = f"rollout step {step}, train step {number + 1} of {len(batches)}"
-            metrics = self._forward_backward(batch, old[number], reference[number], where)
+            metrics = self._forward_backward(batch, scores[number], where)
             reports.append(metrics | self._optimizer_step(where))
+        self._sync.whole_weights()
+        if self._reference is not None and self.config.loss.updates_reference_after(step):
+            self._reference = copy_weights(self.stage)
         return StepReport(
             step=step,
             num_train_steps=len(batches),
@@ -144,6 +160,7 @@ class TrainWorker:
                 raise RunError(f"trainer rank {self.rank}, {where}: the loss is {metrics['train/value_loss']}. Metrics: {metrics}")
             done = self._optimizer_step(where)
             reports.append(metrics | {"train/critic_grad_norm": done["train/grad_norm"], "train/critic_lr": done["train/lr"]})
+        self._sync.whole_weights()
         return StepReport(
             step=step,
             num_train_steps=len(batches),
@@ -154,25 +171,26 @@ class TrainWorker:
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Add the gradients of one train step's loss to what is already there; returns its metrics."""
-        batch = self.runner.prepare(samples)
-        return self._forward_backward(batch, None, self._reference_for_loss([samples], [batch])[0], "forward_backward")
+        (batch,), (scores,) = self._ready([samples])
+        with self._sync.held_back():
+            return self._forward_backward(batch, scores, "forward_backward")
 
     def optim_step(self) -> dict[str, float]:
         """Apply and clear the accumulated gradients; returns train/grad_norm and train/lr."""
-        return self._optimizer_step("optim_step")
+        report = self._optimizer_step("optim_step")
+        self._sync.whole_weights()
+        return report
 
     def log_probs(self, samples: Sequence[TrainSample], *, model: str = "actor") -> list[np.ndarray]:
         """Log-probs [T] of every sample, as records.Sample defines them, in the order of `samples`; the same on every rank.
 
-        model: "actor" or "reference". Raises ValueError for another, or if no reference was loaded.
+        model: "actor", "reference" or "teacher". Raises ValueError for another, or for one that was not loaded.
         """
         batch = self.runner.prepare(samples)
-        if model == "actor":
-            found = self.runner.log_probs(batch)
-        elif model == "reference" and self._reference is not None:
-            found = self._reference_log_probs([batch])[0]
-        else:
-            raise ValueError(f"model {model!r} is not loaded. Known: actor{', reference' if self._reference is not None else ''}.")
+        frozen = {name: weights for name, weights in (("reference", self._reference), ("teacher", self._teacher)) if weights is not None}
+        if model != "actor" and model not in frozen:
+            raise ValueError(f"model {model!r} is not loaded. Known: {', '.join(['actor', *frozen])}.")
+        found = self.runner.log_probs(batch, routing=Routing.REPLAY) if model == "actor" else self._log_probs_under(frozen[model], [batch])[0]
         return self._gathered(batch, found, len(samples))
 
     def values(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
@@ -221,8 +239,19 @@ class TrainWorker:
             self._publisher = publisher
         return self._publisher.send(version, self.weights)
 
+    def verify_weights(self) -> tuple[int, int]:
+        """Compare the engines' weights with those last published, by digests: (engines compared, tensors left out). Raises WeightSyncError."""
+        assert self._publisher is not None, "publish first"
+        return self._publisher.verify()
+
+    def probe(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        """Log-probs [T] of every sample at temperature 1: what an engine says of a prompt."""
+        with self.runner.at_temperature(1.0):
+            return self.log_probs(samples)
+
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
-        """Write a Megatron checkpoint to --save; returns its path."""
+        """Write a Megatron checkpoint to --save; returns its path. With --async-save it counts only when finish_save() is True."""
+        self.finish_save(wait=True)
         options = self.config.checkpoint
         assert options.save, "save() needs --save"
         state = checkpoint.TrainState(
@@ -232,50 +261,60 @@ class TrainWorker:
             scheduler=self.scheduler,
             value_head=self._is_critic,
         )
-        return checkpoint.save(options.save, state, num_rollouts_done=num_rollouts_done, client_state=client_state)
+        draft = checkpoint.draft_of(
+            options.save,
+            state,
+            num_rollouts_done=num_rollouts_done,
+            client_state=client_state,
+            retain_interval=options.save_retain_interval,
+            num_spared=int(self._is_critic),
+        )
+        if not options.async_save:
+            return checkpoint.save(draft, state)
+        self._saving = PendingSave(draft, state, seconds=self.config.parallel.train_timeout_s)
+        return self._saving.path
+
+    def finish_save(self, wait: bool) -> bool:
+        """Whether no save is under way any more; wait: until there is none. Raises SaveError if one could not be written."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None  # after a failure there is none either
+            if not saving.finish(wait=wait):
+                self._saving = saving
+        return self._saving is None
 
     def save_hf(self, folder: str) -> None:
         """Write an HF folder: weights, and config and tokenizer files of --hf-checkpoint. Replaces the folder if it exists."""
-        draft = folder.rstrip("/") + ".tmp"
-        if self.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            os.makedirs(draft)
-        torch.distributed.barrier()
-        file_of: dict[str, str] = {}
-        num_bytes = 0
-        if hf_convert.is_export_source():
-            file_of, num_bytes = save_stage(self.weights(), draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}")
-        elif hf_convert.joins_export():
-            for _ in self.weights():
-                pass
-        parts: list = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(parts, (file_of, num_bytes))
-        if self.rank == 0:
-            merged = {name: file for part, _ in parts for name, file in part.items()}
-            dtype = torch.bfloat16 if trains_in_bf16(self.config.optimizer) else torch.float32
-            finish_folder(draft, template=self.config.checkpoint.hf_checkpoint, file_of=merged, total_bytes=sum(n for _, n in parts), dtype=dtype)
-            checkpoint.swap_in(draft, folder.rstrip("/"))
-        torch.distributed.barrier()
+        template, dtype = self.config.checkpoint.hf_checkpoint, torch.bfloat16 if trains_in_bf16(self.config.optimizer) else torch.float32
+        assert template, "--hf-checkpoint is checked before workers are built"
+        save_hf_folder(self.weights, folder, template=template, dtype=dtype)
+
+    def take_weights(self, folder: str) -> None:
+        """Continue with the weights of an HF folder: how a reference on GPUs of its own follows the policy."""
+        assert not self._trains, "the optimizer's main weights would not follow"
+        load_weights(self.model, self.config.model, folder)
 
     # ------------------------------------------------------------------ inside
 
-    def _load_reference(self, source: str, reference_source: str | None) -> dict[str, torch.Tensor] | None:
-        """The reference's weights; the model ends with the actor's."""
-        if reference_source is None:
+    def _load_frozen(self, source: str, folder: str | None, step: int | None) -> dict[str, torch.Tensor] | None:
+        """The weights in `folder`, of a model that only scores; the model ends with the actor's, which came from `source`."""
+        if folder is None:
             return None
         own = copy_weights(self.stage)
-        if os.path.realpath(source) == os.path.realpath(reference_source):
+        if os.path.realpath(source) == os.path.realpath(folder) and step == start_step(self.config.checkpoint):
             return own
-        load_weights(self.model, self.config.model, reference_source)
-        reference = copy_weights(self.stage)
+        load_weights(self.model, self.config.model, folder, step=step)
+        frozen = copy_weights(self.stage)
         put_weights(self.stage, own)
-        return reference
+        return frozen
 
     def _resume(self, source: str) -> dict:
         options = self.config.checkpoint
         fresh = {"num_rollouts_done": 0, "client_state": {}}
-        if options.load is None or source != options.load or not checkpoint.is_megatron_folder(source):
+        if options.load is None or source != options.load or not is_megatron_folder(source):
             return fresh
+        path = find(source, options.ckpt_step)
+        if read_client_state(path).get("weights_only"):
+            return fresh  # converted weights, already loaded
         state = checkpoint.TrainState(
             model=self.model,
             model_config=self.config.model,
@@ -284,46 +323,60 @@ class TrainWorker:
             with_rng=not (options.no_load_rng or options.finetune),
             value_head=self._is_critic,
         )
-        saved = checkpoint.load(checkpoint.latest(source), state)
+        saved = checkpoint.load(path, state)
         if state.optimizer is None:
             # bf16 keeps fp32 main weights in the optimizer; they must follow the loaded ones.
             self.optimizer.reload_model_params()
         return fresh if options.finetune else {"num_rollouts_done": saved["num_rollouts_done"], "client_state": saved["client_state"]}
 
-    def _reference_log_probs(self, batches: Sequence[StepBatch]) -> list[LogProbs]:
-        if self._reference is None:
-            return [None] * len(batches)
-        with swapped(self.stage, self._reference):
+    def _ready(self, parts: Sequence[Sequence[TrainSample]]) -> tuple[list[StepBatch], list[Scores]]:
+        """Each train step's batch, with its advantages, and all that it is compared with; everything under the present weights."""
+        loss = self.config.loss
+        batches = [self.runner.prepare(part) for part in parts]
+        if self.config.is_sft:
+            return batches, [Scores()] * len(batches)
+        drifts = len(batches) > 1 and (loss.get_mismatch_metrics or not loss.use_rollout_logprobs or loss.use_routing_replay)
+        needs_old = drifts or loss.kl_in_trainer or loss.use_opd
+        old, batches = self.runner.old_log_probs(batches) if needs_old else ([None] * len(batches), batches)
+        reference = self._reference_of(parts, batches)
+        teacher = self._log_probs_under(self._teacher, batches) if loss.use_opd and self._teacher is not None else [None] * len(batches)
+        scores = [Scores(old=o, reference=r, teacher=t) for o, r, t in zip(old, reference, teacher, strict=True)]
+        return with_token_advantages(parts, batches, loss, scores) if loss.has_token_advantages else batches, scores
+
+    def _log_probs_under(self, weights: dict[str, torch.Tensor], batches: Sequence[StepBatch]) -> list[LogProbs]:
+        with swapped(self.stage, weights):
             return [self.runner.log_probs(batch) for batch in batches]
 
-    def _reference_for_loss(self, parts: Sequence[Sequence[TrainSample]], batches: Sequence[StepBatch]) -> list[LogProbs]:
+    def _reference_of(self, parts: Sequence[Sequence[TrainSample]], batches: Sequence[StepBatch]) -> list[LogProbs]:
         """The reference's log-probs: our own reference's, or what a reference on other GPUs wrote into the samples."""
-        if not self.config.loss.use_kl_loss or self.config.is_sft:
+        if not (self.config.loss.use_kl_loss or self.config.loss.kl_in_trainer):
             return [None] * len(batches)
         if self._reference is not None:
-            return self._reference_log_probs(batches)
+            return self._log_probs_under(self._reference, batches)
         brought: list[LogProbs] = [brought_log_probs(part, batch.packs) for part, batch in zip(parts, batches, strict=True)]
         return brought if parallel_state.is_pipeline_last_stage() else [None] * len(batches)
 
-    def _forward_backward(self, batch: StepBatch, old: LogProbs, reference: LogProbs, where: str) -> dict[str, float]:
-        metrics = self.runner.forward_backward(batch, old=old, reference=reference)
+    def _forward_backward(self, batch: StepBatch, scores: Scores, where: str) -> dict[str, float]:
+        reference = scores.reference if self.config.loss.use_kl_loss else None
+        metrics = self.runner.forward_backward(batch, old=scores.old, reference=reference, teacher=scores.teacher)
         if not math.isfinite(metrics["train/loss"]):
             raise RunError(f"trainer rank {self.rank}, {where}: the loss is {metrics['train/loss']}. Metrics: {metrics}")
         return metrics
 
     def _optimizer_step(self, where: str) -> dict[str, float]:
-        # Only now are gradients summed over ranks, so that several forward_backward calls may add to them before.
-        finalize_model_grads([self.model])
+        self._sync.finish()
         learning_rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is None or not math.isfinite(grad_norm):
             raise RunError(f"trainer rank {self.rank}, {where}: the gradient norm is {grad_norm}.")
+        self._sync.stepped()
         self.scheduler.step(increment=1)
         self._clear_gradients()
         return {"train/grad_norm": float(grad_norm), "train/lr": float(learning_rate)}
 
     def _clear_gradients(self) -> None:
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
 

@@ -54,13 +54,12 @@ class ActivationSizes:
 
     def _latent_attention(self) -> float:
         model, tp, width = self.model, self.parallel.tensor_model_parallel_size, self.width
-        down = 1 if self.transformer_engine else tp
         queries = model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) / tp
         values = model.num_attention_heads * model.v_head_dim / tp
         found = _STATISTIC * model.num_attention_heads / tp + width * (2 * queries + 2 * values)
         for rank in (model.q_lora_rank or 0, model.kv_lora_rank):
             # The compressed states go into the up projections: normed or not, they are kept once more.
-            found += (self.norm(rank) if model.qk_layernorm and rank else 0) + width * rank / (1 if model.qk_layernorm else down)
+            found += (self.norm(rank) if model.qk_layernorm and rank else 0) + width * rank
         return found if self.transformer_engine else found + width * (values + 4 * model.qk_pos_emb_head_dim)
 
     def layer(self, *, has_experts: bool) -> float:
@@ -79,10 +78,9 @@ class ActivationSizes:
 
     def layers(self, stage: int) -> list[float]:
         """Every layer of one pipeline stage."""
-        counts = self.parallel.layers_per_stage(self.model.num_layers)
-        first = sum(counts[:stage])
+        numbers = [layer for chunk in self.parallel.chunks_of_stage(self.model.num_layers, stage) for layer in chunk]
         kinds = {has_experts: self.layer(has_experts=has_experts) for has_experts in (False, True) if has_experts is False or self.model.num_experts}
-        return [kinds[has_experts] for has_experts in self.model.expert_layers[first : first + counts[stage]]]
+        return [kinds[self.model.expert_layers[layer]] for layer in numbers]
 
     def stage(self, stage: int) -> float:
         """What one micro-batch keeps on a stage until its backward pass, without recomputing, logits not counted."""
@@ -118,12 +116,12 @@ class ActivationSizes:
     def logits(self, tokens: int, *, chunk_tokens: int | None, backward: bool) -> float:
         """Most bytes that are alive at once around `tokens` tokens' logits on the last stage, with our loss (megatron_backend/forward.py).
 
-        The logits and, in the backward pass, their gradient; for a chunk of the tokens, fp32 tensors of that size: 5 in the backward
-        pass (probabilities, their gradient, three products), 4 in the forward pass.
+        The logits and, in the backward pass, their gradient; for a chunk of the tokens, two fp32 tensors of that size: the scaled logits
+        and their probabilities.
         """
         tp = self.parallel.tensor_model_parallel_size
         chunk = min(tokens, chunk_tokens or tokens)
-        return self.model.padded_vocab_size(tp) / tp * (tokens * self.width * (1 + backward) + chunk * 4 * (4 + backward))
+        return self.model.padded_vocab_size(tp) / tp * (tokens * self.width * (1 + backward) + chunk * 4 * 2)
 
     def _widest(self) -> float:
         model, tp = self.model, self.parallel.tensor_model_parallel_size

@@ -33,42 +33,46 @@ class Parameter(NamedTuple):
 class Variant:
     """What changes shapes beside the flags.
 
-    transformer_engine: on a CPU host megatron splits the two down projections of multi-latent attention over the tensor parallel
-    ranks; transformer-engine's layers, on GPUs, keep them whole on each rank.
     value_head: a critic or reward model: one number a token instead of a vocabulary.
     """
 
-    transformer_engine: bool = True
     value_head: bool = False
 
 
-def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int, variant: Variant = Variant()) -> list[Parameter]:
-    """Every trained tensor of one rank of pipeline stage `stage`, in the model's order. All ranks of a stage hold the same shapes."""
-    counts = parallel.layers_per_stage(model.num_layers)
-    first_layer, last_stage = sum(counts[:stage]), stage == len(counts) - 1
-    rank = _Rank(model, parallel, variant)
+def stage_chunks(model: ModelConfig, parallel: ParallelConfig, stage: int, variant: Variant = Variant()) -> list[list[Parameter]]:
+    """Every trained tensor of one rank of pipeline stage `stage`, in the model's order, for each chunk of layers (one, unless interleaved).
+
+    All ranks of a stage hold the same shapes. Layers are numbered within their chunk.
+    """
+    stages, ranges = parallel.pipeline_model_parallel_size, parallel.chunks_of_stage(model.num_layers, stage)
+    rank = _Rank(model, parallel)
     tied = not model.untie_embeddings_and_output_weights and not variant.value_head
-    found = []
+    chunks = [
+        [parameter for number, layer in enumerate(layers) for parameter in rank.layer(f"decoder.layers.{number}.", has_experts=rank.expert_layers[layer])]
+        for layers in ranges
+    ]
     if stage == 0:
-        found.append(Parameter("embedding.word_embeddings.weight", rank.embedding_shape, shared_embedding=tied and len(counts) > 1))
-    for number in range(counts[stage]):
-        found += rank.layer(f"decoder.layers.{number}.", has_experts=rank.expert_layers[first_layer + number])
-    if last_stage:
-        found.append(Parameter("decoder.final_layernorm.weight", (model.hidden_size,)))
+        chunks[0].insert(0, Parameter("embedding.word_embeddings.weight", rank.embedding_shape, shared_embedding=tied and stages > 1))
+    if stage == stages - 1:
+        chunks[-1].append(Parameter("decoder.final_layernorm.weight", (model.hidden_size,)))
         if variant.value_head:
-            found.append(Parameter("output_layer.weight", (1, model.hidden_size)))
-        elif not tied or len(counts) > 1:
-            found.append(Parameter("output_layer.weight", rank.embedding_shape, shared_embedding=tied))
-    return found
+            chunks[-1].append(Parameter("output_layer.weight", (1, model.hidden_size)))
+        elif not tied or stages > 1:
+            chunks[-1].append(Parameter("output_layer.weight", rank.embedding_shape, shared_embedding=tied))
+    return chunks
+
+
+def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int, variant: Variant = Variant()) -> list[Parameter]:
+    """The tensors of all chunks of a stage."""
+    return [parameter for chunk in stage_chunks(model, parallel, stage, variant) for parameter in chunk]
 
 
 def stage_buffer_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int, *, weight_bytes: int) -> int:
     """Bytes that a rank holds beside parameters: per router the fp32 expert bias, and the tokens per expert in the weights' type."""
     if not model.num_experts or not model.moe_router_enable_expert_bias:
         return 0
-    counts = parallel.layers_per_stage(model.num_layers)
-    first = sum(counts[:stage])
-    return sum(model.expert_layers[first : first + counts[stage]]) * (4 + weight_bytes) * model.num_experts
+    layers = [layer for chunk in parallel.chunks_of_stage(model.num_layers, stage) for layer in chunk]
+    return sum(model.expert_layers[layer] for layer in layers) * (4 + weight_bytes) * model.num_experts
 
 
 @functools.lru_cache(maxsize=8)
@@ -81,8 +85,8 @@ def model_parameters(model: ModelConfig) -> int:
 class _Rank:
     """The shapes on one rank; `tp` divides attention and dense MLP, `etp` and `ep` the experts."""
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig, variant: Variant):
-        self.model, self.variant = model, variant
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig):
+        self.model = model
         self.tp = parallel.tensor_model_parallel_size
         self.etp = parallel.expert_tp_size if model.num_experts else 1
         self.ep = parallel.expert_model_parallel_size
@@ -94,13 +98,13 @@ class _Rank:
         model, hidden = self.model, self.model.hidden_size
         yield Parameter(prefix + "input_layernorm.weight", (hidden,))
         yield from self._latent_attention(prefix + "self_attention.") if model.multi_latent_attention else self._attention(prefix + "self_attention.")
-        if model.post_self_attn_layernorm:
-            yield Parameter(prefix + "post_self_attn_layernorm.weight", (hidden,))
         yield Parameter(prefix + "pre_mlp_layernorm.weight", (hidden,))
         if has_experts:
             yield from self._experts(prefix + "mlp.")
         else:
             yield from self._mlp(prefix + "mlp.", model.mlp_size, self.tp)
+        if model.post_self_attn_layernorm:
+            yield Parameter(prefix + "post_self_attn_layernorm.weight", (hidden,))
         if model.post_mlp_layernorm:
             yield Parameter(prefix + "post_mlp_layernorm.weight", (hidden,))
 
@@ -119,15 +123,15 @@ class _Rank:
             yield Parameter(prefix + "k_layernorm.weight", (model.head_size,))
 
     def _latent_attention(self, prefix: str) -> Iterator[Parameter]:
-        model, down = self.model, 1 if self.variant.transformer_engine else self.tp
+        model = self.model
         heads, head = model.num_attention_heads, model.qk_head_dim + model.qk_pos_emb_head_dim
         yield Parameter(prefix + "linear_proj.weight", (model.hidden_size, heads * model.v_head_dim // self.tp))
         if model.q_lora_rank is None:
             yield Parameter(prefix + "linear_q_proj.weight", (heads * head // self.tp, model.hidden_size))
         else:
-            yield Parameter(prefix + "linear_q_down_proj.weight", (model.q_lora_rank // down, model.hidden_size))
+            yield Parameter(prefix + "linear_q_down_proj.weight", (model.q_lora_rank, model.hidden_size))
             yield Parameter(prefix + "linear_q_up_proj.weight", (heads * head // self.tp, model.q_lora_rank))
-        yield Parameter(prefix + "linear_kv_down_proj.weight", ((model.kv_lora_rank + model.qk_pos_emb_head_dim) // down, model.hidden_size))
+        yield Parameter(prefix + "linear_kv_down_proj.weight", (model.kv_lora_rank + model.qk_pos_emb_head_dim, model.hidden_size))
         yield Parameter(prefix + "linear_kv_up_proj.weight", (heads * (model.qk_head_dim + model.v_head_dim) // self.tp, model.kv_lora_rank))
         if model.qk_layernorm:
             if model.q_lora_rank is not None:

@@ -118,12 +118,20 @@ def cannot_run_yet(plan: PlacementPlan) -> list[str]:
             f"engine {staged[0].index} has {staged[0].pp} pipeline stages (--sglang-pp-size): weights cannot be sent to them by {plan.transport} yet. "
             "Fix: --update-weight-transport disk."
         )
+    spread = [engine for engine in held if engine.num_nodes > 1]
+    if spread and plan.transport == "delta":
+        found.append(
+            f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent as deltas reach only the first of them. "
+            "Fix: --update-weight-mode full."
+        )
     return found
 
 
 def _transport(config: RunConfig, mode: str) -> str | None:
     if mode in ("train_only", "rollout_only"):
         return None
+    if config.sync.sends_deltas:
+        return "delta"
     return config.sync.update_weight_transport or ("ipc" if mode == "colocate" else "broadcast")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime_like.config.model import ParallelConfig
 from slime_like.config.run import RunConfig
 from slime_like.planning.activations import ActivationSizes
 from slime_like.planning.hardware import GIB
-from slime_like.planning.parameters import Variant, stage_buffer_bytes, stage_parameters
+from slime_like.planning.parameters import Variant, stage_buffer_bytes, stage_chunks
 from slime_like.planning.placement import PlacementPlan
-from slime_like.planning.trainer_bytes import Precision, StageBytes, TrainerBytes
+from slime_like.planning.trainer_bytes import Precision, StageBytes, TrainerBytes, bucket_elements
 
 #: phase -> {part: bytes}
 PhaseBytes = dict[str, dict[str, int]]
@@ -30,6 +31,9 @@ class RoleBytes:
     """Bytes of every rank of one role. Ranks are in Megatron's order: tensor, context, data, pipeline parallel, the first fastest."""
 
     def __init__(self, config: RunConfig, plan: PlacementPlan, name: str):
+        if name == "reward":  # a whole copy a GPU, and batches of its own
+            batch = dataclasses.replace(config.batch, use_dynamic_batch_size=False, micro_batch_size=config.reward.reward_batch_size)
+            config = dataclasses.replace(config, parallel=ParallelConfig(), batch=batch)
         self.name, self._config, self._plan, self._role = name, config, plan, plan.roles[name]
         self._precision = Precision.of(config.optimizer)
         self._trained = name in ("actor", "critic")
@@ -48,12 +52,13 @@ class RoleBytes:
         parallel = self._config.parallel
         stage, within = divmod(rank, self._per_stage)
         if stage not in self._stages:
-            parameters = stage_parameters(self._config.model, parallel, stage, self._variant)
+            chunks = stage_chunks(self._config.model, parallel, stage, self._variant)
+            dp_size = max(1, self._per_stage // parallel.tensor_model_parallel_size)
             self._stages[stage] = StageBytes(
-                parameters, parallel, self._precision, dp_size=max(1, self._per_stage // parallel.tensor_model_parallel_size),
-                expert_dp_size=max(1, self._per_stage // self._experts),
+                chunks, parallel, self._precision, dp_size=dp_size, expert_dp_size=max(1, self._per_stage // self._experts),
+                bucket_elements=bucket_elements(parallel, stage=stage, dp_size=dp_size),
             )  # fmt: skip
-            self._largest[stage] = max((p.numel for p in parameters), default=0) * parallel.tensor_model_parallel_size * self._precision.weight
+            self._largest[stage] = max((p.numel for chunk in chunks for p in chunk), default=0) * parallel.tensor_model_parallel_size * self._precision.weight
         data_rank = within // parallel.tensor_model_parallel_size
         first_copy = data_rank < parallel.context_parallel_size
         source = (2 if within == 0 else 1) if first_copy else 0
@@ -78,7 +83,8 @@ class RoleBytes:
         process = {prefix + "weights": held.weights + buffers, "communication": GIB}
         if self.name in ("ref", "reward"):  # score only: no gradient buffers, no optimizer
             process[prefix + "weights"] = held.num_parameters * self._precision.weight + buffers
-            return {phase: process | (self._scoring(key, prefix) if phase == "score" else {}) for phase in _PHASES}
+            scoring = "score" if self.name == "ref" else "generate"  # rewards are computed while engines still generate
+            return {phase: process | (self._scoring(key, prefix) if phase == scoring else {}) for phase in _PHASES}
         process[prefix + "gradients"] = held.gradients
         main_weights = self._main_weights(held)
         first = process | {prefix + "optimizer": main_weights}
@@ -105,35 +111,46 @@ class RoleBytes:
     @property
     def tokens(self) -> int:
         """Most tokens of a micro-batch on one GPU: a pack, or one sample that is longer than a pack may be; context parallel ranks share it."""
+        return self._most_tokens(self._config.batch.max_tokens_per_gpu)
+
+    def _most_tokens(self, pack_tokens: int | None) -> int:
         config, rollout = self._config, self._config.rollout
         longest = (config.data.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
         longest = min(longest, rollout.rollout_max_context_len or config.model.context_tokens, config.model.context_tokens)
         # --max-tokens-per-gpu already counts one context parallel rank's share.
         share = -(-longest // config.parallel.context_parallel_size)
-        if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu:
-            return max(config.batch.max_tokens_per_gpu, share)
+        if config.batch.use_dynamic_batch_size and pack_tokens:
+            return max(pack_tokens, share)
         return share * config.batch.micro_batch_size
 
-    def _logits(self, key: RankKey, *, backward: bool) -> int:
+    def _logits(self, key: RankKey, tokens: int, *, backward: bool) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
             return 0
         chunk = self._config.batch.log_probs_chunk_size
-        return int(self._sizes.logits(self.tokens, chunk_tokens=chunk if chunk > 0 else None, backward=backward))
+        return int(self._sizes.logits(tokens, chunk_tokens=chunk if chunk > 0 else None, backward=backward))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
+        tokens = self._most_tokens(self._config.batch.log_probs_max_tokens_per_gpu or self._config.batch.max_tokens_per_gpu)
         return {
-            prefix + "activations": int(self.tokens * self._sizes.forward_only()),
-            prefix + "logits": self._logits(key, backward=False),
+            prefix + "activations": int(tokens * self._sizes.forward_only()),
+            prefix + "logits": self._logits(key, tokens, backward=False),
         }
 
     def _training(self, key: RankKey, prefix: str) -> dict[str, int]:
-        """The first stage starts as many micro-batches as there are stages before the first one comes back (1F1B)."""
+        """The first stage starts as many micro-batches as there are stages before the first one comes back (1F1B).
+
+        Interleaved, stage s of p starts 2 (p - s - 1) + (v - 1) p + 1 micro-batches of one of its v chunks (Megatron's get_pp_rank_microbatches).
+        """
         config = self._config
         per_rank = max(1, config.global_batch_size // max(1, self._role.dp))
         batches = per_rank if config.batch.use_dynamic_batch_size else max(1, per_rank // config.batch.micro_batch_size)
-        in_flight = min(config.parallel.pipeline_model_parallel_size - key.stage, batches)
+        stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_size(config.model.num_layers) or 1
+        in_flight: float = min(stages - key.stage, batches)
+        if chunks > 1:
+            batches = max(batches, stages)  # filled up with empty ones
+            in_flight = min(2 * (stages - key.stage - 1) + (chunks - 1) * stages + 1, batches * chunks) / chunks
         every, once = self._sizes.kept(key.stage)
-        found = {prefix + "activations": int(self.tokens * (in_flight * every + once)), prefix + "logits": self._logits(key, backward=True)}
+        found = {prefix + "activations": int(self.tokens * (in_flight * every + once)), prefix + "logits": self._logits(key, self.tokens, backward=True)}
         if self._precision.gradient == 2 and self._precision.state:  # the step works on an fp32 copy of the owned gradients
             found[prefix + "gradient copy"] = held_elements(key.held, self._precision) * 4
         return found

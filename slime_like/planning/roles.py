@@ -4,7 +4,8 @@ role     exists with                    stands
 actor    always                         on GPUs of its own
 critic   --advantage-estimator ppo      on GPUs of its own, on the actor's with --colocate-training
 ref      --use-kl-loss or --kl-coef     swapped into the actor's processes; on GPUs of its own with --no-colocate-policy-ref
-reward   --reward-load                  on GPUs of its own, the critic's with --colocate-critic-reward, the actor's with --colocate-training
+reward   --reward-load                  on GPUs of its own, the critic's with --colocate-critic-reward, the actor's with --colocate-training;
+                                        a whole copy on each
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def role_plans(config: RunConfig, sizes: list[RoleSize]) -> dict[str, RolePlan]:
         else:
             bundles = tuple(range(start, start + size.num_gpus))
             start += size.num_gpus
+        if size.name == "reward":  # a whole copy on each GPU
+            plans[size.name] = RolePlan(num_gpus=len(bundles), bundles=bundles, dp=len(bundles))
+            continue
         plans[size.name] = RolePlan(
             num_gpus=len(bundles),
             bundles=bundles,
@@ -172,7 +176,9 @@ def _equal_problems(size: RoleSize, host: RoleSize, why: str) -> list[str]:
 
 
 def _split_problems(config: RunConfig, size: RoleSize) -> list[str]:
-    """A role on GPUs of its own is split like the actor, over another number of GPUs."""
+    """A role on GPUs of its own is split like the actor, over another number of GPUs; the reward model is not split."""
+    if size.name == "reward":
+        return []
     model = config.parallel.model_parallel_size
     flags = f"--{size.name}-num-nodes {size.num_nodes}, --{size.name}-num-gpus-per-node {size.num_gpus_per_node}"
     if size.num_gpus % model:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from slime_like.config.model import ParallelConfig
@@ -90,10 +90,17 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _lay_out(parameters: Iterable[Parameter], dp_size: int, *, padded: bool) -> _Buffer:
+def bucket_elements(parallel: ParallelConfig, *, stage: int, dp_size: int) -> int | None:
+    """Where Megatron cuts the buffer of a stage's first chunk; None: nowhere, since gradients are not reduced during the backward pass,
+    or on later stages, whose collectives nobody waits for (DistributedDataParallel).
+    """
+    return max(40_000_000, 1_000_000 * dp_size) if parallel.overlap_grad_reduce and stage == 0 else None
+
+
+def _lay_out(parameters: Iterable[Parameter], dp_size: int, *, padded: bool, bucket_elements: int | None) -> _Buffer:
     """Megatron's placement of one group of parameters. padded: with the distributed optimizer.
 
-    Gradients are not reduced during the backward pass (model_provider), so only an embedding that two stages share cuts the buffer.
+    An embedding that two stages share has a bucket of its own; else a bucket ends with the parameter that fills it (None: none does).
     """
     end_multiple = math.lcm(dp_size, 128) if padded else 1
     position = bucket_start = 0
@@ -117,7 +124,7 @@ def _lay_out(parameters: Iterable[Parameter], dp_size: int, *, padded: bool) -> 
         position += parameter.numel
         ends.append(position)
         open_bucket = True
-        if alone:
+        if alone or (bucket_elements is not None and position - bucket_start >= bucket_elements):
             position = close(position)
     if open_bucket:
         position = close(position)
@@ -127,25 +134,40 @@ def _lay_out(parameters: Iterable[Parameter], dp_size: int, *, padded: bool) -> 
 class StageBytes:
     """The bytes of every data parallel rank of one pipeline stage; `of` answers for one of them."""
 
-    def __init__(self, parameters: list[Parameter], parallel: ParallelConfig, precision: Precision, *, dp_size: int, expert_dp_size: int):
-        """dp_size counts context parallel ranks too; both groups are Megatron's."""
+    def __init__(
+        self,
+        chunks: Sequence[list[Parameter]],
+        parallel: ParallelConfig,
+        precision: Precision,
+        *,
+        dp_size: int,
+        expert_dp_size: int,
+        bucket_elements: int | None = None,
+    ):
+        """dp_size counts context parallel ranks too; both groups are Megatron's. bucket_elements: of the first chunk, see bucket_elements()."""
         self._precision, self._sharded = precision, parallel.use_distributed_optimizer
-        self._num_parameters = sum(p.numel for p in parameters)
-        dense, experts = [p for p in parameters if not p.expert], [p for p in parameters if p.expert]
-        self._dense, self._dp_size = _lay_out(dense, dp_size, padded=self._sharded), dp_size
-        self._experts, self._expert_dp_size = _lay_out(experts, expert_dp_size, padded=self._sharded), expert_dp_size
-        self.num_buckets = len(self._dense.bounds) + len(self._experts.bounds)
+        self._num_parameters = sum(p.numel for chunk in chunks for p in chunk)
+        self._dense: list[_Buffer] = []
+        self._experts: list[_Buffer] = []
+        for number, chunk in enumerate(chunks):
+            dense, experts = [p for p in chunk if not p.expert], [p for p in chunk if p.expert]
+            bucket = bucket_elements if number == 0 else None
+            self._dense.append(_lay_out(dense, dp_size, padded=self._sharded, bucket_elements=bucket))
+            self._experts.append(_lay_out(experts, expert_dp_size, padded=self._sharded, bucket_elements=bucket))
+        self._dp_size, self._expert_dp_size = dp_size, expert_dp_size
+        self.num_buckets = sum(len(buffer.bounds) for buffer in self._dense + self._experts)
 
     @property
     def buffer_elements(self) -> int:
         """Elements of the gradient buffers, padding counted."""
-        return self._dense.numel + self._experts.numel
+        return sum(buffer.numel for buffer in self._dense + self._experts)
 
     def of(self, dp_rank: int, expert_dp_rank: int) -> TrainerBytes:
         """One rank, by its place in the data x context parallel group and in the expert data parallel group."""
         precision, owned = self._precision, self._num_parameters
         if self._sharded:
-            owned = self._dense.owned(dp_rank, self._dp_size) + self._experts.owned(expert_dp_rank, self._expert_dp_size)
+            owned = sum(buffer.owned(dp_rank, self._dp_size) for buffer in self._dense)
+            owned += sum(buffer.owned(expert_dp_rank, self._expert_dp_size) for buffer in self._experts)
         return TrainerBytes(
             num_parameters=self._num_parameters,
             weights=precision.weight * (self.buffer_elements if self._sharded else self._num_parameters),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import RunError
-from slime_like.records import TRUNCATED, SampleGroup
+from slime_like.records import TRUNCATED, Sample, SampleGroup
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import Sampling
@@ -96,7 +96,17 @@ def sample_metrics(groups: tuple[SampleGroup, ...]) -> dict[str, float]:
         "rollout/tokens": float(lengths.sum()),
         "rollout/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
         "rollout/zero_std_groups": float(sum(np.ptp(group.rewards) == 0 for group in groups)),
+        **part_means(samples, "reward/"),
     }
+
+
+def part_means(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """The means of the rewards' parts ("rule" and "model", before weighting) over the samples that have them; {} without a reward model."""
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {prefix + name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def drop_metrics(outcomes: list[GroupOutcome], reasons: collections.Counter[str], *, num_surplus: int) -> dict[str, float]:

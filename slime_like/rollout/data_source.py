@@ -33,6 +33,7 @@ class Row:
     label: Any
     metadata: dict
     response: str | None = None
+    messages: list[dict] | None = None  # before the chat template
 
 
 class DataSource:
@@ -62,7 +63,8 @@ class DataSource:
         """The prompt at a position of the stream, without moving."""
         epoch, offset = divmod(position, len(self.rows))
         row = self.rows[self._epoch_order(epoch)[offset]]
-        return Prompt(index=position, text=row.text, tokens=row.tokens, label=row.label, metadata=row.metadata, response=row.response)
+        fields = {name: getattr(row, name) for name in ("text", "tokens", "label", "metadata", "response", "messages")}
+        return Prompt(index=position, **fields)
 
     def num_rollouts(self, rollout_batch_size: int) -> int:
         """Rollout steps of the whole run, from --num-rollout or --num-epoch."""
@@ -111,8 +113,8 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     for one in (source, *sources.values()):
         if one.num_filtered:
             logger.warning("%s: %d of %d prompts are left out: too long for the limit of tokens", one.path, one.num_filtered, one.num_filtered + len(one.rows))
-        if config.uses_engines and config.reward.rm_type:
-            _require_labels(one, config.reward.rm_type)
+        if config.uses_engines and config.reward.needs_label:
+            _require_labels(one, str(config.reward.rm_type))
     return source
 
 
@@ -141,8 +143,10 @@ def load_data(path: str, data: DataConfig, tokenizer, *, max_prompt_tokens: int,
     texts, fields = [], []
     for line, record in numbered:
         where = f"{file} line {line}"
-        texts.append(_render(_require(record, data.input_key, "--input-key", where), data, tokenizer, where))
-        fields.append(_fields(record, data, where, with_response))
+        prompt = _require(record, data.input_key, "--input-key", where)
+        messages = _messages(prompt, data, where)
+        texts.append(prompt if messages is None else _render(messages, data, tokenizer, where))
+        fields.append(_fields(record, data, where, with_response) | {"messages": messages})
     rows, num_filtered = [], 0
     for (line, _), text, tokens, extra in zip(numbered, texts, encode(tokenizer, texts), fields, strict=True):
         if not tokens:
@@ -213,22 +217,27 @@ def _fields(record: dict, data: DataConfig, where: str, with_response: bool) -> 
     return {"label": label, "metadata": metadata, "response": response}
 
 
-def _render(prompt, data: DataConfig, tokenizer, where: str) -> str:
-    """The prompt as text: a string as it is, or through the chat template."""
+def _messages(prompt, data: DataConfig, where: str) -> list[dict] | None:
+    """The prompt as chat messages for --apply-chat-template; None for a string that stays as it is."""
     if not isinstance(prompt, (str, list)):
         raise DataError(f"{where}: the prompt {data.input_key!r} is a {type(prompt).__name__}, neither a string nor a list of chat messages.")
     if not data.apply_chat_template:
         if isinstance(prompt, list):
             raise DataError(f"{where}: the prompt {data.input_key!r} is a list of chat messages. Fix: add --apply-chat-template.")
-        return prompt
-    if not tokenizer.chat_template:
-        raise DataError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template. Fix: another checkpoint, or prompts as plain strings.")
+        return None
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise DataError(f"{where}: a chat message needs 'role' and 'content', but is {str(message)[:80]!r}.")
     if not messages:
         raise DataError(f"{where}: the list of chat messages is empty.")
+    return messages
+
+
+def _render(messages: list[dict], data: DataConfig, tokenizer, where: str) -> str:
+    """The messages as text, through the chat template."""
+    if not tokenizer.chat_template:
+        raise DataError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template. Fix: another checkpoint, or prompts as plain strings.")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs)
     except Exception as error:  # a template may raise anything: it is a program of the model's author

@@ -18,8 +18,8 @@ from slime_like.utils.files import write_atomic
 
 _FORMAT = 1
 _SAMPLE_ARRAYS = {"tokens": np.int32, "loss_mask": np.int8, "engine_logprobs": np.float32, "weight_versions": np.int32}
-_SAMPLE_FIELDS = ("prompt_index", "sample_index", "response", "status", "label", "metadata", "reward", "error")
-_PROMPT_FIELDS = ("index", "text", "label", "metadata", "response")
+_SAMPLE_FIELDS = ("prompt_index", "sample_index", "response", "status", "label", "metadata", "reward", "reward_parts", "error")
+_PROMPT_FIELDS = ("index", "text", "label", "metadata", "response", "messages")
 
 
 def debug_path(template: str, rollout_id: int) -> Path:
@@ -46,6 +46,7 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     arrays |= _flatten("prompt_tokens", [group.prompt.tokens for group in groups], np.int32)
     for name, dtype in _SAMPLE_ARRAYS.items():
         arrays |= _flatten(name, [getattr(sample, name) for sample in samples], dtype)
+    arrays |= _flatten_experts([sample.routed_experts for sample in samples])
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_atomic(path, buffer.getvalue())
@@ -63,6 +64,7 @@ def load_rollout(template: str, rollout_id: int) -> tuple[SampleGroup, ...]:
             raise DataError(f"--load-debug-rollout-data {path}: format {described['format']}, but this version reads {_FORMAT}.")
         prompts = [Prompt(tokens=tokens, **fields) for tokens, fields in zip(_split("prompt_tokens", arrays), described["prompts"], strict=True)]
         columns: dict[str, Any] = {name: _split(name, arrays) for name in _SAMPLE_ARRAYS}
+        columns["routed_experts"] = _split_experts(arrays, len(described["samples"]))
         samples = [Sample(**{name: columns[name][i] for name in columns}, **fields) for i, fields in enumerate(described["samples"])]
     except FileNotFoundError:
         raise DataError(f"--load-debug-rollout-data {path}: no such file (rollout {rollout_id}).") from None
@@ -82,6 +84,22 @@ def _flatten(name: str, arrays: list[np.ndarray], dtype) -> dict[str, np.ndarray
     """One long array and the length of each part."""
     joined = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
     return {name: joined, f"{name}_lengths": np.array([len(array) for array in arrays], dtype=np.int64)}
+
+
+def _flatten_experts(experts: list[np.ndarray | None]) -> dict[str, np.ndarray]:
+    """Nothing where no sample has routed experts; one without them has length 0."""
+    given = [array for array in experts if array is not None]
+    if not given:
+        return {}
+    lengths = np.array([0 if array is None else len(array) for array in experts], dtype=np.int64)
+    return {"routed_experts": np.concatenate(given), "routed_experts_lengths": lengths}
+
+
+def _split_experts(arrays: dict[str, np.ndarray], count: int) -> list[np.ndarray | None]:
+    """[T, layers, experts per token] of each sample, None for one without."""
+    if "routed_experts" not in arrays:
+        return [None] * count
+    return [array if len(array) else None for array in _split("routed_experts", arrays)]
 
 
 def _split(name: str, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from slime_like.config.run import RunConfig
 from slime_like.records import TRUNCATED
+from slime_like.rollout.collect import part_means
 from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.rollout.generate import Sampling
 from slime_like.rollout.groups import GroupMaker, refuse_if_all_failed
@@ -42,4 +43,5 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
         f"eval/{name}/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
         f"eval/{name}/failed_samples": float(sum(len(outcome.failed) for outcome in outcomes)),
         f"eval/{name}/samples": float(len(samples)),
+        **part_means(samples, f"eval/{name}/reward_"),
     }

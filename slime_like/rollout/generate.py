@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -15,7 +15,8 @@ import tenacity
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
-from slime_like.records import ABORTED, COMPLETED, FAILED, TRUNCATED, Prompt, Sample
+from slime_like.records import ABORTED, COMPLETED, FAILED, TRUNCATED, EngineEndpoint, Prompt, Sample
+from slime_like.rollout.routed_experts import RoutingShape
 
 _STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
 _RETRIED_HTTP = (408, 429)  # and every 5xx
@@ -82,6 +83,8 @@ class Generation:
     text: str
     status: str  # COMPLETED, TRUNCATED or ABORTED
     weight_version: int
+    #: As records.Sample.routed_experts, for the tokens that were sent and those that came; None unless the client asks for them.
+    routed_experts: np.ndarray | None = None
 
 
 class _Passing(Exception):
@@ -92,10 +95,25 @@ class GenerationClient:
     """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
 
     Create and use it inside one running event loop. weight_version: gives the version to record when an engine does not tell one.
+    routing: ask for the experts of every token; then requests go to `engines` themselves, to the one with the fewest in flight, because
+    sglang-router (0.3.2) drops fields that it does not know, `return_routed_experts` among them.
     """
 
-    def __init__(self, url: str, api_key: str | None, rollout: RolloutConfig, *, concurrency: int, weight_version: Callable[[], int]):
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        rollout: RolloutConfig,
+        *,
+        concurrency: int,
+        weight_version: Callable[[], int],
+        routing: RoutingShape | None = None,
+        engines: Sequence[EngineEndpoint] = (),
+    ):
         self.url = url.rstrip("/")
+        self.routing = routing
+        assert not routing or engines, "routed experts are asked of the engines themselves"
+        self._engines = dict.fromkeys(engines, 0) if routing else {}  # requests in flight
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
         self._weight_version = weight_version
@@ -140,9 +158,7 @@ class GenerationClient:
 
     async def _post(self, body: dict, last: list[str]) -> Generation:
         try:
-            async with self._session.post(f"{self.url}/generate", json=body) as answer:
-                text = await answer.text()
-                status = answer.status
+            text, status = await self._exchange(body)
         except (aiohttp.ClientError, OSError) as error:
             last[0] = f"{type(error).__name__}: {error}"
             raise _Passing(last[0]) from error
@@ -151,9 +167,24 @@ class GenerationClient:
             if status >= 500 or status in _RETRIED_HTTP:
                 raise _Passing(last[0])
             raise EngineError(f"{self.url}/generate refused the request: {last[0]}")
-        return self._read(text)
+        return self._read(text, num_sent=len(body["input_ids"]))
 
-    def _read(self, text: str) -> Generation:
+    async def _exchange(self, body: dict) -> tuple[str, int]:
+        """(the answer's text, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
+        if not self._engines:
+            async with self._session.post(f"{self.url}/generate", json=body) as answer:
+                return await answer.text(), answer.status
+        engine = min(self._engines, key=lambda one: self._engines[one])
+        # Whatever the session says is the router's key, not an engine's.
+        headers = {"Authorization": f"Bearer {engine.api_key or ''}"}
+        self._engines[engine] += 1
+        try:
+            async with self._session.post(f"{engine.url.rstrip('/')}/generate", json=body | {"return_routed_experts": True}, headers=headers) as answer:
+                return await answer.text(), answer.status
+        finally:
+            self._engines[engine] -= 1
+
+    def _read(self, text: str, *, num_sent: int) -> Generation:
         """Check and convert SGLang's answer."""
         try:
             answer = json.loads(text)
@@ -171,12 +202,15 @@ class GenerationClient:
         if reason not in _STATUS:
             raise EngineError(f"{self.url}/generate: finish reason {reason!r} is unknown. Known: {', '.join(_STATUS)}")
         version = _as_version(meta.get("weight_version"))
+        # An aborted request may have been processed only in part; it is never trained on.
+        wanted = self.routing if _STATUS[reason] != ABORTED else None
         return Generation(
             tokens=tokens,
             logprobs=logprobs,
             text=answer.get("text") or "",
             status=_STATUS[reason],
             weight_version=self._weight_version() if version is None else version,
+            routed_experts=wanted.read(meta.get("routed_experts"), num_tokens=num_sent + len(tokens)) if wanted else None,
         )
 
 
@@ -201,6 +235,7 @@ def sample_from(prompt: Prompt, sample_index: int, generation: Generation) -> Sa
         status=generation.status,
         label=prompt.label,
         metadata=prompt.metadata,
+        routed_experts=generation.routed_experts,
     )
 
 

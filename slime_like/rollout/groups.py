@@ -38,29 +38,50 @@ class GroupOutcome:
 class GroupMaker:
     """Generates and scores; raises only for faults of the user's own functions, never for a failed request."""
 
-    def __init__(self, client: GenerationClient, scorer: RewardScorer, *, plugin_args: Any, custom_generate: Callable | None, custom_timeout_s: float):
+    def __init__(
+        self,
+        client: GenerationClient,
+        scorer: RewardScorer,
+        *,
+        plugin_args: Any,
+        custom_generate: Callable | None,
+        custom_timeout_s: float,
+        evaluation: bool = False,
+    ):
         self._client = client
         self._scorer = scorer
         self._args = plugin_args
         self._custom_generate = custom_generate
         self._custom_timeout_s = custom_timeout_s
+        self._evaluation = evaluation  # whose rewards have a key of their own
 
     async def group(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> GroupOutcome:
         """Generate and score num_samples answers to one prompt."""
         made = await gather_or_cancel([self._sample(prompt, index, sampling) for index in range(num_samples)])
-        return GroupOutcome(group=SampleGroup(prompt=prompt, samples=tuple(sample for sample, _ in made)), num_failures=sum(failures for _, failures in made))
+        samples = [sample for sample, _ in made]
+        if self._scorer.config.group_rm:
+            samples = await self._scored_together(samples, prompt)
+        return GroupOutcome(group=SampleGroup(prompt=prompt, samples=tuple(samples)), num_failures=sum(failures for _, failures in made))
 
     async def groups(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[GroupOutcome]:
         """The groups of all prompts, in the prompts' order."""
         return await gather_or_cancel([self.group(prompt, num_samples, sampling) for prompt in prompts])
 
+    async def _scored_together(self, samples: list[Sample], prompt: Prompt) -> list[Sample]:
+        """The samples with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
+        good = [sample for sample in samples if sample.status != FAILED]
+        scored = iter(await self._scorer.score_group(good, prompt, evaluation=self._evaluation))
+        return [sample if sample.status == FAILED else next(scored) for sample in samples]
+
     async def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> tuple[Sample, int]:
-        """(scored sample, failures on the way). Only this sample is asked for again: its siblings are good."""
+        """(sample, scored unless --group-rm waits for its siblings, failures on the way). Only this sample is asked for again: its siblings are good."""
         failures = 0
         while True:
             sample = await self._generate(prompt, index, sampling)
             if sample.status not in (FAILED, ABORTED):
-                return await self._scorer.score(sample), failures
+                if self._scorer.config.group_rm:
+                    return sample, failures
+                return await self._scorer.score(sample, prompt, evaluation=self._evaluation), failures
             failures += 1
             if failures > NUM_REGENERATIONS:
                 return failed_sample(prompt, index, sample.error or "the engine aborted the request"), failures
@@ -94,6 +115,11 @@ class GroupMaker:
         sample = samples[0]
         if sample.status not in (FAILED, ABORTED) and sample.num_response_tokens == 0:
             raise RunError(f"{where}: the sample's loss mask is all zero: there is nothing to train on.")
+        if self._client.routing and sample.status not in (FAILED, ABORTED) and sample.routed_experts is None:
+            raise RunError(
+                f"{where}: the sample has no routed_experts, which --use-rollout-routing-replay trains with. Fix: pass on those of the last "
+                "engine.generate (they cover all tokens that were sent and came), or drop the flag."
+            )
         return dataclasses.replace(sample, prompt_index=prompt.index, sample_index=index)
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError, WaitTimeout
+from slime_like.records import EngineEndpoint
 from slime_like.rollout.collect import Collector, RolloutResult
 from slime_like.rollout.data_source import DataSource, check_data, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import evaluate
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker
 from slime_like.rollout.plugins import load_plugins
-from slime_like.rollout.rewards.scorer import RewardScorer
+from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
+from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.rollout.train_samples import to_train_samples
 
 __all__ = ["RolloutManager", "RolloutResult", "check_data", "to_train_samples"]
@@ -33,8 +36,19 @@ class RolloutManager:
     generate() and start_generate() move the data position; call one at a time. evaluate() may run beside them.
     """
 
-    def __init__(self, config: RunConfig, *, router_url: str, router_api_key: str | None, num_engines: int):
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        router_url: str,
+        router_api_key: str | None,
+        num_engines: int,
+        reward_model: ScoresSamples | None = None,
+        endpoints: Sequence[EngineEndpoint] = (),
+    ):
         self._config = config
+        self._endpoints = tuple(endpoints)  # of the engines behind the router; needed where they are asked for routed experts
+        self._reward_model = reward_model
         self._router_url = router_url
         self._router_api_key = router_api_key
         self._concurrency = config.engine.sglang_server_concurrency * max(1, num_engines)
@@ -52,20 +66,22 @@ class RolloutManager:
         config = self._config
         plugin_args = config.plugin_args()
         plugins = load_plugins(config)
-        scorer = RewardScorer(config.reward, plugins.reward, plugin_args)
+        scorer = RewardScorer(config.reward, plugins.reward, plugin_args, self._reward_model)
         self._source = source or check_data(config)
         self._eval_data = load_eval_data(config, self._source.tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
         self._scorer, self._client = scorer, self._wait(self._submit(self._make_client()), "making the client")
-        self._maker = GroupMaker(
+        make = functools.partial(
+            GroupMaker,
             self._client,
             scorer,
             plugin_args=plugin_args,
             custom_generate=plugins.generate,
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
+        self._maker, self._eval_maker = make(), make(evaluation=True)
         sampling = Sampling.for_training(config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed))
         self._collector = Collector(self._source, self._maker, config.rollout, sampling=sampling, group_filter=plugins.group_filter, plugin_args=plugin_args)
 
@@ -124,8 +140,15 @@ class RolloutManager:
             loop.close()
 
     async def _make_client(self) -> GenerationClient:
+        config = self._config
         return GenerationClient(
-            self._router_url, self._router_api_key, self._config.rollout, concurrency=self._concurrency, weight_version=lambda: self._weight_version
+            self._router_url,
+            self._router_api_key,
+            config.rollout,
+            concurrency=self._concurrency,
+            weight_version=lambda: self._weight_version,
+            routing=RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
+            engines=self._endpoints,
         )
 
     async def _generate(self, step: int) -> RolloutResult:
@@ -148,7 +171,7 @@ class RolloutManager:
     async def _evaluate(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for name, source in self._eval_data.items():
-            metrics |= await evaluate(self._maker, name, source, self._config)
+            metrics |= await evaluate(self._eval_maker, name, source, self._config)
         return metrics
 
     async def _shut_down(self) -> None:

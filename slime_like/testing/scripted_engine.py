@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from aiohttp import web
 
 from slime_like.errors import EngineError, WaitTimeout
@@ -43,7 +45,8 @@ class ScriptedEngine:
     context_length: refuse prompts that leave too little of it, as SGLang does.
     faults: one for each /generate request in the order of arrival, None for a good answer; afterwards all are good.
     fault_for: called with the request's body, decides instead of the list. decode: ids -> text of the answer.
-    requests: bodies of all /generate requests. calls: (path, body) of every other POST.
+    routing, to be set: input and output ids -> the experts of all but the last, [tokens - 1, layers, topk]; without it none are reported,
+    as by an engine without --enable-return-routed-experts. requests: bodies of all /generate requests. calls: (path, body) of every other POST.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class ScriptedEngine:
         self.decode = decode or (lambda ids: " ".join(map(str, ids)))
         self.stop_token_ids = frozenset(stop_token_ids)
         self.context_length = context_length
+        self.routing: Callable[[list[int]], Sequence] | None = None
         self.weight_version = "default"
         self.requests: list[dict] = []
         self.calls: list[tuple[str, dict]] = []
@@ -163,7 +167,8 @@ class ScriptedEngine:
         return web.json_response({"model_path": "scripted", "tokenizer_path": "scripted", "is_generation": True, "weight_version": self.weight_version})
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": "scripted", "tp_size": 1, "dp_size": 1, "version": "scripted", "weight_version": self.weight_version})
+        reports = {"enable_return_routed_experts": self.routing is not None}
+        return web.json_response({"model_path": "scripted", "tp_size": 1, "dp_size": 1, "version": "scripted", "weight_version": self.weight_version} | reports)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -228,6 +233,9 @@ class ScriptedEngine:
         }
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=False)]
+        if body.get("return_routed_experts") and self.routing is not None:
+            experts = np.asarray(self.routing([*body["input_ids"], *ids]), dtype=np.int32)
+            meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
         return {"text": self.decode(shown), "output_ids": ids, "meta_info": meta}
 
     async def _abort(self, request: web.Request) -> web.Response:

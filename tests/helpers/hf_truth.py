@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from slime_like.records import TrainSample
+
+#: Name of a router's bias that no gradient moves.
+CHOOSING_BIAS = "e_score_correction_bias"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +27,8 @@ class Truth:
     kl: float
     log_probs: list[np.ndarray]  # [T] each, entry 0 is 0
     reference_log_probs: list[np.ndarray]
+    balancing: float  # sum over layers; 0 if it was not asked for
+    gradients: dict[str, np.ndarray]  # under the names that a saved folder has
 
 
 def load_model(folder: str):
@@ -55,6 +63,20 @@ def collect_router_logits(model) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+def stored_gradients(model) -> dict[str, np.ndarray]:
+    """Gradients under the names and in the shapes in which save_pretrained writes the weights. Spoils the model's weights.
+
+    Routers' biases for choosing are no parameters and have none.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        stored = load_file(os.path.join(folder, "model.safetensors"))
+    return {name: gradient for name, gradient in stored.items() if not name.endswith(CHOOSING_BIAS)}
+
+
 def first_step_truth(
     folder: str,
     samples: list[TrainSample],
@@ -86,6 +108,16 @@ def first_step_truth(
         kl_mean += weight * kl.detach()[mask].sum().item()
         rows.append(np.concatenate([[0.0], log_probs.detach().numpy()]))
         reference_rows.append(np.concatenate([[0.0], reference_log_probs.numpy()]))
-    (loss + balancing_coef * balancing_loss(routers, model.config.num_experts_per_tok) if balancing_coef else loss).backward()
+    balancing = balancing_loss(routers, model.config.num_experts_per_tok) if balancing_coef else torch.zeros(())
+    (loss + balancing_coef * balancing).backward()
     norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None)).item()
-    return Truth(loss=loss.item(), grad_norm=norm, entropy=entropy_mean, kl=kl_mean, log_probs=rows, reference_log_probs=reference_rows)
+    return Truth(
+        loss=loss.item(),
+        grad_norm=norm,
+        entropy=entropy_mean,
+        kl=kl_mean,
+        log_probs=rows,
+        reference_log_probs=reference_rows,
+        balancing=balancing.item(),
+        gradients=stored_gradients(model),
+    )

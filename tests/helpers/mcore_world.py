@@ -17,42 +17,42 @@ class Layout:
     ranks: int = 1
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig(bf16=True)
+    bucket_elements: int | None = None  # where overlapping reductions cut the first stage's buffer
     tokens: int = 0  # of a forward pass whose saved tensors are counted; 0: none
 
 
 def build(layout: Layout):
-    """(transformer config, stage wrapped for data parallelism) of this rank; the groups must be there."""
+    """This rank's chunks of layers (one, unless interleaved), wrapped for data parallelism; the groups must be there."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.module import Float16Module
 
-    from slime_like.megatron_backend import compat
     from slime_like.megatron_backend.layer_spec import block_spec
 
-    # 0.16.1 takes its own stand-in for transformer-engine as the real one and then asks isinstance(…, a mock).
-    multi_latent_attention.HAVE_TE = compat.has_transformer_engine()
     model, parallel, optimizer = layout.model, layout.parallel, layout.optimizer
     config = transformer_config(model, parallel, bf16=bool(optimizer.bf16))
-    stage = GPTModel(
-        config,
-        block_spec(config),
-        vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
-        max_sequence_length=512,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-    )
-    if optimizer.bf16:
-        stage = Float16Module(config, stage)
+    chunks = []
+    for number in range(config.virtual_pipeline_model_parallel_size or 1):
+        chunk = GPTModel(
+            config,
+            block_spec(config, number, post_norms=model.post_mlp_layernorm),
+            vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
+            max_sequence_length=512,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+            vp_stage=number,
+        )
+        chunks.append(Float16Module(config, chunk) if optimizer.bf16 else chunk)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        bucket_size=layout.bucket_elements,
     )
-    return config, DistributedDataParallel(config, ddp, stage)
+    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bool):
@@ -97,6 +97,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         bf16=bf16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_size(model.num_layers),
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
@@ -129,6 +130,7 @@ def start(layout: Layout, place: dict, port: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_size(layout.model.num_layers),
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tp_size,
@@ -137,20 +139,20 @@ def start(layout: Layout, place: dict, port: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def held_bytes(layout: Layout, stage) -> dict:
+def held_bytes(layout: Layout, chunks: list) -> dict:
     """What this rank holds: [(name, shape)], bytes of weights and gradients, bytes of optimizer state after one step."""
     import torch
     from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
     flags = layout.optimizer
-    buffers = [*stage.buffers, *stage.expert_parallel_buffers]
-    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in stage.parameters()}
-    inner = stage.module.module if flags.bf16 else stage.module
-    for module in inner.modules():
+    buffers = [buffer for stage in chunks for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for stage in chunks for p in stage.parameters()}
+    inner = [stage.module.module if flags.bf16 else stage.module for stage in chunks]
+    for module in (module for stage in inner for module in stage.modules()):
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()  # as the first forward pass does
-    beside = [b for name, b in inner.named_buffers() if name.split(".")[-1] in ("expert_bias", "local_tokens_per_expert")]
+    beside = [b for stage in inner for name, b in stage.named_buffers() if name.split(".")[-1] in ("expert_bias", "local_tokens_per_expert")]
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -159,7 +161,7 @@ def held_bytes(layout: Layout, stage) -> dict:
             params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
             use_distributed_optimizer=layout.parallel.use_distributed_optimizer,
         ),
-        [stage],
+        chunks,
     )
     for buffer in buffers:
         buffer.grad_data.fill_(1e-3)
@@ -174,7 +176,7 @@ def held_bytes(layout: Layout, stage) -> dict:
                 moments = one.optimizer.state[parameter]
                 state += sum(moments[name].numel() * moments[name].element_size() for name in ("exp_avg", "exp_avg_sq"))
     return {
-        "parameters": [(name, tuple(p.shape)) for name, p in inner.named_parameters()],
+        "parameters": [(name, tuple(p.shape)) for stage in inner for name, p in stage.named_parameters()],
         "weights": sum(weights.values()),
         "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
         "buckets": sum(len(b.buckets) for b in buffers),
@@ -227,8 +229,8 @@ def measure(place: dict, layouts: list[Layout], ports: list[int]) -> list[dict |
             found.append(None)
             continue
         start(layout, place, port)
-        _, stage = build(layout)
-        result = {"saved": saved_bytes(layout, stage)} if layout.tokens else {}
-        found.append(result | held_bytes(layout, stage))
+        chunks = build(layout)
+        result = {"saved": saved_bytes(layout, chunks[0])} if layout.tokens else {}
+        found.append(result | held_bytes(layout, chunks))
         shut_down()
     return found

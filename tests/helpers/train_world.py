@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import random
@@ -63,8 +64,8 @@ def make_samples(num_samples: int = 8, *, vocab_size: int = 101, seed: int = 0) 
 
 def free_ports(count: int) -> list[int]:
     """Different ports below the range that outgoing connections use, so that nobody is given one by chance before we listen."""
-    candidates = random.SystemRandom().sample(range(20_000, 32_000), 50 * count)
-    return [port for port in candidates if port_is_free("127.0.0.1", port)][:count]
+    candidates = random.SystemRandom().sample(range(20_000, 32_000), min(50 * count, 12_000))
+    return list(itertools.islice((port for port in candidates if port_is_free("127.0.0.1", port)), count))
 
 
 def run_ranks(function, num_ranks: int, *args, timeout_s: float = 120.0) -> list:
@@ -74,7 +75,9 @@ def run_ranks(function, num_ranks: int, *args, timeout_s: float = 120.0) -> list
     """
     import torch.multiprocessing as processes
 
-    context = processes.get_context("spawn")
+    # One process imports everything, once for all tests, and forks the ranks: torch, megatron and transformers take seconds.
+    context = processes.get_context("forkserver")
+    context.set_forkserver_preload(["slime_like.megatron_backend.worker", "transformers.models.auto.modeling_auto"])
     answers = context.Queue()
     port = free_ports(1)[0]
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -26,7 +26,14 @@ CASES = {
     "pp2": (2, PIPELINE, DYNAMIC),
     "dp2": (2, {}, DYNAMIC),
     "cp2": (2, {"context_parallel_size": 2}, DYNAMIC),
+    "cp4": (4, {"context_parallel_size": 4}, DYNAMIC),
     "cp2 tp2 sp": (4, TENSOR | {"context_parallel_size": 2, "sequence_parallel": True}, DYNAMIC),
+    "padded, tp2 sp": (2, TENSOR | {"sequence_parallel": True}, {"qkv_format": "bshd", "micro_batch_size": 3}),
+    "interleaved pp2 dp2, overlap": (
+        4,
+        PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        DYNAMIC,
+    ),
     "tp2 pp2 sp": (4, TENSOR | PIPELINE | {"sequence_parallel": True}, DYNAMIC),
 }
 
@@ -66,8 +73,8 @@ def run_cases(place, folder, ports):
         critic, _ = worker_of(place, first, ranks, dataclasses.replace(config, role="critic"))
         samples = rollout()
         fresh = critic.values(samples)
-        if hasattr(critic.stage, "output_layer"):
-            critic.stage.output_layer.weight.data.copy_(head_weight())
+        if hasattr(critic.stage[-1], "output_layer"):
+            critic.stage[-1].output_layer.weight.data.copy_(head_weight())
         values = critic.values(samples)
         brought = with_values(samples, values)
         report = critic.train_critic(0, brought)
@@ -223,7 +230,7 @@ def checkpoints(place, folder, other, root, ports):
     starts = {"from policy": {"load": os.path.join(root, "actor")}, "from hf": {"critic_load": other}, "from critic": {"critic_load": saves + "/critic"}}
     for name, options in starts.items():
         critic, start = critic_of({}, **options)
-        critic.stage.output_layer.weight.data.copy_(head_weight()) if name != "from critic" else None
+        critic.stage[-1].output_layer.weight.data.copy_(head_weight()) if name != "from critic" else None
         found[name] = (start["num_rollouts_done"], critic.values(samples))
         critic.close()
     try:

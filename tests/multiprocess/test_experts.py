@@ -39,14 +39,12 @@ CASES = [
     Case("one rank"),
     Case("one rank, weights not divided by their sum", model="not normalized"),
     Case("one rank, balancing loss", batch={"micro_batch_size": 8}, balanced=True),
+    Case("tp2 sp, padding, balancing loss", 2, TENSOR, batch={"micro_batch_size": 8, "data_pad_size_multiplier": 16}, balanced=True),
+    Case("cp2 ep2, balancing loss", 2, EXPERTS | {"context_parallel_size": 2}, batch={"micro_batch_size": 8}, balanced=True),
+    Case("padded rows, balancing loss", 1, {}, batch={"micro_batch_size": 8, "qkv_format": "bshd"}, balanced=True),
+    Case("interleaved pp2 ep2", 4, EXPERTS | PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2}),
     Case("ep2", 2, EXPERTS),
-    Case("ep2, replicated optimizer", 2, EXPERTS | {"use_distributed_optimizer": False}, {"micro_batch_size": 2}),
     Case("tp2 sp ep2 etp1", 2, TENSOR | EXPERTS | {"expert_tensor_parallel_size": 1}),
-    Case("tp2 sp etp2", 2, TENSOR),
-    Case("pp2", 2, PIPELINE),
-    Case("dp2", 2),
-    Case("ep2, recomputed", 2, EXPERTS | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-    Case("ep2 edp2", 4, EXPERTS),
     Case("cp2 ep2 edp1", 2, EXPERTS | {"context_parallel_size": 2}),
     Case("ep2 pp2", 4, EXPERTS | PIPELINE),
     Case("tp2 sp ep2 etp2", 4, TENSOR | EXPERTS),
@@ -152,6 +150,9 @@ def test_loss_and_gradient_norm_equal_hf(outcomes, truths, number):
         assert metrics["train/loss"] == pytest.approx(truth.loss, rel=1e-5)
         assert metrics["train/grad_norm"] == pytest.approx(truth.grad_norm, rel=1e-5)
         assert metrics["train/kl_loss"] == pytest.approx(truth.kl, rel=1e-5)
+        if CASES[number].balanced:
+            assert metrics["train/moe_aux_loss"] == pytest.approx(truth.balancing / 4, rel=1e-5)  # 4 layers
+        assert ("train/moe_aux_loss" in metrics) == CASES[number].balanced
         assert result["report"] == outcomes[number][0]["report"]
 
 

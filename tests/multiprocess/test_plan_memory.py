@@ -5,14 +5,13 @@ import pytest
 from slime_like.config.model import ModelConfig, ParallelConfig
 from slime_like.config.training import OptimizerConfig
 from slime_like.planning.activations import ActivationSizes
-from slime_like.planning.parameters import Variant, stage_buffer_bytes, stage_parameters
+from slime_like.planning.parameters import stage_buffer_bytes, stage_chunks
 from slime_like.planning.trainer_bytes import Precision, StageBytes
 from tests.helpers.mcore_world import Layout, measure
 from tests.helpers.train_world import free_ports, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
-ON_CPU = Variant(transformer_engine=False)
 FP32 = OptimizerConfig(bf16=False)
 
 
@@ -38,6 +37,7 @@ GATED = dense(num_experts=4, moe_ffn_hidden_size=20, moe_shared_expert_intermedi
 LATENT = {"multi_latent_attention": True, "kv_lora_rank": 20, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "qk_layernorm": True}
 MLA, MLA_Q = dense(**LATENT), dense(**LATENT, q_lora_rank=14)
 DEEPSEEK = dense(**LATENT, q_lora_rank=14, num_experts=4, moe_ffn_hidden_size=20, moe_layer_freq="[0]*1+[1]*3", moe_shared_expert_intermediate_size=28)
+CHUNKS = {"num_virtual_stages_per_pipeline_rank": 2}
 REPLICATED = {"use_distributed_optimizer": False}
 
 LAYOUTS = [
@@ -57,6 +57,10 @@ LAYOUTS = [
     Layout("qwen2 tied, pp2 dp2", QWEN2, 4, split(1, 2)),
     Layout("qwen3, dp2, replicated optimizer", QWEN3, 2, split(**REPLICATED)),
     Layout("qwen3, dp2, replicated optimizer, fp32", QWEN3, 2, split(**REPLICATED), FP32),
+    Layout("qwen2 tied, interleaved pp2", QWEN2, 2, split(1, 2, **CHUNKS)),
+    Layout("experts, interleaved pp2 dp2", EXPERTS, 4, split(1, 2, **CHUNKS)),
+    Layout("qwen3, dp2, overlapping", QWEN3, 2, split(overlap_grad_reduce=True), bucket_elements=9000),
+    Layout("qwen2 tied, interleaved pp2 dp2, overlapping", QWEN2, 4, split(1, 2, **CHUNKS, overlap_grad_reduce=True), bucket_elements=3000),
     Layout("qwen3, dp2, bf16 gradients", QWEN3, 2, optimizer=OptimizerConfig(bf16=True, accumulate_allreduce_grads_in_fp32=False)),
     Layout("experts, one rank", EXPERTS),
     Layout("experts, ep2", EXPERTS, 2, split(expert_model_parallel_size=2)),
@@ -64,6 +68,7 @@ LAYOUTS = [
     Layout("experts, tp2 etp1 ep2", EXPERTS, 2, split(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True)),
     Layout("experts, tp2 etp2 ep2", EXPERTS, 4, split(2, expert_model_parallel_size=2, sequence_parallel=True)),
     Layout("gated shared experts, pp2 ep2", GATED, 4, split(1, 2, expert_model_parallel_size=2)),
+    Layout("glm4, tp2", dense(add_qkv_bias=True, post_self_attn_layernorm=True, post_mlp_layernorm=True), 2, split(2)),
     Layout("mla, one rank", MLA),
     Layout("mla with compressed queries, tp2", MLA_Q, 2, split(2)),
     Layout("deepseek, pp2 ep2", DEEPSEEK, 4, split(1, 2, expert_model_parallel_size=2)),
@@ -112,12 +117,13 @@ def planned(layout: Layout, rank: int) -> dict:
     per_stage = layout.ranks // parallel.pipeline_model_parallel_size
     stage, within = divmod(rank, per_stage)
     experts = parallel.expert_tp_size * parallel.expert_model_parallel_size
-    parameters = stage_parameters(layout.model, parallel, stage, ON_CPU)
+    chunks = stage_chunks(layout.model, parallel, stage)
     precision = Precision.of(layout.optimizer)
-    bytes_ = StageBytes(parameters, parallel, precision, dp_size=per_stage // parallel.tensor_model_parallel_size, expert_dp_size=max(1, per_stage // experts))
+    sizes = {"dp_size": per_stage // parallel.tensor_model_parallel_size, "expert_dp_size": max(1, per_stage // experts)}
+    bytes_ = StageBytes(chunks, parallel, precision, **sizes, bucket_elements=layout.bucket_elements if stage == 0 else None)
     mine = bytes_.of(within // parallel.tensor_model_parallel_size, within // experts)
     return {
-        "parameters": [(p.name, p.shape) for p in parameters],
+        "parameters": [(p.name, p.shape) for chunk in chunks for p in chunk],
         "weights": mine.weights,
         "gradients": mine.gradients,
         "buckets": bytes_.num_buckets,

@@ -8,7 +8,7 @@ LAYERS = [
     {"observability", "algorithms", "planning"},
     {"sglang_backend"},
     {"weight_sync"},
-    {"megatron_backend", "rollout"},
+    {"megatron_backend", "rollout", "reward_model"},
     {"cluster", "testing"},
     {"loops", "api_server"},
 ]
@@ -22,7 +22,7 @@ FENCES = {
     "megatron": {"megatron_backend"},
     "transformer_engine": {"megatron_backend"},
     "sglang": {"sglang_backend.launcher", "sglang_backend.cpu_server", "sglang_backend.cpu_compat", "weight_sync"},
-    "torch": {"algorithms", "weight_sync", "megatron_backend", "sglang_backend.cpu_server", "sglang_backend.cpu_compat"},
+    "torch": {"algorithms", "weight_sync", "megatron_backend", "reward_model", "sglang_backend.cpu_server", "sglang_backend.cpu_compat"},
     "fastapi": {"api_server"},
     "sqlalchemy": {"api_server.store"},
     "wandb": {"observability.metrics"},

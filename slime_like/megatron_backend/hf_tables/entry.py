@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-#: How HF tensors make up one Megatron tensor.
-PLAIN, QKV, GATE_UP = "plain", "qkv", "gate_up"
+#: How HF tensors make up one Megatron tensor. GATE_UP_JOINED: gate and up are halves of one HF tensor too.
+PLAIN, QKV, GATE_UP, GATE_UP_JOINED = "plain", "qkv", "gate_up", "gate_up_joined"
+
+_MLP = "decoder.layers.{layer}.mlp."
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the HF tensors that it is made of.
+    """One Megatron tensor and the HF tensors that it is made of.
 
     `{layer}` stands for the layer's number; `{expert}` for the expert's, in `hf` among all, in `megatron` among this rank's.
 
@@ -24,5 +26,11 @@ class Entry:
 
     @property
     def megatron_names(self) -> tuple[str, ...]:
-        """Every name that the parameter may have."""
+        """Every name that the tensor may have."""
         return (self.megatron,) if self.transformer_engine is None else (self.megatron, self.transformer_engine)
+
+    def is_in_layer(self, *, has_experts: bool) -> bool:
+        """Whether a layer with or without experts has this tensor."""
+        if not self.megatron.startswith(_MLP):
+            return True
+        return has_experts != self.megatron.startswith(_MLP + "linear_fc")

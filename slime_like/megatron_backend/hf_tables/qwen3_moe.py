@@ -6,8 +6,7 @@ from slime_like.megatron_backend.hf_tables.entry import GATE_UP, Entry
 _MEGATRON, _HF = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
 _EXPERT = _HF + "experts.{expert}."
 
-TABLE = (
-    *(entry for entry in qwen3.TABLE if not entry.megatron.startswith(_MEGATRON)),
+EXPERTS = (
     Entry(_MEGATRON + "router.weight", (_HF + "gate.weight",)),
     Entry(
         _MEGATRON + "experts.local_experts.{expert}.linear_fc1.weight",
@@ -21,3 +20,4 @@ TABLE = (
         transformer_engine=_MEGATRON + "experts.linear_fc2.weight{expert}",
     ),
 )
+TABLE = (*(entry for entry in qwen3.TABLE if not entry.megatron.startswith(_MEGATRON)), *EXPERTS)

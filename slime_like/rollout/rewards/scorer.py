@@ -7,67 +7,125 @@ import dataclasses
 import inspect
 import math
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from slime_like.config.rollout import RewardConfig
 from slime_like.errors import ConfigError, RewardError
-from slime_like.records import Sample
+from slime_like.records import Prompt, Sample
 from slime_like.rollout.rewards.exact import exact
 from slime_like.rollout.rewards.pool import WorkerPool
+from slime_like.rollout.rewards.remote import RemoteFailure, RemoteReward
 
-#: --rm-type values that score in a worker process, and the ones that score right here.
+#: --rm-type values that score in a worker process, the ones that score right here, and the one that another server scores.
 IN_WORKER = ("math", "deepscaler")
 IN_PROCESS = {"exact": exact}
+REMOTE = "remote_rm"
 
 _MOST_THREADS = 32
 
 
-class RewardScorer:
-    """Gives samples their reward, inside the rollout's event loop. function: the user's (--custom-rm-path), None for --rm-type.
+class ScoresSamples(Protocol):
+    """A reward model, wherever it runs."""
 
-    num_unscorable: samples that a built-in reward could not judge within its deadline; their reward is 0.
+    async def score(self, prompt: Prompt, sample: Sample) -> float:
+        """One number for the whole sample; raises RunError if there is none."""
+        ...
+
+
+class RewardScorer:
+    """Gives samples their reward, inside the rollout's event loop: the rule's + --reward-model-weight x the model's, or the one that there is.
+
+    function: the user's rule (--custom-rm-path), None for --rm-type. model: the reward model, None without --reward-load.
+    num_unscorable: samples that a built-in rule could not judge within its deadline; the rule's part of their reward is 0.
     """
 
-    def __init__(self, config: RewardConfig, function: Callable | None, plugin_args: Any):
-        if function is None and config.rm_type not in (*IN_WORKER, *IN_PROCESS):
-            raise ConfigError([f"--rm-type {config.rm_type} is unknown. Known: {', '.join((*IN_WORKER, *IN_PROCESS))}; or --custom-rm-path module.function."])
+    def __init__(self, config: RewardConfig, function: Callable | None, plugin_args: Any, model: ScoresSamples | None = None):
+        known = (*IN_WORKER, *IN_PROCESS, REMOTE)
+        if function is None and config.rm_type not in known and not (config.rm_type is None and model is not None):
+            raise ConfigError([f"--rm-type {config.rm_type} is unknown. Known: {', '.join(known)}; or --custom-rm-path module.function."])
         self.config = config
         self.plugin_args = plugin_args
         self.num_unscorable = 0
         self._function = function
+        self._model = model
         self._pool: WorkerPool | None = None
+        self._remote: RemoteReward | None = None
         self._plugin_loop: asyncio.AbstractEventLoop | None = None
         self._threads: asyncio.Semaphore | None = None
 
-    async def score(self, sample: Sample) -> Sample:
-        """The sample with its reward. Raises RewardError naming the sample if the function raises, hangs or gives no finite number."""
-        if self._function is not None:
-            result = await self._call(self._function, sample)
-            return dataclasses.replace(sample, reward=self._number(result, sample))
-        if sample.label is None:
-            raise RewardError(f"--rm-type {self.config.rm_type} compares with a label, and {_name(sample)} has none. Fix: --label-key.")
-        if self.config.rm_type in IN_PROCESS:
-            return dataclasses.replace(sample, reward=IN_PROCESS[self.config.rm_type](sample))
-        self._pool = self._pool or WorkerPool()
-        reward = await self._pool.score(str(self.config.rm_type), sample.response, str(sample.label), timeout_s=self.config.reward_timeout_s)
-        if reward is None:
-            self.num_unscorable += 1
-        return dataclasses.replace(sample, reward=reward or 0.0)
+    async def score(self, sample: Sample, prompt: Prompt, *, evaluation: bool = False) -> Sample:
+        """The sample with its reward. Raises RewardError naming the sample if its function or server fails, hangs or gives no finite number."""
+        rule = await self._rule(sample, prompt, self._key(evaluation))
+        return await self._with_model(sample, prompt, rule)
+
+    async def score_group(self, samples: Sequence[Sample], prompt: Prompt, *, evaluation: bool = False) -> list[Sample]:
+        """A prompt's samples with their rewards, for --group-rm: the user's function sees them together. Raises as score does."""
+        assert self._function is not None, "RewardConfig.problems() lets --group-rm through only with --custom-rm-path"
+        if not samples:
+            return []
+        answers = await self._call(self._function, list(samples), samples[0])
+        if not isinstance(answers, (list, tuple, np.ndarray)) or len(answers) != len(samples):
+            raise self._error(f"gave {answers!r:.200}; with --group-rm it must give a list of {len(samples)} rewards, one a sample", samples[0])
+        rules = [self._number(answer, sample, self._key(evaluation)) for answer, sample in zip(answers, samples, strict=True)]
+        return list(await asyncio.gather(*(self._with_model(sample, prompt, rule) for sample, rule in zip(samples, rules, strict=True))))
 
     async def close(self) -> None:
-        """End the worker processes and the loop of the user's coroutines."""
-        if self._pool is not None:
-            await self._pool.close()
+        """End the worker processes, the connections and the loop of the user's coroutines."""
+        for part in (self._pool, self._remote):
+            if part is not None:
+                await part.close()
         if self._plugin_loop is not None:
             self._plugin_loop.call_soon_threadsafe(self._plugin_loop.stop)
 
-    async def _call(self, function: Callable, sample: Sample):
-        """Run the user's function away from our event loop, so that one that blocks meets its deadline all the same."""
+    def _key(self, evaluation: bool) -> str | None:
+        return (self.config.eval_reward_key if evaluation else None) or self.config.reward_key
+
+    async def _with_model(self, sample: Sample, prompt: Prompt, rule: float | None) -> Sample:
+        """The rule's reward and the model's in one; each is kept as it was in reward_parts where there is a model."""
+        if self._model is None:
+            return dataclasses.replace(sample, reward=rule)
+        model = await self._model.score(prompt, sample)
+        parts = {"model": model} if rule is None else {"rule": rule, "model": model}
+        return dataclasses.replace(sample, reward=(rule or 0.0) + self.config.reward_model_weight * model, reward_parts=parts)
+
+    async def _rule(self, sample: Sample, prompt: Prompt, key: str | None) -> float | None:
+        """What --custom-rm-path or --rm-type says; None if only a reward model scores."""
+        kind = self.config.rm_type
+        if self._function is not None:
+            return self._number(await self._call(self._function, sample, sample), sample, key)
+        if kind is None:
+            return None
+        if kind == REMOTE:
+            return self._number(await self._ask(sample, prompt), sample, key)
+        if sample.label is None:
+            raise RewardError(f"--rm-type {kind} compares with a label, and {_name(sample)} has none. Fix: --label-key.")
+        if kind in IN_PROCESS:
+            return IN_PROCESS[kind](sample)
+        self._pool = self._pool or WorkerPool()
+        reward = await self._pool.score(kind, sample.response, str(sample.label), timeout_s=self.config.reward_timeout_s)
+        if reward is None:
+            self.num_unscorable += 1
+        return reward or 0.0
+
+    async def _ask(self, sample: Sample, prompt: Prompt) -> Any:
+        self._remote = self._remote or RemoteReward(self.config)
+        try:
+            return await self._remote.ask(prompt=prompt.text, response=sample.response, label=sample.label)
+        except RemoteFailure as error:
+            raise self._error(str(error), sample) from error
+
+    async def _call(self, function: Callable, given: Sample | list[Sample], sample: Sample):
+        """Run the user's function away from our event loop, so that one that blocks meets its deadline all the same.
+
+        given: its second argument, a sample or a group. sample: who is named if it fails.
+        """
         self._threads = self._threads or asyncio.Semaphore(_MOST_THREADS)
         async with self._threads:
             is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-            future = self._start_coroutine(function, sample) if is_async else _start_thread(function, self.plugin_args, sample)
+            future = self._start_coroutine(function, given) if is_async else _start_thread(function, self.plugin_args, given)
             try:
                 return await asyncio.wait_for(future, self.config.reward_timeout_s)
             except TimeoutError as error:
@@ -77,14 +135,13 @@ class RewardScorer:
             except Exception as error:
                 raise self._error(f"raised {type(error).__name__}: {error}", sample) from error
 
-    def _start_coroutine(self, function: Callable, sample: Sample) -> asyncio.Future:
+    def _start_coroutine(self, function: Callable, given: Sample | list[Sample]) -> asyncio.Future:
         if self._plugin_loop is None:
             self._plugin_loop = asyncio.new_event_loop()
             threading.Thread(target=self._plugin_loop.run_forever, name="reward-coroutines", daemon=True).start()
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(self.plugin_args, sample), self._plugin_loop))
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(self.plugin_args, given), self._plugin_loop))
 
-    def _number(self, result: Any, sample: Sample) -> float:
-        key = self.config.reward_key
+    def _number(self, result: Any, sample: Sample, key: str | None) -> float:
         if isinstance(result, dict):
             if key is None:
                 raise self._error(f"gave a dict with the keys {sorted(map(str, result))}. Fix: name one with --reward-key", sample)
@@ -103,10 +160,11 @@ class RewardScorer:
 
     def _error(self, what: str, sample: Sample) -> RewardError:
         about = f"{_name(sample)}, label {str(sample.label)[:80]!r}, response starts {sample.response[:80]!r}"
-        return RewardError(f"reward function {self.config.custom_rm_path} {what}: {about}")
+        who = f"reward function {self.config.custom_rm_path}" if self._function is not None else f"reward server {self.config.rm_url}"
+        return RewardError(f"{who} {what}: {about}")
 
 
-def _start_thread(function: Callable, plugin_args: Any, sample: Sample) -> asyncio.Future:
+def _start_thread(function: Callable, plugin_args: Any, given: Sample | list[Sample]) -> asyncio.Future:
     """Run a plain function in a daemon thread: unlike an executor's, a stuck one does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
@@ -118,7 +176,7 @@ def _start_thread(function: Callable, plugin_args: Any, sample: Sample) -> async
     def run() -> None:
         result, error = None, None
         try:
-            result = function(plugin_args, sample)
+            result = function(plugin_args, given)
         except BaseException as raised:  # noqa: BLE001 carried to the waiting task; StopIteration and SystemExit cannot travel in a future
             plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
             error = raised if plain else RuntimeError(f"{type(raised).__name__}: {raised}")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.algorithms.losses import kl_estimate, ppo_clip
+from slime_like.algorithms.losses import kl_estimate, ppo_clip, unbiased_kl_estimate
 
 LOG2 = math.log(2.0)
 
@@ -78,3 +78,38 @@ def test_reference_gets_no_gradient():
 def test_unknown_estimator_lists_the_known():
     with pytest.raises(ValueError, match="k1, k2, k3, low_var_kl"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_unbiased_kl_by_hand():
+    # New .5, old .25: ratio 2. k3 against reference .25 is .5 - 1 + log 2. Gradient in log p: 2 x k3 + 2 x (1 - q/p) = 2 k3 + 1.
+    log_probs = torch.tensor([math.log(0.5)], requires_grad=True)
+    estimate = unbiased_kl_estimate(log_probs, torch.tensor([math.log(0.25)]), torch.tensor([math.log(0.25)]), "k3")
+    assert estimate.item() == pytest.approx(2 * (LOG2 - 0.5), rel=1e-6)
+    estimate.sum().backward()
+    assert log_probs.grad.item() == pytest.approx(2 * (LOG2 - 0.5) + 1, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_unbiased_kl_averages_to_the_divergence_and_its_gradient(kind):
+    """Over tokens that an older policy chose, value and gradient are those of the new policy's KL, written out in float64."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    old, reference = np.array([0.2, 0.5, 0.3]), np.array([0.5, 0.3, 0.2])
+    log_policy = torch.log_softmax(logits, 0)
+    estimate = unbiased_kl_estimate(log_policy, torch.tensor(np.log(old)), torch.tensor(np.log(reference)), kind)
+    mean = (torch.tensor(old) * estimate).sum()
+    (gradient,) = torch.autograd.grad(mean, logits)
+    exponents = np.exp([0.3, -0.2, 0.9])
+    policy = exponents / exponents.sum()
+    divergence = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
+    assert mean.item() == pytest.approx(divergence, rel=1e-12)
+    # d KL / d logit_i = p_i (log p_i / q_i - KL)
+    assert gradient.tolist() == pytest.approx([p * (math.log(p / q) - divergence) for p, q in zip(policy, reference, strict=True)], rel=1e-9)
+    biased = (torch.tensor(old) * kl_estimate(log_policy.detach(), torch.tensor(np.log(reference)), kind)).sum()
+    assert abs(biased.item() - divergence) > 0.01
+
+
+def test_unbiased_low_var_kl_is_clamped_after_the_weight():
+    # k3 at log-ratio 2 is e^2 - 3 = 4.39; times ratio 4 it is beyond 10.
+    far = torch.tensor([-2.0]), torch.tensor([-2.0 - math.log(4)]), torch.tensor([0.0])
+    assert unbiased_kl_estimate(*far, "low_var_kl").item() == 10.0
+    assert unbiased_kl_estimate(*far, "k3").item() == pytest.approx(4 * (math.exp(2) - 3), rel=1e-6)

@@ -1,4 +1,4 @@
-"""GSPO, CISPO, RLOO and the engine correction: by hand, and against float64 written from the papers."""
+"""GSPO, CISPO, REINFORCE and RLOO: by hand, and against float64 written from the papers."""
 
 import math
 
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from slime_like.algorithms.group_advantages import leave_one_out_advantages, normalize
-from slime_like.algorithms.losses import cispo, gspo, ppo_clip
-from slime_like.algorithms.off_policy import truncated_importance_weights
+from slime_like.algorithms.losses import cispo, gspo, ppo_clip, reinforce
 from slime_like.config.training import LossConfig
 from slime_like.errors import DataError
 
@@ -72,13 +71,21 @@ def test_equal_rewards_teach_nothing():
         leave_one_out_advantages(np.ones(1))
 
 
-def test_importance_weights_by_hand():
-    trainer = torch.tensor([0.25, 0.9, 0.1]).log().requires_grad_()
-    weights, bounded = truncated_importance_weights(trainer, torch.tensor([0.5, 0.1, 1.0]).log(), low=0.2, high=2.0)
-    assert weights.tolist() == pytest.approx([0.5, 2.0, 0.2]) and bounded.tolist() == [0, 1, 1]
-    assert not weights.requires_grad
+def test_reinforce_by_hand_has_no_ratio():
+    """Log-probs log 2 and log .5 against old ones 0: the loss is -A log p, the gradient -A, whatever the ratio."""
+    new = torch.tensor([2.0, 0.5]).log().requires_grad_()
+    result = reinforce(new, torch.zeros(2), torch.tensor([1.0, -3.0]))
+    assert result.loss.tolist() == pytest.approx([-math.log(2), 3 * math.log(0.5)])
+    assert result.ratio.tolist() == pytest.approx([2, 0.5]) and result.clipped.tolist() == [0, 0]
+    result.loss.sum().backward()
+    assert new.grad.tolist() == [-1, 3]
 
 
-def test_equal_probabilities_weigh_one():
-    log_probs = torch.randn(5)
-    assert truncated_importance_weights(log_probs, log_probs, low=0.0, high=2.0)[0].tolist() == [1] * 5
+def test_reinforce_and_ppo_agree_at_ratio_one():
+    new = torch.randn(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    advantages = torch.linspace(-1, 1, 8)
+    gradients = []
+    for loss in (reinforce(new, new, advantages), ppo_clip(new, new, advantages, **BOUNDS)):
+        (gradient,) = torch.autograd.grad(loss.loss.sum(), new)
+        gradients.append(gradient.tolist())
+    assert gradients[0] == pytest.approx(gradients[1])

@@ -194,7 +194,6 @@ def test_rounding_is_not_clipping():
     [
         ({"gamma": 0.9}, "--gamma does nothing without --advantage-estimator ppo"),
         ({"kl_coef": 0.1}, "Fix: --use-kl-loss"),
-        ({"normalize_advantages": True}, "--normalize-advantages does nothing"),
         ({"num_critic_only_steps": 2}, "--num-critic-only-steps does nothing"),
         ({"advantage_estimator": "ppo", "lambd": 1.5}, "must be from 0 to 1"),
         ({"advantage_estimator": "ppo", "value_clip": 0.0}, "--value-clip 0.0"),

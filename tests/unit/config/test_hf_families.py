@@ -31,7 +31,9 @@ MOONLIGHT = DEEPSEEK | {
 KIMI = DEEPSEEK | {
     "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840, "rope_theta": 50000.0, "n_routed_experts": 384,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
-    "rope_scaling": {"type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    "rope_scaling": {
+        "type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0,
+    },
 }  # fmt: skip
 GLM45_AIR = {
     "model_type": "glm4_moe", "num_hidden_layers": 46, "hidden_size": 4096, "intermediate_size": 10944, "num_attention_heads": 96,
@@ -105,6 +107,9 @@ def test_a_forgotten_switch_is_named(repo_root: Path, name: str, switch: str):
         ({"n_shared_experts": 2}, "--moe-shared-expert-intermediate-size"),
         ({"routed_scaling_factor": 1.0}, "--moe-router-topk-scaling-factor"),
         ({"rope_scaling": None}, "--rotary-scaling-factor"),
+        ({"rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 16.0}}, "--beta-fast"),
+        ({"rope_scaling": DEEPSEEK["rope_scaling"] | {"original_max_position_embeddings": 8192}}, "--original-max-position-embeddings"),
+        ({"rope_scaling": DEEPSEEK["rope_scaling"] | {"mscale_all_dim": 0.7}}, "--mscale-all-dim"),
     ],
 )
 def test_a_checkpoint_that_differs_is_named(repo_root: Path, change: dict, flag: str):
@@ -119,6 +124,12 @@ def test_a_checkpoint_that_differs_is_named(repo_root: Path, change: dict, flag:
         (QWEN3_MOE | {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope type 'yarn'"),
         ({k: v for k, v in DEEPSEEK.items() if k != "kv_lora_rank"}, "lacks kv_lora_rank"),
         (QWEN3_MOE | {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK | {"topk_group": 8}, "ranks them by their best 1"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "divided by their sum"),
+        (GLM45 | {"scoring_func": "softmax"}, "sigmoid scores"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK | {"rope_scaling": DEEPSEEK["rope_scaling"] | {"truncate": False}}, "truncate"),
+        (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}}, "without mscale"),
     ],
 )
 def test_what_is_not_supported_is_named(hf: dict, message: str):
@@ -137,14 +148,12 @@ def test_layers_that_predict_further_are_left_out_with_a_note():
     assert hf_notes(MOONLIGHT) == []
 
 
-def test_a_checkpoint_with_such_layers_plans_but_does_not_run(tmp_path):
+def test_a_run_is_told_of_such_layers_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIMO))
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "hi"}')
     argv = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(data), "--rm-type", "math", "--num-rollout", "1", "--colocate"]
-    assert any("1 layer for tokens beyond the next" in note for note in parse_args([*argv, "--plan"]).notes)
-    with pytest.raises(ConfigError, match="a real run cannot leave them out yet"):
-        parse_args(argv)
+    assert any("1 layer for tokens beyond the next" in note for note in parse_args(argv).notes)
 
 
 def test_transformers_5_keys():

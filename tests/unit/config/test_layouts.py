@@ -49,6 +49,42 @@ def test_layers_that_cannot_be_dealt_out(num_layers, layout, message):
 
 
 @pytest.mark.parametrize(
+    ("num_layers", "options", "chunks"),
+    [
+        (8, {}, [[range(0, 4)], [range(4, 8)]]),
+        (8, {"num_virtual_stages_per_pipeline_rank": 1}, [[range(0, 4)], [range(4, 8)]]),
+        (8, {"num_virtual_stages_per_pipeline_rank": 2}, [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]),
+        (4, {"num_layers_per_virtual_pipeline_stage": 1}, [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]),
+        (8, {"num_layers_per_virtual_pipeline_stage": 4}, [[range(0, 4)], [range(4, 8)]]),
+        (6, {"num_virtual_stages_per_pipeline_rank": 2, "decoder_last_pipeline_num_layers": 2}, [[range(0, 2), range(3, 5)], [range(2, 3), range(5, 6)]]),
+    ],
+)
+def test_chunks_are_dealt_out_in_turn(num_layers, options, chunks):
+    layout = ParallelConfig(pipeline_model_parallel_size=2, **options)
+    assert [layout.chunks_of_stage(num_layers, stage) for stage in range(2)] == chunks
+    assert layout.virtual_pipeline_size(num_layers) == (len(chunks[0]) if len(chunks[0]) > 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 5}, "does not divide every stage's layers: [24, 24]"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 5}, "does not divide a stage's 24 layers"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "needs --pipeline-model-parallel-size above 1"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers_per_virtual_pipeline_stage": 12}, "in two ways"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 0}, "must be at least 1"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2, "decoder_last_pipeline_num_layers": 20},
+            "needs as many layers on every stage, not [28, 20]",
+        ),
+    ],
+)
+def test_impossible_chunks_are_named(options, message):
+    found = ParallelConfig(**options).problems(DENSE)
+    assert len(found) == 1 and message in found[0], found
+
+
+@pytest.mark.parametrize(
     ("text", "num_layers", "experts"),
     [("1", 4, "1111"), ("2", 5, "10101"), ("[0]*1+[1]*3", 4, "0111"), ("([0]*3+[1]*2)", 5, "00011"), ("'([1]*3)'", 3, "111"), ("[0,1,1]", 3, "011")],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime_like.config.run import RunConfig
-from slime_like.config.system import EngineConfig, PlacementConfig
+from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
 
 
 def run_config(gpus_per_engine: int, **sglang) -> RunConfig:
@@ -55,3 +55,15 @@ def test_counts_are_at_least_one(name: str):
 def test_card_needs_memory():
     assert PlacementConfig(gpu_memory_gib=80).problems() == []
     assert "must be above 0" in PlacementConfig(gpu_memory_gib=0).problems()[0]
+
+
+def test_sync_flags_that_belong_to_another_transport():
+    def problems(**given) -> str:
+        return "\n".join(SyncConfig(**given).problems())
+
+    assert "--update-weight-disk-keep-files needs --update-weight-transport disk" in problems(update_weight_disk_keep_files=True)
+    assert "--update-weight-interface does nothing with --update-weight-transport disk" in problems(
+        update_weight_interface="eth0", update_weight_transport="disk"
+    )
+    for good in ({"update_weight_interface": "eth0"}, {"update_weight_disk_keep_files": True, "update_weight_transport": "disk"}):
+        assert problems(**good) == ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime_like.megatron_backend.context_parallel import ContextShare, zigzag_positions
-from slime_like.megatron_backend.packing import pack
+from slime_like.megatron_backend.packing import PackLayout, pack
 from slime_like.records import TrainSample
 
 
@@ -54,7 +54,8 @@ def test_ranks_hold_every_token_once_and_scores_come_back_in_order(size):
 def test_targets_at_chunk_borders_come_from_the_whole_sequence():
     samples = [sample([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 1, 1, 1])]
     share = ContextShare(size=2)
-    packs = [pack(samples, [0], np.ones(1), multiple=1, device=torch.device("cpu"), context=dataclasses.replace(share, rank=rank)) for rank in range(2)]
+    shares = [dataclasses.replace(share, rank=rank) for rank in range(2)]
+    packs = [pack(samples, [0], np.ones(1), layout=PackLayout(), device=torch.device("cpu"), context=each) for each in shares]
     assert packs[0].tokens[0].tolist() == [1, 2, 7, 0] and packs[0].targets.tolist() == [2, 3, 0, 0]
     assert packs[1].tokens[0].tolist() == [3, 4, 5, 6] and packs[1].targets.tolist() == [4, 5, 6, 7]
     assert packs[0].positions[0].tolist() == [0, 1, 6, 7]
@@ -66,5 +67,5 @@ def test_targets_at_chunk_borders_come_from_the_whole_sequence():
 
 
 def test_a_filler_has_tokens_and_no_scores():
-    filler = pack([], [], np.ones(0), multiple=2, device=torch.device("cpu"), context=ContextShare(size=2, rank=1))
+    filler = pack([], [], np.ones(0), layout=PackLayout(multiple=2), device=torch.device("cpu"), context=ContextShare(size=2, rank=1))
     assert filler.tokens.shape == (1, 2) and filler.num_scores == 0 and len(filler.trained) == 0

@@ -2,11 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.config.training import BatchConfig
-from slime_like.megatron_backend.packing import num_trained_tokens, pack, plan_micro_batches, record_layout
+from slime_like.megatron_backend.context_parallel import ContextShare
+from slime_like.megatron_backend.packing import PackLayout, num_trained_tokens, pack, record_layout
 from slime_like.records import TrainSample
-
-DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20}
 
 
 def sample(tokens, mask, advantage=1.0):
@@ -23,45 +21,9 @@ def sample(tokens, mask, advantage=1.0):
     )
 
 
-@pytest.mark.parametrize("options", [{"micro_batch_size": 2}, DYNAMIC, DYNAMIC | {"balance_data": True}, {"balance_data": True}])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 7, 24])
-def test_every_sample_is_trained_once_and_ranks_stay_in_step(options, ranks, count):
-    lengths = np.random.default_rng(count).integers(2, 19, count).tolist()
-    plan = plan_micro_batches(lengths, data_parallel_size=ranks, batch=BatchConfig(**options))
-    assert len(plan) == ranks
-    assert sorted(i for packs in plan for indices in packs for i in indices) == list(range(count))
-    assert len({len(packs) for packs in plan}) == 1
-    if options.get("use_dynamic_batch_size"):
-        assert all(sum(lengths[i] for i in indices) <= 20 for packs in plan for indices in packs)
-    else:
-        assert all(len(indices) <= options.get("micro_batch_size", 1) for packs in plan for indices in packs)
-    assert plan == plan_micro_batches(lengths, data_parallel_size=ranks, batch=BatchConfig(**options))
-
-
-def test_plan_by_hand():
-    # Strided shares [0, 2, 4] and [1, 3]; first fit under 20: [10, 9], [12] and [8, 3], which is halved to keep step.
-    plan = plan_micro_batches([10, 8, 12, 3, 9], data_parallel_size=2, batch=BatchConfig(**DYNAMIC))
-    assert plan == (((0, 4), (2,)), ((1,), (3,)))
-
-
-def test_balancing_evens_out_tokens():
-    lengths = [100, 1, 90, 1, 80, 1, 70, 1]
-    batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000)
-    plain = plan_micro_batches(lengths, data_parallel_size=2, batch=batch)
-    even = plan_micro_batches(lengths, data_parallel_size=2, batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000, balance_data=True))
-    loads = [[sum(lengths[i] for indices in packs for i in indices) for packs in plan] for plan in (plain, even)]
-    assert loads == [[340, 4], [172, 172]]
-
-
-def test_over_long_sample_is_alone():
-    plan = plan_micro_batches([5, 50, 5], data_parallel_size=1, batch=BatchConfig(**DYNAMIC))
-    assert plan == (((0, 2), (1,)),)
-
-
 def test_pack_by_hand():
     samples = [sample([11, 12, 21, 22], [0, 0, 1, 1], 2.0), sample([31, 41, 42], [0, 1, 0], -1.0)]
-    packed = pack(samples, (1, 0), np.array([0.25, 0.5]), multiple=4, device=torch.device("cpu"))
+    packed = pack(samples, (1, 0), np.array([0.25, 0.5]), layout=PackLayout(multiple=4), device=torch.device("cpu"))
     assert packed.tokens.tolist() == [[31, 41, 42, 11, 12, 21, 22, 0]]
     assert packed.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
     assert packed.sequences.cu_seqlens_q.tolist() == [0, 3, 7, 8]
@@ -74,8 +36,33 @@ def test_pack_by_hand():
     assert packed.engine_logprobs.tolist() == [-1.0, -2.0, -3.0]
 
 
+def test_padded_by_hand():
+    samples = [sample([11, 12, 21, 22, 23], [0, 0, 1, 1, 0], 2.0), sample([31, 41, 42], [0, 1, 0], -1.0)]
+    packed = pack(samples, (1, 0), np.array([0.25, 0.5]), layout=PackLayout(padded=True, multiple=4), device=torch.device("cpu"))
+    assert packed.tokens.tolist() == [[31, 41, 42, 0, 0, 0, 0, 0], [11, 12, 21, 22, 23, 0, 0, 0]]
+    assert packed.positions.tolist() == [list(range(8)), list(range(8))]
+    assert packed.targets.tolist() == [41, 42, 0, 0, 0, 0, 0, 0, 12, 21, 22, 23, 0, 0, 0, 0]
+    assert packed.sequences is None
+    # Scores are brought into the layout of samples end to end: [16] -> [8].
+    assert packed.num_scores == 8
+    assert packed.restoring.tolist() == [0, 1, 2, 8, 9, 10, 11, 12]
+    assert packed.trained.tolist() == [0, 4, 5]
+    assert packed.engine_logprobs.tolist() == [-1.0, -2.0, -3.0]
+
+
+@pytest.mark.parametrize(("padded", "shape"), [(False, (1, 12)), (True, (2, 8))])
+def test_all_packs_of_one_shape(padded, shape):
+    samples = [sample(list(range(length)), [1] * length) for length in (5, 3, 7, 4)]
+    chosen = [(0,), (1, 2), (3,), ()]
+    one_shape = PackLayout(padded=padded, multiple=4).holding([[len(samples[i].tokens) for i in indices] for indices in chosen], ContextShare())
+    for indices in chosen:
+        packed = pack(samples, indices, np.ones(4), layout=one_shape, device=torch.device("cpu"))
+        assert packed.tokens.shape == shape
+        assert packed.lengths == tuple(len(samples[i].tokens) for i in indices)
+
+
 def test_filler_trains_nothing():
-    packed = pack([], (), np.zeros(0), multiple=2, device=torch.device("cpu"))
+    packed = pack([], (), np.zeros(0), layout=PackLayout(multiple=2), device=torch.device("cpu"))
     assert packed.tokens.shape == (1, 2)
     assert len(packed.trained) == 0
     assert packed.sequences.cu_seqlens_q.tolist() == [0, 2]

@@ -149,6 +149,6 @@ def test_logits_are_cut_into_chunks():
     config = plan_config(TINY)
     sizes = ActivationSizes(model=TINY, parallel=config.parallel, width=2)
     # 11 rows: logits and gradient of 100 tokens in bf16, five fp32 tensors of all or of 10 of them.
-    assert sizes.logits(100, chunk_tokens=None, backward=True) == 11 * (100 * 4 + 100 * 20)
-    assert sizes.logits(100, chunk_tokens=10, backward=True) == 11 * (100 * 4 + 10 * 20)
-    assert sizes.logits(100, chunk_tokens=None, backward=False) == 11 * (100 * 2 + 100 * 16)
+    assert sizes.logits(100, chunk_tokens=None, backward=True) == 11 * (100 * 4 + 100 * 8)
+    assert sizes.logits(100, chunk_tokens=10, backward=True) == 11 * (100 * 4 + 10 * 8)
+    assert sizes.logits(100, chunk_tokens=None, backward=False) == 11 * (100 * 2 + 100 * 8)

@@ -149,6 +149,14 @@ def test_roles_in_every_mode(flags, trainer_gpus, seats, mode):
     assert made.has_processes("ref") == (seats["ref"] != seats["actor"])
 
 
+def test_the_reward_model_is_whole_on_each_of_its_gpus():
+    split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    made = plan(reward=True, parallel=split, actor_num_gpus_per_node=4, reward_num_gpus_per_node=3, rollout_num_gpus=1)
+    assert not made.problems
+    reward, actor = made.roles["reward"], made.roles["actor"]
+    assert (reward.tp, reward.pp, reward.dp) == (1, 1, 3) and (actor.tp, actor.pp, actor.dp) == (2, 2, 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [

@@ -15,10 +15,26 @@ APART = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus":
 def test_each_transport_by_hand():
     near, far = (bounds(600, RATES, same_node=near, engine_gpus=4) for near in (True, False))
     assert near["broadcast"].bound_s == 6 and far["broadcast"].bound_s == 60
-    assert near["ipc"].bound_s == 30 + 7.5 and near["ipc"].available and not far["ipc"].available
+    # Out of one card over its link while it goes into four over theirs: 600 / 20; out of eight cards, 75 bytes each, the way in is longer.
+    assert near["ipc"].bound_s == 30 and near["ipc"].available and not far["ipc"].available
+    assert bounds(600, RATES, same_node=True, engine_gpus=4, num_sources=8)["ipc"].bound_s == 7.5
     assert near["disk"].bound_s == 120 and far["disk"].bound_s == 240
-    # 5% of 300 values, 2 bytes and a position of 4 each.
-    assert near["delta"].bytes == 90 and near["delta"].bound_s == 0.9
+    # 5% of 300 values, 2 bytes and a position of 4 each; it goes over HTTP.
+    assert near["delta"].bytes == 90 and near["delta"].bound_s == far["delta"].bound_s == 9
+
+
+def test_on_the_device_only_with_one_engine_and_one_stage():
+    def chosen(num_gpus: int, **parallel) -> float:
+        placement = {"actor_num_gpus_per_node": num_gpus, "colocate": True, "rollout_num_gpus_per_engine": 4}
+        config = plan_config(LLAMA_70B, placement=placement, parallel=parallel)
+        plan = sync_plan(config, make_plan(config))
+        assert plan.transport == "ipc"
+        return plan.bound_s
+
+    gigabytes = 141.107
+    assert chosen(4, tensor_model_parallel_size=4) == pytest.approx(gigabytes / 4 / 1675, rel=1e-3)
+    assert chosen(8, tensor_model_parallel_size=4) == pytest.approx(gigabytes / 64, rel=1e-3)
+    assert chosen(4, pipeline_model_parallel_size=2) == pytest.approx(gigabytes / 2 / 64, rel=1e-3)
 
 
 def test_140_gb_in_10_s_are_14_gb_a_second_and_a_port_does_it_in_under_3():
@@ -51,4 +67,4 @@ def test_the_text_names_the_chosen_and_the_others():
     config = plan_config(LLAMA_70B, placement=APART)
     text = render_sync(sync_plan(config, make_plan(config)))
     assert text.startswith("weight sync by broadcast: 141.11 GB, at least 2.8 s (one source at a time over network)")
-    assert "not in this version" in text and "delta" in text
+    assert "cannot be reached this way" in text and "ipc-handles" in text and "delta" in text

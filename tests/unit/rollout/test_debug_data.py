@@ -55,6 +55,17 @@ def test_round_trip(tmp_path):
             assert_equal(mine, theirs)
 
 
+def test_experts_come_back_where_there_were_any(tmp_path):
+    template, original = str(tmp_path / "{rollout_id}.npz"), group(3, 3)
+    experts = np.arange(3 * 2 * 2, dtype=np.int8).reshape(3, 2, 2)
+    samples = (dataclasses.replace(original.samples[0], routed_experts=experts), *original.samples[1:])
+    save_rollout(template, 0, [dataclasses.replace(original, samples=samples)])
+    (loaded,) = load_rollout(template, 0)
+    for mine, theirs in zip(samples, loaded.samples, strict=True):
+        assert_equal(mine, theirs)
+    assert [sample.routed_experts is None for sample in loaded.samples] == [False, True, True]
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     template = str(tmp_path / "{rollout_id}.npz")
     with pytest.raises(DataError, match=r"0.npz: no such file \(rollout 0\)"):

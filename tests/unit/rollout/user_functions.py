@@ -51,6 +51,24 @@ def none_reward(args, sample):
     return None
 
 
+def rank_rewards(args, samples):
+    """Place by length, the shortest first."""
+    lengths = sorted(len(sample.response) for sample in samples)
+    return [lengths.index(len(sample.response)) + 1 for sample in samples]
+
+
+async def dict_rewards(args, samples):
+    return [{"a": 1, "b": 2} for _ in samples]
+
+
+def one_short_rewards(args, samples):
+    return [1.0] * (len(samples) - 1)
+
+
+def nan_rewards(args, samples):
+    return [float("nan")] * len(samples)
+
+
 def one_argument(sample):
     return 1.0
 

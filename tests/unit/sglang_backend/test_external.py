@@ -253,3 +253,13 @@ def test_watch_ends():
         count = len(fake.calls)
         time.sleep(0.2)
         assert len(fake.calls) == count
+
+
+def test_routed_experts_are_told_only_by_a_server_started_for_it(tmp_path):
+    folder = checkpoint(tmp_path / "here")
+    with serve(ANSWERS) as silent, serve(ANSWERS | {"/server_info": (200, INFO | {"enable_return_routed_experts": True})}) as telling:
+        servers = [inspect_server(fake.url, None, 5) for fake in (silent, telling)]
+    found = [disagreements(s, hf_checkpoint=folder, dtype="bfloat16", needed_context=1, routed_experts=True) for s in servers]
+    assert len(found[0]) == 1 and "--enable-return-routed-experts" in found[0][0]
+    assert found[1] == []
+    assert disagreements(servers[0], hf_checkpoint=folder, dtype="bfloat16", needed_context=1) == []

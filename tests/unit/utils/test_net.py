@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
-from slime_like.errors import EngineError, WaitTimeout
+from slime_like.errors import ConfigError, EngineError, WaitTimeout
 from slime_like.utils.net import (
+    address_of_interface,
     free_port,
     host_port,
     http_url,
@@ -75,3 +76,9 @@ def test_a_port_taken_in_between_is_replaced_but_a_chosen_one_is_not():
     failures = ["ended with status 1"]
     with pytest.raises(EngineError, match="status 1"):
         with_another_port(launch, port_given=False)
+
+
+def test_an_interface_and_its_address():
+    assert address_of_interface("lo") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--update-weight-interface ib7: .* It has: .*lo \(127.0.0.1\)"):
+        address_of_interface("ib7")

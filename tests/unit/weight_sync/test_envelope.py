@@ -54,18 +54,20 @@ def test_order_of_requests():
             assert server.calls[5][2]["new_version"] == "7"
 
 
-def test_disk_is_loaded_in_finish_and_opens_no_session():
+def test_disk_is_loaded_outside_of_a_session_and_compared_in_one():
     with engines(engine_answers()) as servers:
         update = WeightUpdate(clients(servers), "disk", timeout_s=5)
         update.begin()
-        update.finish(7, directory="/w")
-        assert "/begin_weight_update" not in servers[0].paths
+        update.load(7, "/w")
+        update.finish(7)
+        order = [path for path in servers[0].paths if path in ("/update_weights_from_disk", "/begin_weight_update", "/end_weight_update")]
+        assert order == ["/update_weights_from_disk", "/begin_weight_update", "/end_weight_update"]
         assert [body["model_path"] for _, path, body in servers[0].calls if path == "/update_weights_from_disk"] == [version_directory("/w", 7)]
 
 
 def test_disk_needs_its_folder():
     with pytest.raises(WeightSyncError, match="folder"):
-        WeightUpdate([], "disk", timeout_s=1).finish(1)
+        WeightUpdate([], "disk", timeout_s=1).load(1, None)
 
 
 def test_wrong_version_is_named_and_generation_stays_paused():
@@ -93,6 +95,28 @@ def test_engine_without_pause_gets_its_requests_aborted():
     with engines({**answers, "/abort_request": OK}) as servers:
         WeightUpdate(clients(servers), "ipc", timeout_s=5).begin()
         assert servers[0].paths[:2] == ["/pause_generation", "/abort_request"]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_mode_that_the_engine_does_not_know_is_refused(mode):
+    answers = engine_answers()
+    del answers["/pause_generation"]
+    for absent, said in (({}, "cannot pause"), ({"/pause_generation": (422, {"detail": "Input should be 'abort'"})}, "does not know")):
+        with engines({**answers, **absent}) as servers, pytest.raises(WeightSyncError, match=f"{said}.*{mode}.* Fix: abort"):
+            WeightUpdate(clients(servers), "ipc", timeout_s=5, pause_mode=mode).begin()
+
+
+def test_in_place_goes_on_where_running_requests_keep_the_cache(caplog):
+    with engines({**engine_answers(), "/flush_cache": (400, {"message": "requests are running"})}) as servers:
+        update = WeightUpdate(clients(servers), "ipc", timeout_s=5, pause_mode="in_place")
+        update.begin()
+        update.finish(3)
+        assert servers[0].calls[0][2] == {"mode": "in_place"} and servers[0].paths[-1] == "/continue_generation"
+        assert servers[0].paths.count("/flush_cache") == 2
+    assert "prefixes computed with the old weights stay" in caplog.text
+    with engines(engine_answers()) as servers:
+        WeightUpdate(clients(servers), "ipc", timeout_s=5, pause_mode="in_place").begin()
+        assert servers[0].paths[1] == "/flush_cache"
 
 
 def test_first_failure_ends_the_waiting():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import subprocess
@@ -11,11 +12,12 @@ import sys
 import pytest
 import torch
 from sglang_backend.fake_http import serve
+from weight_sync.alive_bytes import Alive
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend import shared_memory
-from slime_like.weight_sync import shm_loader
+from slime_like.weight_sync import shm_loader, shm_slots
 from slime_like.weight_sync.base import PublisherOptions
 from slime_like.weight_sync.ipc import IpcPublisher
 
@@ -42,39 +44,101 @@ def announced_folder(monkeypatch):
     monkeypatch.setenv(shm_loader.DIRECTORY_VARIABLE, shared_memory.shared_directory())
 
 
-def test_tensors_arrive_in_buckets_and_nothing_is_left():
-    model, files = Model(), []
+def test_tensors_arrive_in_two_files_that_are_kept():
+    model, told = Model(), []
 
     def engine(body):
         assert len(body["serialized_named_tensors"]) == 2  # one per rank
         named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
-        path = bytes(named[0][1].tolist()).decode()
-        files.append(path)
+        path = json.loads(bytes(named[0][1].tolist()))[0]
+        told.append(path)
         assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0  # nobody else gets in
         shm_loader.load(model, named)
         return OK
 
     flat = torch.arange(12.0)
-    tensors = [("a", flat[:4].view(2, 2)), ("b", flat[4:8]), ("c", flat.view(3, 4).t())]
+    tensors = [("a", flat[:4].view(2, 2)), ("b", flat[4:8]), ("c", flat.view(3, 4).t()), ("d", torch.zeros(0, 2)), ("e", flat[:1].bfloat16())]
     with serve({"/update_weights_from_tensor": engine}) as server:
         sender = publisher(server.url, buffer_bytes=32)
         sender.connect()
-        report = sender.send(iter(tensors), 3)
-        assert len(files) == 2 and not any(map(os.path.exists, files))
+        for version in (1, 2):
+            flat += version
+            report = sender.send(iter(tensors), version)
+            for name, tensor in tensors:
+                assert torch.equal(model.got[name], tensor)
+        folder = os.path.dirname(told[0])
+        assert [os.path.basename(path) for path in told] == ["slot-0", "slot-1", "slot-0", "slot-1"] * 2
         sender.close()
-    assert not os.path.exists(os.path.dirname(files[0]))
-    assert report.num_tensors == 3 and report.num_bytes == 80
-    for name, tensor in tensors:
-        assert torch.equal(model.got[name], tensor)
+    assert not os.path.exists(folder)
+    assert report.num_tensors == 5 and report.num_bytes == 82
 
 
-def test_file_is_removed_when_the_engine_refuses():
-    with serve({"/update_weights_from_tensor": (400, {"success": False, "message": "no session"})}) as server:
-        sender = publisher(server.url)
+def test_no_more_than_two_buckets_are_alive(monkeypatch):
+    monkeypatch.setattr("slime_like.weight_sync.ipc.SLACK_BYTES", 4096)
+    with serve({"/update_weights_from_tensor": OK}) as server:
+        sender = publisher(server.url, buffer_bytes=100_000)
+        sender.connect()
+        alive = Alive(sender._slots)
+        for version in (1, 2):
+            sender.send(alive.stream([50_000, 10_000, 49_999, 1] * 10), version)
+        assert 100_000 < alive.most <= 2 * 100_000
+        sender.close()
+
+
+def test_a_refused_bucket_ends_the_sync_and_the_next_one_works():
+    model, answers = Model(), [(400, {"success": False, "message": "no session"})]
+
+    def engine(body):
+        if answers:
+            return answers.pop()
+        shm_loader.load(model, pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+        return OK
+
+    tensors = [(f"t{number}", torch.full((2,), float(number))) for number in range(6)]
+    with serve({"/update_weights_from_tensor": engine}) as server:
+        sender = publisher(server.url, buffer_bytes=16)
         with pytest.raises(EngineError, match="no session"):
-            sender.send([("a", torch.zeros(2))], 1)
-        assert os.listdir(sender._directory) == []
+            sender.send(iter(tensors), 1)
+        assert not model.got  # nothing is sent behind a bucket that failed
+        sender.send(iter(tensors), 1)
+        assert all(torch.equal(model.got[name], tensor) for name, tensor in tensors)
         sender.close()
+
+
+def test_full_shared_memory_is_an_error_and_not_a_signal(monkeypatch):
+    sender = publisher("http://127.0.0.1:1", buffer_bytes=1 << 60)
+    monkeypatch.setattr("slime_like.weight_sync.ipc._HOST_SLOT_BYTES", 1 << 50)
+    with pytest.raises(WeightSyncError, match=r"no room for a bucket.* are free.*--shm-size"):
+        sender.send([("a", torch.zeros(2))], 1)
+    sender.close()
+
+
+def test_a_table_that_lies_is_refused(tmp_path):
+    def refused(table: list, start: int, length: int) -> bool:
+        path = tmp_path / f"{start}-{length}-{len(table)}"
+        path.write_bytes(bytes(8) + json.dumps(table).encode())
+        try:
+            list(shm_slots.tensors(str(path), start, start + length))
+        except ValueError:
+            return True
+        return False
+
+    good = [["a", "float32", [2], 0, 8]]
+    assert not refused(good, 8, len(json.dumps(good)))
+    assert refused(good, 8, 10_000)
+    reaching = [["a", "float32", [3], 0, 12]]
+    assert refused(reaching, 8, len(json.dumps(reaching)))
+
+
+def test_an_engine_forgets_files_that_are_gone(tmp_path):
+    path = tmp_path / "slot"
+    path.write_bytes(bytes(4) + b"[]")
+    list(shm_slots.tensors(str(path), 4, 6))
+    assert str(path) in shm_slots._mapped
+    path.unlink()
+    path.with_name("other").write_bytes(b"[]")
+    list(shm_slots.tensors(str(path.with_name("other")), 0, 2))
+    assert str(path) not in shm_slots._mapped
 
 
 def test_folder_of_a_killed_process_is_removed_by_the_next_one():

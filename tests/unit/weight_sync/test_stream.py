@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from slime_like.weight_sync.stream import Digest, buckets, raw_bytes
+from slime_like.weight_sync.stream import Digest, buckets, content_digest, raw_bytes
 
 
 def named(*sizes: int) -> list:
@@ -40,18 +40,42 @@ def test_raw_bytes_of_every_type_and_shape():
     assert raw_bytes(torch.zeros(0, 3)).tolist() == []
 
 
+def test_experts_have_buckets_of_their_own():
+    layer = "model.layers.0.mlp."
+    tensors = [
+        (layer + name, torch.zeros(1)) for name in ("gate.weight", "experts.0.up_proj.weight", "experts.1.up_proj.weight", "shared_experts.up_proj.weight")
+    ]
+    assert names(tensors, 100) == [[layer + "gate.weight"], [name for name, _ in tensors[1:3]], [layer + "shared_experts.up_proj.weight"]]
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_element_size():
+    odd, wide = ("odd", torch.zeros(3, dtype=torch.uint8)), ("wide", torch.zeros(1))
+    assert names([odd, wide, odd, odd], 100) == [["odd"], ["wide", "odd", "odd"]]
+
+
+def test_tensors_that_the_engine_joins_are_never_parted():
+    attention = "model.layers.0.self_attn."
+    tensors = [(attention + name + ".weight", torch.zeros(2)) for name in ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+    assert [len(bucket) for bucket in names(tensors, 8)] == [1, 3, 1]
+    assert [len(bucket) for bucket in names(tensors[3:], 8)] == [1, 1]  # without a compressed query there is nothing to wait for
+
+
 def digest(tensors) -> int:
     found = Digest()
     for name, tensor in tensors:
         found.add(name, tensor)
-    return found.report().digest
+    return found.value
 
 
 def test_digest_of_one_tensor_by_hand():
-    report = Digest()
-    report.add("w", torch.tensor([[1, 2]], dtype=torch.uint8))
-    assert report.report().digest == xxhash.xxh3_64(b"w|uint8|[1, 2]|\x01\x02").intdigest()
-    assert (report.report().num_tensors, report.report().num_bytes) == (1, 2)
+    tensor = torch.tensor([[1, 2]], dtype=torch.uint8)
+    assert content_digest(tensor) == xxhash.xxh3_64_digest(b"\x01\x02")
+    by_hand = xxhash.xxh3_64(b"w|uint8|[1, 2]|" + xxhash.xxh3_64_digest(b"\x01\x02")).intdigest()
+    for content in (None, content_digest(tensor)):
+        found = Digest()
+        found.add("w", tensor, content)
+        assert found.value == by_hand
+        assert (found.report().num_tensors, found.report().num_bytes) == (1, 2)
 
 
 def test_digest_ignores_order_and_adds_up_over_sources():

@@ -11,10 +11,12 @@ import pytest
 from slime_like.config.base import PluginArgs
 from slime_like.config.rollout import REWARD_TYPES, RewardConfig, RolloutConfig
 from slime_like.errors import ConfigError, RewardError
-from slime_like.records import COMPLETED, TRUNCATED, Sample
+from slime_like.records import COMPLETED, TRUNCATED, Prompt, Sample
 from slime_like.rollout.rewards.math_answers import SCORERS
-from slime_like.rollout.rewards.scorer import IN_PROCESS, IN_WORKER, RewardScorer
+from slime_like.rollout.rewards.scorer import IN_PROCESS, IN_WORKER, REMOTE, RewardScorer
 from slime_like.utils.plugins import load_function
+
+PROMPT = Prompt(index=7, text="What is 6 x 7?", tokens=np.array([1, 2], dtype=np.int32))
 
 
 def make_sample(response="42", label="42", status=COMPLETED) -> Sample:
@@ -31,16 +33,26 @@ def make_sample(response="42", label="42", status=COMPLETED) -> Sample:
     )
 
 
-def score(*samples, function=None, **options):
-    """(rewards, unscorable samples) of the samples, or the error."""
+class FixedModel:
+    """A reward model that thinks little of long responses."""
+
+    async def score(self, prompt, sample):
+        assert prompt is PROMPT
+        return 1.0 - len(sample.response)
+
+
+def score(*samples, function=None, model=None, group=False, evaluation=False, **options):
+    """(rewards, unscorable samples) of the samples, or the error. group: all in one call, as with --group-rm."""
     path = f"tests.unit.rollout.user_functions.{function}" if function else None
     config = RewardConfig(custom_rm_path=path, **options)
     loaded = load_function(path, num_positional=2, flag="--custom-rm-path") if path else None
-    scorer = RewardScorer(config, loaded, PluginArgs(RolloutConfig(rollout_max_response_len=8)))
+    scorer = RewardScorer(config, loaded, PluginArgs(RolloutConfig(rollout_max_response_len=8)), model)
 
     async def run():
         try:
-            return [(await scorer.score(sample)).reward for sample in samples]
+            if group:
+                return [sample.reward for sample in await scorer.score_group(samples, PROMPT, evaluation=evaluation)]
+            return [(await scorer.score(sample, PROMPT, evaluation=evaluation)).reward for sample in samples]
         finally:
             await scorer.close()
 
@@ -48,9 +60,9 @@ def score(*samples, function=None, **options):
 
 
 def test_the_known_names_are_those_of_the_flag():
-    assert set(REWARD_TYPES) == {*IN_PROCESS, *IN_WORKER}
+    assert set(REWARD_TYPES) == {*IN_PROCESS, *IN_WORKER, REMOTE}
     assert set(IN_WORKER) == set(SCORERS)
-    with pytest.raises(ConfigError, match="--rm-type maths is unknown. Known: math, deepscaler, exact"):
+    with pytest.raises(ConfigError, match="--rm-type maths is unknown. Known: math, deepscaler, exact, remote_rm"):
         RewardScorer(RewardConfig(rm_type="maths"), None, None)
 
 
@@ -73,7 +85,7 @@ def test_a_response_that_takes_for_ever_scores_0_and_is_counted():
 
 
 def test_a_built_in_reward_without_a_label_names_the_flag():
-    for name in REWARD_TYPES:
+    for name in {*REWARD_TYPES} - {REMOTE}:
         with pytest.raises(RewardError, match="prompt 7, sample 2 has none. Fix: --label-key"):
             score(make_sample(label=None), rm_type=name)
 
@@ -81,6 +93,44 @@ def test_a_built_in_reward_without_a_label_names_the_flag():
 def test_user_functions_plain_async_and_with_a_key():
     assert score(make_sample(), function="length_reward") == ([0.25], 0)
     assert score(make_sample(), function="async_dict_reward", reward_key="other") == ([1.0], 0)
+
+
+def test_evaluations_may_have_a_key_of_their_own():
+    keys = {"reward_key": "other", "eval_reward_key": "score"}
+    assert score(make_sample(), function="async_dict_reward", **keys) == ([1.0], 0)
+    assert score(make_sample(), function="async_dict_reward", evaluation=True, **keys) == ([0.25], 0)
+    assert score(make_sample(), function="async_dict_reward", evaluation=True, reward_key="other") == ([1.0], 0)
+
+
+def test_a_rule_and_a_model_add_up_with_the_models_weight():
+    assert score(make_sample(), make_sample("4"), model=FixedModel(), reward_model_weight=0.5) == ([-0.5, 0.0], 0)
+    assert score(make_sample(), make_sample("4"), model=FixedModel(), rm_type="exact", reward_model_weight=0.5) == ([0.5, 0.0], 0)
+    config = RewardConfig(rm_type="exact", reward_model_weight=0.5)
+    scored = asyncio.run(RewardScorer(config, None, None, FixedModel()).score(make_sample(), PROMPT))
+    assert scored.reward_parts == {"rule": 1.0, "model": -1.0}
+    assert asyncio.run(RewardScorer(RewardConfig(rm_type="exact"), None, None).score(make_sample(), PROMPT)).reward_parts == {}
+
+
+def test_a_group_function_sees_all_samples_of_a_prompt():
+    group = [make_sample("7"), make_sample("7777"), make_sample("77")]
+    together = {"group": True, "group_rm": True, "function": "rank_rewards"}
+    assert score(*group, **together) == ([1.0, 3.0, 2.0], 0)
+    assert score(*group, model=FixedModel(), **together) == ([1.0, 0.0, 1.0], 0)
+    assert score(*group, group=True, group_rm=True, function="dict_rewards", reward_key="a", eval_reward_key="b", evaluation=True) == ([2.0, 2.0, 2.0], 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("length_reward", "raised AttributeError"),
+        ("nan_reward", "gave nan; with --group-rm it must give a list of 2 rewards, one a sample: prompt 7"),
+        ("one_short_rewards", r"gave \[1.0\]; with --group-rm it must give a list of 2 rewards"),
+        ("nan_rewards", "gave nan, which is no finite number: prompt 7"),
+    ],
+)
+def test_a_bad_group_function_is_named(function, message):
+    with pytest.raises(RewardError, match=message):
+        score(make_sample(), make_sample(), group=True, group_rm=True, function=function)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""The user's own advantages, losses, corrections and means: found, and checked to be callable, before anything starts. Imports no torch itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from slime_like.config.loss import LossConfig
+from slime_like.utils.plugins import load_function
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossPlugins:
+    """None where the flag is not given."""
+
+    advantage: Callable | None = None  # (args, samples of a group) -> [G] advantages; runs on the rollout side, gets records.Sample
+    loss: Callable | None = None  # (args, batch, reduce) -> (loss, {name: scalar}); megatron_backend.objective.LossBatch
+    tis: Callable | None = None  # (args, pg_loss, train_log_probs, rollout_log_probs, sample_of_token) -> (pg_loss, {name: [K]})
+    pg_reducer: Callable | None = None  # (args, samples of a train step) -> [N] weights of a trained token of each; gets records.TrainSample
+
+
+def load_loss_plugins(loss: LossConfig) -> LossPlugins:
+    """Import all of them. Raises PluginError naming the flag, the path and what was found."""
+    return LossPlugins(
+        advantage=_load(loss.custom_advantage_function_path, 2, "--custom-advantage-function-path"),
+        loss=_load(loss.custom_loss_function_path, 3, "--custom-loss-function-path"),
+        tis=_load(loss.custom_tis_function_path, 5, "--custom-tis-function-path"),
+        pg_reducer=_load(loss.custom_pg_loss_reducer_function_path, 2, "--custom-pg-loss-reducer-function-path"),
+    )
+
+
+def _load(path: str | None, num_positional: int, flag: str) -> Callable | None:
+    return load_function(path, num_positional=num_positional, flag=flag) if path else None

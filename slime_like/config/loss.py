@@ -1,0 +1,263 @@
+"""Advantages, losses, corrections for off-policy samples, and what a mean is taken over. docs/algorithms.md has the papers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from slime_like.config.base import flag
+from slime_like.errors import CheckpointError
+
+#: Estimators that give every token an advantage of its own, from the sample's raw reward.
+_TOKEN_ESTIMATORS = ("ppo", "reinforce_plus_plus")
+#: Estimators that take a KL penalty (--kl-coef) into each token's reward or advantage.
+_KL_ESTIMATORS = (*_TOKEN_ESTIMATORS, "reinforce_plus_plus_baseline")
+#: Estimators whose definition ends with whitening over the whole batch.
+_WHITENED_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Loss and advantages"""
+
+    loss_type: str = flag(
+        "policy_loss",
+        choices=("policy_loss", "sft_loss", "custom_loss"),
+        help='sft_loss trains on each row\'s "response" and starts no engines; custom_loss: --custom-loss-function-path.',
+    )
+    custom_loss_function_path: str | None = flag(None, help="The loss of --loss-type custom_loss: function(args, batch, reduce) -> (loss, metrics).")
+    policy_loss_type: str = flag(
+        "clip",
+        choices=("clip", "reinforce"),
+        help="clip: the estimator's own (PPO's, GSPO's or CISPO's). reinforce: -advantage x log-prob, without ratio or bound.",
+    )
+    advantage_estimator: str = flag(
+        "grpo",
+        choices=("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+        help="grpo, gspo (one ratio a sample), cispo (clipped weight), rloo (leave-one-out), reinforce_plus_plus_baseline (group mean, whitened over the "
+        "batch): compared within a prompt's group; reinforce_plus_plus: discounted rewards, whitened over the batch; ppo: against a critic.",
+    )
+    custom_advantage_function_path: str | None = flag(
+        None, help="function(args, samples) -> one advantage for each of a group's samples, instead of the estimator's comparison within the group."
+    )
+    disable_compute_advantages_and_returns: bool = flag(False, help="Supervised runs need no advantages; only with --loss-type sft_loss.")
+    disable_grpo_std_normalization: bool = flag(False, help="Centre rewards only (Dr. GRPO).")
+    disable_rewards_normalization: bool = flag(False, help="Use raw rewards as advantages.")
+    eps_clip: float = flag(0.2, help="PPO clip range below 1.")
+    eps_clip_high: float | None = flag(None, help="PPO clip range above 1 (clip-higher). Default: --eps-clip.")
+    eps_clip_c: float | None = flag(None, help="Dual clip: bound for negative advantages, above 1.")
+    use_kl_loss: bool = flag(False, help="Add --kl-loss-coef x KL(policy, reference) to the loss; loads the reference.")
+    kl_loss_coef: float = flag(0.0, help="Weight of the KL loss. At 0 the KL is only measured.")
+    kl_loss_type: str = flag("k1", choices=("k1", "k2", "k3", "low_var_kl"), help="KL estimator (Schulman); low_var_kl is k3 clamped to +-10.")
+    use_unbiased_kl: bool = flag(False, help="Weigh the KL loss by new / old probability, so that it stays unbiased when samples are off-policy.")
+    kl_coef: float = flag(
+        0.0, help="Weight of a KL penalty (k1, to --ref-load) inside each token's reward; with ppo, reinforce_plus_plus or reinforce_plus_plus_baseline."
+    )
+    ref_update_interval: int | None = flag(None, help="Every this many rollouts the reference becomes the present policy. Default: it stays --ref-load.")
+    gamma: float = flag(1.0, help="Discount of a later token's reward; ppo, reinforce_plus_plus.")
+    lambd: float = flag(1.0, help="GAE's lambda: 1 trusts the rewards, 0 the critic; ppo.")
+    normalize_advantages: bool = flag(False, help="Whiten the advantages over the tokens of the rollout; needed by reinforce_plus_plus(_baseline).")
+    value_clip: float = flag(0.2, help="How far the critic's value of a token may move in one rollout step before its loss stops pulling; ppo.")
+    num_critic_only_steps: int = flag(0, help="Rollout steps at the start that train the critic only; ppo.")
+    use_opd: bool = flag(False, help="On-policy distillation: subtract --opd-kl-coef x (log-prob - teacher's) from each token's advantage.")
+    opd_type: str = flag("megatron", choices=("megatron",), help="Where the teacher is scored: by the trainer itself, with the teacher's weights swapped in.")
+    opd_kl_coef: float = flag(1.0, help="Weight of the distillation; with --use-opd.")
+    opd_teacher_load: str | None = flag(None, help="HF folder or Megatron checkpoint of the teacher, a model of the same architecture; with --use-opd.")
+    opd_teacher_ckpt_step: int | None = flag(None, help="Which checkpoint of --opd-teacher-load, a Megatron folder. Default: the newest.")
+    use_rollout_logprobs: bool = flag(False, help="Take the ratio against the engine's log-probs instead of the trainer's before the rollout's first step.")
+    use_tis: bool = flag(False, help="Weigh each token's policy loss by trainer's / engine's probability (truncated importance sampling).")
+    tis_level: str = flag(
+        "token",
+        choices=("token", "sequence", "geometric"),
+        help="Whose probability: the token's, the whole sample's (a product), or its tokens' geometric mean.",
+    )
+    tis_mode: str = flag("truncate", choices=("truncate", "mask"), help="A weight beyond the bounds: truncate holds it at the bound, mask makes it 0 (IcePop).")
+    tis_clip: float = flag(2.0, help="Upper bound of that weight.")
+    tis_clip_low: float = flag(0.0, help="Lower bound of that weight.")
+    custom_tis_function_path: str | None = flag(
+        None, help="Instead of --tis-level and --tis-mode: function(args, pg_loss, train_log_probs, rollout_log_probs, sample_of_token) -> (pg_loss, metrics)."
+    )
+    get_mismatch_metrics: bool = flag(False, help="Report how far the engine's probabilities are from the trainer's (train/mismatch_*); changes no gradient.")
+    use_rollout_routing_replay: bool = flag(
+        False, help="Train with the experts that the engine's routers chose (R3); models with experts only. Log-probs of the policy are computed with them too."
+    )
+    use_routing_replay: bool = flag(
+        False,
+        help="Train each step of a rollout with the experts that the pass before the first step chose (R2); --use-rollout-routing-replay includes it.",
+    )
+    use_opsm: bool = flag(False, help="Off-policy sequence masking: bad samples that the policy has moved away from by more than --opsm-delta teach nothing.")
+    opsm_delta: float = flag(1e-4, help="That distance: mean over a sample's tokens of old - new log-prob.")
+    entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
+    calculate_per_token_loss: bool = flag(False, help="Mean over all tokens of the batch instead of per sample, then over samples: --loss-reduction token.")
+    loss_reduction: str | None = flag(
+        None,
+        choices=("sample", "token", "rollout", "constant"),
+        help="sample: mean over each sample's tokens, then over samples (default). token: over all tokens. rollout: as sample, where samples that are parts "
+        "of one response count as one. constant: sum over tokens / (samples x --loss-divisor).",
+    )
+    loss_divisor: int | None = flag(None, help="Tokens that a sample is divided by with --loss-reduction constant, whatever its length (Dr. GRPO).")
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None, help="function(args, samples) -> what one trained token of each sample of a train step weighs in the policy loss, instead of --loss-reduction."
+    )
+    reset_optimizer_states: bool = flag(False, help="Forget Adam's moments and step count before each rollout's first step.")
+
+    def problems(self) -> list[str]:
+        """What is impossible about the loss."""
+        found = []
+        if self.eps_clip < 0 or (self.eps_clip_high or 0) < 0:
+            found.append(f"--eps-clip {self.eps_clip}, --eps-clip-high {self.eps_clip_high}: must not be negative.")
+        if self.eps_clip_c is not None and self.eps_clip_c <= 1:
+            found.append(f"--eps-clip-c {self.eps_clip_c}: must be above 1.")
+        if self.eps_clip_c is not None and self.advantage_estimator in ("gspo", "cispo"):
+            found.append(
+                f"--eps-clip-c {self.eps_clip_c} belongs to PPO's token ratio; --advantage-estimator {self.advantage_estimator} has none. Fix: drop it."
+            )
+        if self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss":
+            found.append("--disable-compute-advantages-and-returns leaves a policy loss without advantages. Fix: drop it, or --loss-type sft_loss.")
+        if self.kl_loss_coef and not self.use_kl_loss:
+            found.append(f"--kl-loss-coef {self.kl_loss_coef} does nothing without --use-kl-loss. Fix: add it.")
+        if self.use_unbiased_kl and not self.use_kl_loss:
+            found.append("--use-unbiased-kl does nothing without --use-kl-loss. Fix: add it.")
+        if self.use_unbiased_kl and self.kl_loss_type == "k2":
+            found.append("--use-unbiased-kl with --kl-loss-type k2: half a square is no unbiased KL, however it is weighed. Fix: k1, k3 or low_var_kl.")
+        if self.ref_update_interval is not None and self.ref_update_interval < 1:
+            found.append(f"--ref-update-interval {self.ref_update_interval}: must be at least 1.")
+        return found + self._advantage_problems() + self._policy_problems() + self._correction_problems() + self._reduction_problems()
+
+    def _advantage_problems(self) -> list[str]:
+        """What the estimators have or lack."""
+        found, name = [], self.advantage_estimator
+        if not 0 <= self.gamma <= 1 or not 0 <= self.lambd <= 1:
+            found.append(f"--gamma {self.gamma}, --lambd {self.lambd}: must be from 0 to 1.")
+        if self.value_clip <= 0:
+            found.append(f"--value-clip {self.value_clip}: must be above 0.")
+        if self.num_critic_only_steps < 0:
+            found.append(f"--num-critic-only-steps {self.num_critic_only_steps}: must not be negative.")
+        if self.kl_coef < 0:
+            found.append(f"--kl-coef {self.kl_coef}: must not be negative.")
+        if self.kl_coef and self.kl_loss_coef:
+            found.append(f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} punish the same KL twice. Fix: one of them.")
+        if self.kl_coef and name not in _KL_ESTIMATORS:
+            found.append(
+                f"--kl-coef {self.kl_coef} needs rewards per token: --advantage-estimator {', '.join(_KL_ESTIMATORS)}. Fix: --use-kl-loss --kl-loss-coef."
+            )
+        if name in _WHITENED_ESTIMATORS and not self.normalize_advantages:
+            found.append(f"--advantage-estimator {name} is defined with whitened advantages. Fix: --normalize-advantages.")
+        comparing = {"ppo": "compares with a critic", "reinforce_plus_plus": "compares with the whole batch"}.get(name)
+        if comparing:
+            for flag_name in ("disable_grpo_std_normalization", "disable_rewards_normalization", "custom_advantage_function_path"):
+                if getattr(self, flag_name):
+                    found.append(f"--{flag_name.replace('_', '-')} is about groups, and --advantage-estimator {name} {comparing}. Fix: drop it.")
+        if self.custom_advantage_function_path and (self.disable_grpo_std_normalization or self.disable_rewards_normalization):
+            found.append("--custom-advantage-function-path replaces the comparison that --disable-…-normalization is about. Fix: drop one of them.")
+        if name not in _TOKEN_ESTIMATORS and self.gamma != 1.0:
+            found.append("--gamma does nothing without --advantage-estimator ppo or reinforce_plus_plus. Fix: add it, or drop this.")
+        for flag_name in ("lambd", "value_clip", "num_critic_only_steps"):
+            if name != "ppo" and getattr(self, flag_name) != getattr(LossConfig, flag_name):
+                found.append(f"--{flag_name.replace('_', '-')} does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
+        return found + self._distillation_problems()
+
+    def _distillation_problems(self) -> list[str]:
+        found = []
+        if self.use_opd and not self.opd_teacher_load:
+            found.append("--use-opd needs --opd-teacher-load, the teacher.")
+        if not self.use_opd and (self.opd_teacher_load or self.opd_kl_coef != 1.0 or self.opd_teacher_ckpt_step is not None):
+            found.append("--opd-teacher-load, --opd-teacher-ckpt-step and --opd-kl-coef do nothing without --use-opd. Fix: add it, or drop them.")
+        if self.opd_kl_coef < 0:
+            found.append(f"--opd-kl-coef {self.opd_kl_coef}: must not be negative.")
+        if self.use_opd and self.loss_type == "sft_loss":
+            found.append("--use-opd scores what the policy itself said; --loss-type sft_loss has no such samples. Fix: drop one.")
+        return found
+
+    def _policy_problems(self) -> list[str]:
+        """Which loss, and what goes with it."""
+        found = []
+        custom = self.loss_type == "custom_loss"
+        if custom != bool(self.custom_loss_function_path):
+            found.append("--loss-type custom_loss and --custom-loss-function-path belong together. Fix: give both, or neither.")
+        if custom:
+            for name in ("use_tis", "use_opsm", "custom_pg_loss_reducer_function_path", "kl_loss_coef", "entropy_coef"):
+                if getattr(self, name):
+                    found.append(f"--{name.replace('_', '-')} is a part of the policy loss, which --loss-type custom_loss replaces. Fix: drop it.")
+            if self.policy_loss_type != "clip":
+                found.append(f"--policy-loss-type {self.policy_loss_type} does nothing with --loss-type custom_loss. Fix: drop one of them.")
+        if self.policy_loss_type == "reinforce":
+            if self.advantage_estimator in ("gspo", "cispo"):
+                found.append(f"--policy-loss-type reinforce has no ratio, which --advantage-estimator {self.advantage_estimator} is about. Fix: grpo, or clip.")
+            for name in ("eps_clip_c", "eps_clip_high", "use_rollout_logprobs"):
+                if getattr(self, name):
+                    found.append(f"--{name.replace('_', '-')} is about a ratio, and --policy-loss-type reinforce has none. Fix: drop it.")
+        return found
+
+    def _correction_problems(self) -> list[str]:
+        """What is impossible about off-policy corrections."""
+        found = []
+        if not 0 <= self.tis_clip_low <= self.tis_clip:
+            found.append(f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}: need 0 <= low <= high.")
+        if self.use_tis and self.use_rollout_logprobs:
+            found.append("--use-tis and --use-rollout-logprobs both correct for the engine. Fix: one of them.")
+        if self.custom_tis_function_path and not self.use_tis:
+            found.append("--custom-tis-function-path does nothing without --use-tis. Fix: add it.")
+        changed = [name for name in ("tis_level", "tis_mode") if getattr(self, name) != getattr(LossConfig, name)]
+        for name in changed:
+            shown = f"--{name.replace('_', '-')} {getattr(self, name)}"
+            if not self.use_tis:
+                found.append(f"{shown} does nothing without --use-tis. Fix: add it.")
+            if self.custom_tis_function_path:
+                found.append(f"{shown} is for the built-in correction, which --custom-tis-function-path replaces. Fix: drop one of them.")
+        if self.opsm_delta < 0:
+            found.append(f"--opsm-delta {self.opsm_delta}: must not be negative.")
+        if self.opsm_delta != LossConfig.opsm_delta and not self.use_opsm:
+            found.append(f"--opsm-delta {self.opsm_delta} does nothing without --use-opsm. Fix: add it.")
+        return found
+
+    def _reduction_problems(self) -> list[str]:
+        """What is impossible about means."""
+        found = []
+        if self.calculate_per_token_loss and self.loss_reduction not in (None, "token"):
+            found.append(f"--calculate-per-token-loss is --loss-reduction token, not {self.loss_reduction}. Fix: one of them.")
+        if (self.loss_reduction == "constant") != (self.loss_divisor is not None):
+            found.append("--loss-reduction constant and --loss-divisor belong together. Fix: give both, or neither.")
+        if self.loss_divisor is not None and self.loss_divisor < 1:
+            found.append(f"--loss-divisor {self.loss_divisor}: must be at least 1.")
+        return found
+
+    def missing_files(self) -> list[str]:
+        """Paths that do not exist; checked before anything starts."""
+        if self.use_opd and self.opd_teacher_load and not os.path.isdir(self.opd_teacher_load):
+            return [f"--opd-teacher-load {self.opd_teacher_load}: no such folder."]
+        return []
+
+    @property
+    def clip_high(self) -> float:
+        """Clip range above 1."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def reduction(self) -> str:
+        """sample, token, rollout or constant."""
+        return self.loss_reduction or ("token" if self.calculate_per_token_loss else "sample")
+
+    @property
+    def kl_in_trainer(self) -> bool:
+        """Whether the policy's trainer puts the KL into advantages by itself; with a critic, which needs it too, it comes with the samples."""
+        return self.kl_coef > 0 and self.advantage_estimator != "ppo"
+
+    def updates_reference_after(self, step: int) -> bool:
+        """Whether the reference becomes the policy when rollout step `step` has been trained on."""
+        return bool(self.ref_update_interval) and (step + 1) % (self.ref_update_interval or 1) == 0
+
+    def check_resume(self, num_rollouts_done: int) -> None:
+        """Raise CheckpointError if a checkpoint was written between two updates of the reference: the one of that time is not in it."""
+        late = num_rollouts_done % (self.ref_update_interval or 1)
+        if late:
+            raise CheckpointError(
+                f"a checkpoint after {num_rollouts_done} rollouts does not hold the reference, which was updated {late} rollouts before "
+                f"(--ref-update-interval {self.ref_update_interval}). Fix: --ckpt-step of a multiple of the interval; or --finetune, with another --ref-load."
+            )
+
+    @property
+    def has_token_advantages(self) -> bool:
+        """Whether the trainer makes an advantage for each token; else every token has its sample's."""
+        special = self.advantage_estimator in _TOKEN_ESTIMATORS or self.normalize_advantages or self.use_opd or self.kl_in_trainer
+        return special and self.loss_type != "sft_loss"

@@ -1,0 +1,79 @@
+"""One advantage for each token of a rollout, from what the trainer itself scored and what the samples brought."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from slime_like.algorithms.token_advantages import sample_advantages
+from slime_like.config.training import LossConfig
+from slime_like.megatron_backend.packing import packed_rows, record_layout
+from slime_like.megatron_backend.train_step import LogProbs, StepBatch
+from slime_like.records import TrainSample
+
+#: The samples of each train step; positions in them are those of PackedBatch.samples.
+Parts = Sequence[Sequence[TrainSample]]
+#: Position of one of this rank's samples -> [T].
+Rows = dict[int, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probs of one train step's tokens before the rollout's first step; None where they are not needed."""
+
+    old: LogProbs = None  # the policy's
+    reference: LogProbs = None
+    teacher: LogProbs = None
+
+
+def rollout_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[tuple[Rows, Rows]]:
+    """(advantages, returns) of each train step's samples on this rank. Whitened over the whole rollout. Collective over data parallel ranks."""
+    places = [(step, index) for step, batch in enumerate(batches) for pack_ in batch.packs for index in pack_.samples]
+    advantages, returns = sample_advantages([parts[step][index] for step, index in places], loss, _sum_over_data_ranks)
+    found: list[tuple[Rows, Rows]] = [({}, {}) for _ in batches]
+    for (step, index), advantage, wanted in zip(places, advantages, returns, strict=True):
+        found[step][0][index], found[step][1][index] = advantage, wanted
+    return found
+
+
+def with_token_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[Scores]) -> list[StepBatch]:
+    """The batches of one rollout with one advantage a token. Collective over data parallel ranks.
+
+    Stages without logits get their batches back: no loss is computed there.
+    """
+    if not parallel_state.is_pipeline_last_stage():
+        return list(batches)
+    scored = [_with_scores(part, batch, loss, score) for part, batch, score in zip(parts, batches, scores, strict=True)]
+    found = []
+    for batch, (advantages, _) in zip(batches, rollout_advantages(scored, batches, loss), strict=True):
+        rows = packed_rows(advantages, batch.packs)
+        packs = tuple(dataclasses.replace(pack_, advantages=row[pack_.trained]) for pack_, row in zip(batch.packs, rows, strict=True))
+        found.append(dataclasses.replace(batch, packs=packs))
+    return found
+
+
+def _with_scores(part: Sequence[TrainSample], batch: StepBatch, loss: LossConfig, scores: Scores) -> list[TrainSample]:
+    """This rank's samples of a train step with the KL and the distance to the teacher that their advantages need; others as they were."""
+    found = list(part)
+    others = {"kl": scores.reference if loss.kl_in_trainer else None, "distillation": scores.teacher}
+    for name, theirs in others.items():
+        if theirs is None:
+            continue
+        assert scores.old is not None, f"{name} is a difference from the policy's own log-probs"
+        for pack_, ours, other in zip(batch.packs, scores.old, theirs, strict=True):
+            for index, row in zip(pack_.samples, record_layout(ours - other, pack_.lengths), strict=True):
+                change: dict[str, Any] = {name: row}
+                found[index] = dataclasses.replace(found[index], **change)
+    return found
+
+
+def _sum_over_data_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    total = tensor.to(device, copy=True).contiguous()
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.to(tensor.device)

@@ -1,0 +1,150 @@
+"""The folders of Megatron checkpoints: which one counts, whether it is whole, and how a finished one takes its place.
+
+<folder>/latest_checkpointed_iteration.txt    "12", or "release" for converted weights: Megatron's tracker
+<folder>/iter_0000012/ or <folder>/release/   torch_dist shards, and client_state.json with a list of every file's size
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+
+from slime_like.errors import CheckpointError
+from slime_like.utils.files import write_atomic
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STATE_FILE = "client_state.json"
+#: Megatron's word for weights that belong to no training run: they count as zero rollouts done.
+RELEASE = "release"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A checkpoint that is being written into a hidden folder; publish() makes it the latest one.
+
+    retain_interval: after it the checkpoint before is deleted, unless its number divides by this; None: nothing is.
+    num_spared: how many earlier ones stay in any case. A critic's stays one longer: the policy's new one may not be there yet.
+    """
+
+    folder: str
+    number: int | None  # rollouts done; None: converted weights
+    record: dict  # client_state.json, without the files
+    retain_interval: int | None = None
+    num_spared: int = 0
+
+    @property
+    def name(self) -> str:
+        """The final folder's name."""
+        return RELEASE if self.number is None else _folder_name(self.number)
+
+    @property
+    def path(self) -> str:
+        """Where it is written."""
+        return os.path.join(self.folder, f".{self.name}.tmp")
+
+    @property
+    def final_path(self) -> str:
+        """Where it will lie."""
+        return os.path.join(self.folder, self.name)
+
+    def make(self) -> None:
+        """Make the hidden folder, empty. For one rank."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.makedirs(self.path)
+
+    def publish(self) -> None:
+        """Give what was written its name, and the tracker its number. For one rank, after all have written."""
+        files = {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
+        write_atomic(os.path.join(self.path, STATE_FILE), json.dumps(self.record | {"files": files}, indent=1))
+        swap_in(self.path, self.final_path)
+        write_atomic(os.path.join(self.folder, TRACKER), RELEASE if self.number is None else str(self.number))
+        if self.retain_interval and self.number is not None:
+            _delete_before(self.folder, self.number, interval=self.retain_interval, num_spared=self.num_spared)
+
+
+def is_megatron_folder(folder: str) -> bool:
+    """Whether anything in the folder claims to be a Megatron checkpoint."""
+    return os.path.isdir(folder) and (os.path.isfile(os.path.join(folder, TRACKER)) or bool(iterations(folder)))
+
+
+def find(folder: str, step: int | None = None) -> str:
+    """Path of the newest checkpoint, or of the one after `step` rollouts. Raises CheckpointError if there is none, or if it is torn."""
+    tracker = os.path.join(folder, TRACKER)
+    if step is not None:
+        path = os.path.join(folder, _folder_name(step))
+        if not os.path.isdir(path):
+            there = ", ".join(map(str, sorted(iterations(folder)))) or "none"
+            raise CheckpointError(f"{folder} has no checkpoint {step} ({_folder_name(step)}). There: {there}.")
+    elif os.path.isfile(tracker):
+        with open(tracker, encoding="utf-8") as file:
+            text = file.read().strip()
+        if text != RELEASE and not text.isdigit():
+            raise CheckpointError(f"{tracker} holds {text!r}, not the number of a checkpoint.")
+        path = os.path.join(folder, RELEASE if text == RELEASE else _folder_name(int(text)))
+    elif iterations(folder):
+        # The rename happened and the tracker's writing did not: a folder with its final name is complete.
+        path = os.path.join(folder, _folder_name(max(iterations(folder))))
+    else:
+        raise CheckpointError(f"{folder} holds no Megatron checkpoint: neither {TRACKER} nor an iter_ folder.")
+    read_client_state(path)
+    return path
+
+
+def read_client_state(path: str) -> dict:
+    """client_state.json of one checkpoint, after checking that every file it lists is there in full. Raises CheckpointError."""
+    state_path = os.path.join(path, STATE_FILE)
+    try:
+        with open(state_path, encoding="utf-8") as file:
+            state = json.load(file)
+        sizes = state["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: {state_path} cannot be read ({error!r}). Fix: write an older number into {TRACKER}, or remove the folder."
+        ) from None
+    for name, size in sizes.items():
+        file_path = os.path.join(path, name)
+        found = os.path.getsize(file_path) if os.path.isfile(file_path) else None
+        if found != size:
+            raise CheckpointError(
+                f"{file_path} is {'missing' if found is None else f'{found} bytes long'}, but was written with {size}: the checkpoint is torn. "
+                f"Fix: write an older number into {TRACKER}, or restore the file."
+            )
+    return state
+
+
+def iterations(folder: str) -> list[int]:
+    """Numbers of the checkpoints with their final name, in no order."""
+    names = (entry.name for entry in os.scandir(folder) if entry.is_dir()) if os.path.isdir(folder) else ()
+    return [int(name[5:]) for name in names if name.startswith("iter_") and name[5:].isdigit()]
+
+
+def swap_in(draft: str, final: str) -> None:
+    """Give the finished folder its name; one of the same name (a step done again after a resume) makes way."""
+    old = draft + ".old"
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.isdir(final):
+        os.rename(final, old)
+    os.rename(draft, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def refuse_existing(folder: str) -> None:
+    """Raise CheckpointError if the folder holds anything: a conversion never overwrites."""
+    if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise CheckpointError(f"{folder} exists and is not empty; nothing is overwritten. Fix: another --output, or remove it.")
+
+
+def _folder_name(number: int) -> str:
+    return f"iter_{number:07d}"
+
+
+def _delete_before(folder: str, number: int, *, interval: int, num_spared: int) -> None:
+    """Delete one checkpoint before `number`, the newest that need not be spared, if its own number does not divide by `interval`."""
+    earlier = sorted((n for n in iterations(folder) if n < number), reverse=True)[num_spared:]
+    if earlier and earlier[0] % interval:
+        path = os.path.join(folder, _folder_name(earlier[0]))
+        hidden = os.path.join(folder, f".{_folder_name(earlier[0])}.deleted")
+        os.rename(path, hidden)  # half deleted, it must not look like a checkpoint
+        shutil.rmtree(hidden)

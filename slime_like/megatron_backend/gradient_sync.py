@@ -1,0 +1,73 @@
+"""When data parallel ranks add up gradients and gather weights: at the end, or while the passes still run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.utils import get_model_config
+
+
+class GradientSync:
+    """The collectives between data parallel ranks around one optimizer step. Every method is collective.
+
+    With --overlap-grad-reduce Megatron's schedules start a bucket's reduction in the last micro-batch's backward pass, so nothing may
+    be added afterwards: passes after which more gradients may come are run inside `held_back`. With --overlap-param-gather an
+    optimizer step leaves every rank with new values of its own part only; `whole_weights` fetches the rest where no forward pass will.
+    """
+
+    def __init__(self, model: Sequence[DistributedDataParallel]):
+        self._model = list(model)
+        self._overlaps = self._model[0].ddp_config.overlap_grad_reduce
+        self._gathers_late = self._model[0].ddp_config.overlap_param_gather
+        self._held_back = False
+        self._stale = self._gathers_late
+        if self._overlaps:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Give the schedules what they call (as megatron.training does). With several chunks the stages start theirs at the same time,
+        since one that waits for its collectives would make the others wait too.
+        """
+        config, several = get_model_config(self._model[0]), len(self._model) > 1
+        config.no_sync_func = [chunk.no_sync for chunk in self._model] if several else self._model[0].no_sync
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in self._model] if several else None
+        config.param_sync_func = [chunk.start_param_sync for chunk in self._model] if several and self._gathers_late else None
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Inside, passes only add to this rank's own gradients."""
+        self._held_back = True
+        if not self._overlaps:
+            yield
+            return
+        config = get_model_config(self._model[0])
+        functions = config.no_sync_func, config.grad_sync_func
+        config.no_sync_func = config.grad_sync_func = None
+        with contextlib.ExitStack() as stack:
+            for chunk in self._model:
+                stack.enter_context(chunk.no_sync())
+            try:
+                yield
+            finally:
+                config.no_sync_func, config.grad_sync_func = functions
+
+    def finish(self) -> None:
+        """Gradients summed over all ranks that hold the same weights; call once, before the optimizer steps."""
+        if self._overlaps and self._held_back:
+            for chunk in self._model:
+                chunk.start_grad_sync()
+        self._held_back = False
+        finalize_model_grads(self._model)
+
+    def stepped(self) -> None:
+        """The optimizer has changed the weights."""
+        self._stale = self._gathers_late
+
+    def whole_weights(self) -> None:
+        """Wait until every rank holds all its weights: before anything but a forward pass reads them."""
+        if self._stale:
+            for chunk in self._model:
+                chunk.start_param_sync(force_sync=True)
+        self._stale = False

@@ -1,0 +1,176 @@
+"""The loss of one micro-batch: policy loss, corrections, KL and entropy put together, and what is reported about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from slime_like.algorithms.losses import PolicyLoss, cispo, gspo, kl_estimate, ppo_clip, reinforce, unbiased_kl_estimate
+from slime_like.algorithms.off_policy import importance_weights, mismatch, off_policy_sequence_mask
+from slime_like.algorithms.plugins import LossPlugins
+from slime_like.algorithms.reduce import weighted_sum
+from slime_like.config.base import PluginArgs
+from slime_like.config.training import LossConfig
+from slime_like.errors import RunError
+
+#: These sums are divided by the number of trained tokens of the whole train step; all others already are means.
+TOKEN_MEANS = "train/logprob_abs_diff", "train/mismatch_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossBatch:
+    """The K trained tokens of one micro-batch, every sample whole; all [K]. What a function of --custom-loss-function-path gets.
+
+    K is 0 for a filler on a rank that has no samples left: the function is called all the same, and must give the same metrics.
+    """
+
+    log_probs: torch.Tensor  # of the present weights, with gradient
+    entropy: torch.Tensor  # nats, with gradient
+    old_log_probs: torch.Tensor  # what the ratio is taken against: the trainer's before the rollout's first step, or the engine's
+    trainer_log_probs: torch.Tensor  # the trainer's before the rollout's first step, where it was computed; else the present ones, detached
+    engine_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    sample_of_token: torch.Tensor  # int64
+    weights: torch.Tensor  # what each token weighs in a mean over the train step
+    policy_weights: torch.Tensor  # the same for the policy loss; differ with --custom-pg-loss-reducer-function-path only
+    reference_log_probs: torch.Tensor | None = None
+    distillation: torch.Tensor | None = None  # log-prob - teacher's before the rollout's first step
+    metadata: tuple[dict, ...] = ()  # records.Sample.metadata of each sample that sample_of_token counts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossParts:
+    """One micro-batch's share of the loss, and of what is reported."""
+
+    loss: torch.Tensor  # scalar with gradient
+    sums: dict[str, torch.Tensor]  # metric -> float64 scalar, to be added up; see TOKEN_MEANS
+    maxima: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Objective:
+    """The loss that the flags ask for. Its shares of all micro-batches of all ranks add up to the loss of the train step."""
+
+    def __init__(self, loss: LossConfig, plugins: LossPlugins, args: PluginArgs | None = None):
+        self._loss = loss
+        self._plugins = plugins
+        self._args = args
+
+    def __call__(self, batch: LossBatch) -> LossParts:
+        """Loss and metrics of one micro-batch. Raises RunError if a user's function gives something else than it should."""
+        if self._loss.loss_type == "sft_loss":
+            loss = weighted_sum(-batch.log_probs, batch.weights)
+            return LossParts(loss=loss, sums=_plain({"train/loss": loss, "train/entropy": weighted_sum(batch.entropy, batch.weights)}))
+        if self._loss.loss_type == "custom_loss":
+            return self._custom_loss(batch)
+        return self._policy_gradient(batch)
+
+    def _policy_gradient(self, batch: LossBatch) -> LossParts:
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            return weighted_sum(values, batch.weights)
+
+        policy = self._policy_loss(batch)
+        corrected, corrections = self._correct(policy.loss, batch)
+        pg_loss, entropy = weighted_sum(corrected, batch.policy_weights), mean(batch.entropy)
+        loss = pg_loss - self._loss.entropy_coef * entropy
+        sums = {"train/pg_loss": pg_loss, "train/entropy": entropy, "train/clip_ratio": mean(policy.clipped), "train/ratio_mean": mean(policy.ratio)}
+        sums |= {"train/ppo_kl": mean(batch.old_log_probs - batch.log_probs), **corrections}
+        if batch.reference_log_probs is not None:
+            kl_loss = mean(self._kl(batch, batch.reference_log_probs))
+            loss = loss + self._loss.kl_loss_coef * kl_loss
+            sums |= {"train/kl_loss": kl_loss, "train/kl": mean(kl_estimate(batch.log_probs.detach(), batch.reference_log_probs, "k3"))}
+        if batch.distillation is not None:
+            sums["train/opd_kl"] = mean(batch.distillation)
+        return self._with_differences(loss, sums, batch)
+
+    def _with_differences(self, loss: torch.Tensor, sums: dict[str, torch.Tensor], batch: LossBatch) -> LossParts:
+        """The parts, with how far engine and trainer are apart."""
+        difference = (batch.trainer_log_probs - batch.engine_log_probs).abs()
+        sums = {"train/loss": loss, **sums, "train/logprob_abs_diff": difference.sum()}
+        maxima = {"train/logprob_abs_diff_max": _largest(difference)}
+        if self._loss.get_mismatch_metrics:
+            found = mismatch(batch.trainer_log_probs, batch.engine_log_probs, low=self._loss.tis_clip_low, high=self._loss.tis_clip)
+            sums |= {f"train/mismatch_{name}": values.sum() for name, values in found.items()}
+            maxima["train/mismatch_ratio_max"] = _largest(found["ratio"])
+        return LossParts(loss=loss, sums=_plain(sums), maxima=_plain(maxima))
+
+    def _policy_loss(self, batch: LossBatch) -> PolicyLoss:
+        log_probs, old, advantages = batch.log_probs, batch.old_log_probs, batch.advantages
+        bounds = {"clip_low": self._loss.eps_clip, "clip_high": self._loss.clip_high}
+        if self._loss.policy_loss_type == "reinforce":
+            return reinforce(log_probs, old, advantages)
+        if self._loss.advantage_estimator == "gspo":
+            return gspo(log_probs, old, advantages, batch.sample_of_token, **bounds)
+        if self._loss.advantage_estimator == "cispo":
+            return cispo(log_probs, old, advantages, **bounds)
+        return ppo_clip(log_probs, old, advantages, **bounds, dual_clip=self._loss.eps_clip_c)
+
+    def _correct(self, policy_loss: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss per token corrected for who chose the tokens, and the metrics of that."""
+        options = self._loss
+        sums: dict[str, torch.Tensor] = {}
+        if options.use_tis and self._plugins.tis:
+            policy_loss, sums = self._custom_correction(self._plugins.tis, policy_loss, batch)
+        elif options.use_tis:
+            factors, bounded = importance_weights(
+                batch.trainer_log_probs,
+                batch.engine_log_probs,
+                batch.sample_of_token,
+                level=options.tis_level,
+                mode=options.tis_mode,
+                low=options.tis_clip_low,
+                high=options.tis_clip,
+            )
+            policy_loss = policy_loss * factors
+            sums = {"train/tis": weighted_sum(factors, batch.weights), "train/tis_clip_ratio": weighted_sum(bounded, batch.weights)}
+        if options.use_opsm:
+            kept = off_policy_sequence_mask(batch.log_probs, batch.old_log_probs, batch.advantages, batch.sample_of_token, delta=options.opsm_delta)
+            policy_loss = policy_loss * kept
+            sums["train/opsm_masked_ratio"] = weighted_sum(1.0 - kept, batch.weights)
+        return policy_loss, sums
+
+    def _kl(self, batch: LossBatch, reference: torch.Tensor) -> torch.Tensor:
+        if self._loss.use_unbiased_kl:
+            return unbiased_kl_estimate(batch.log_probs, batch.old_log_probs, reference, self._loss.kl_loss_type)
+        return kl_estimate(batch.log_probs, reference, self._loss.kl_loss_type)
+
+    def _custom_correction(self, function: Callable, policy_loss: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        where = f"--custom-tis-function-path {self._loss.custom_tis_function_path}"
+        given = function(self._args, policy_loss, batch.trainer_log_probs, batch.engine_log_probs, batch.sample_of_token)
+        corrected, metrics = _pair(given, where, "(pg_loss, metrics)")
+        for name, values in {"pg_loss": corrected, **metrics}.items():
+            if not isinstance(values, torch.Tensor) or values.shape != policy_loss.shape:
+                raise RunError(f"{where}: {name} is {_shape(values)}; it must be a tensor of shape {list(policy_loss.shape)}, one value a token.")
+        return corrected, {f"train/{name}": weighted_sum(values, batch.weights) for name, values in metrics.items()}
+
+    def _custom_loss(self, batch: LossBatch) -> LossParts:
+        where = f"--custom-loss-function-path {self._loss.custom_loss_function_path}"
+        assert self._plugins.loss is not None, "custom_loss needs its function; config.loss checks that"
+        given = self._plugins.loss(self._args, batch, lambda values: weighted_sum(values, batch.weights))
+        loss, metrics = _pair(given, where, "(loss, metrics)")
+        for name, value in {"loss": loss, **metrics}.items():
+            if not isinstance(value, torch.Tensor) or value.dim() != 0:
+                raise RunError(f"{where}: {name} is {_shape(value)}; it must be a scalar tensor, such as reduce(values) gives.")
+        if batch.log_probs.requires_grad and not loss.requires_grad:
+            raise RunError(f"{where}: the loss has no gradient. Fix: compute it from batch.log_probs or batch.entropy.")
+        sums = {f"train/{name}": value for name, value in metrics.items()}
+        return self._with_differences(loss, {"train/entropy": weighted_sum(batch.entropy, batch.weights), **sums}, batch)
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    return values.max() if len(values) else values.sum()
+
+
+def _plain(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().double() for name, value in values.items()}
+
+
+def _pair(given: object, where: str, wanted: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[1], dict):
+        raise RunError(f"{where}: gave {type(given).__name__}; it must give {wanted}, where metrics is a dict.")
+    return given
+
+
+def _shape(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,191 @@
+"""The parity table's rows and how they are run: one family, layout and format of batches each, all in one world of four processes.
+
+A row compares with HF transformers inside the ranks, so that only differences travel: log-probs, loss, gradient norm, and every single
+gradient, which are gathered by the way that weights are exported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from slime_like.records import TrainSample
+from tests.helpers.hf_truth import CHOOSING_BIAS, Truth, first_step_truth
+from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+
+TEMPERATURE, KL_COEF, ENTROPY_COEF = 0.7, 0.1, 0.01
+LOSS = {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": KL_COEF, "entropy_coef": ENTROPY_COEF}
+ROWS_PER_WORLD = 60
+DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_data": True}
+
+
+def ragged_batch() -> list[TrainSample]:
+    """make_samples, and two more: one of 3 tokens (fewer than 2 x 2 and 2 x 4 chunks), one of 16 trained on its first tokens only."""
+    samples = make_samples()
+    short, early = make_samples(2, seed=7)
+    short = dataclasses.replace(
+        short, **{name: getattr(short, name)[:3] for name in ("tokens", "engine_logprobs", "weight_versions")}, loss_mask=np.array([0, 1, 1], dtype=np.int8)
+    )
+    generator = np.random.default_rng(9)
+    mask = np.zeros(16, dtype=np.int8)
+    mask[2:7] = 1
+    early = dataclasses.replace(
+        early,
+        tokens=generator.integers(0, 101, 16).astype(np.int32),
+        loss_mask=mask,
+        engine_logprobs=(-4.6 + generator.normal(size=16)).astype(np.float32) * mask,
+        weight_versions=np.where(mask, 0, -1).astype(np.int32),
+    )
+    return [*samples, short, early]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    model: str
+    layout: str
+    ranks: int
+    parallel: dict
+    format: str = "packed"
+    batch: dict = dataclasses.field(default_factory=lambda: DYNAMIC)
+    loss: dict = dataclasses.field(default_factory=dict)
+    bf16: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people and for pytest."""
+        return f"{self.model}: {self.layout}, {self.format}" + (", bf16" if self.bf16 else "")
+
+
+def in_waves(rows: list[Row], num_ranks: int = 4) -> list[list[tuple[int, int]]]:
+    """[[(number of a row, its first rank)]]: rows of few ranks side by side, so that nobody waits long for the others."""
+    waves: list[list[tuple[int, int]]] = []
+    used = num_ranks
+    for number in sorted(range(len(rows)), key=lambda n: rows[n].ranks):
+        ranks = rows[number].ranks
+        if used + ranks > num_ranks:
+            waves.append([])
+            used = 0
+        waves[-1].append((number, used))
+        used += ranks
+    return waves
+
+
+def run_rows(place, rows: list[Row], folders: dict[str, str], truths: dict, ports: list[int]) -> dict[int, dict]:
+    """Number of a row -> what this rank found, for the rows that it has a part in."""
+    found = {}
+    for wave in in_waves(rows, place["world_size"]):
+        for number, first in wave:
+            row = rows[number]
+            if first <= place["rank"] < first + row.ranks:
+                own = place | {"rank": place["rank"] - first, "world_size": row.ranks, "master_port": ports[number]}
+                try:
+                    found[number] = run_row(own, row, folders, truths[truth_key(row)])
+                except Exception as error:
+                    raise RuntimeError(f"{row.name}, its rank {own['rank']}: {error}") from error
+                gc.collect()  # the trainer's process groups, whose threads would otherwise add up from row to row
+    return found
+
+
+def run_table(rows: list[Row], folders: dict[str, str], *, timeout_s: float) -> list[list[dict]]:
+    """For each row what each of its ranks found, from worlds of four processes.
+
+    Torch does not end every thread of a process group that it destroys, so that a world is left after ROWS_PER_WORLD rows.
+    """
+    truths = {}
+    for model, per_token in {truth_key(row) for row in rows}:
+        options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF, "per_token": per_token}
+        truths[model, per_token] = first_step_truth(folders[model], ragged_batch(), reference=folders["reference of " + model], **options)
+    results, end = [], time.monotonic() + timeout_s
+    for first in range(0, len(rows), ROWS_PER_WORLD):
+        part = rows[first : first + ROWS_PER_WORLD]
+        needed = {key: truths[key] for key in {truth_key(row) for row in part}}
+        by_rank = run_ranks(run_rows, 4, part, folders, needed, free_ports(len(part)), timeout_s=max(end - time.monotonic(), 1.0))
+        results += [[found[number] for found in by_rank if number in found] for number in range(len(part))]
+    return results
+
+
+def truth_key(row: Row) -> tuple[str, bool]:
+    """Which oracle a row has."""
+    return row.model, bool(row.loss.get("calculate_per_token_loss"))
+
+
+def run_row(place, row: Row, folders: dict[str, str], truth: Truth) -> dict:
+    """Differences from HF, and what must be equal on every rank."""
+    from slime_like.megatron_backend.worker import TrainWorker
+
+    groups = {"parallel": row.parallel, "batch": row.batch, "loss": LOSS | row.loss, "rollout": {"rollout_temperature": TEMPERATURE}}
+    groups["optimizer"] = {"bf16": row.bf16}
+    groups["checkpoint"] = {"ref_load": folders["reference of " + row.model], "load": folders[row.model]}
+    config = make_config(folders[row.model], num_ranks=row.ranks, num_samples=10, **groups)
+    started = time.monotonic()
+    worker = TrainWorker(config, **place)
+    worker.start()
+    samples = ragged_batch()
+    log_probs, reference = worker.log_probs(samples), worker.log_probs(samples, model="reference")
+    exported = {name: tensor.float().numpy().copy() for name, tensor in worker.weights()}
+    metrics = worker.forward_backward(samples)
+    gradients = whole_gradients(worker)
+    _, grad_norm, _ = worker.optimizer.step()
+    worker._clear_gradients()
+    after = worker.log_probs(samples)
+    lone = worker.train(1, samples[:1])  # fewer samples than data parallel ranks
+    worker.close()
+    weights = load_file(f"{folders[row.model]}/model.safetensors")
+    largest = max(np.abs(gradient).max() for gradient in truth.gradients.values())
+    return {
+        "log_probs": _furthest(log_probs, truth.log_probs),
+        "log_probs_mean": float(np.mean(np.abs(np.concatenate(log_probs) - np.concatenate(truth.log_probs)))),
+        "reference": _furthest(reference, truth.reference_log_probs),
+        "gradient": max((float(np.abs(gradients[name] - truth.gradients[name]).max() / largest) for name in gradients), default=0.0),
+        "gradient names": sorted(gradients),
+        "all names": sorted(truth.gradients),
+        "exported": max((float(np.abs(exported[name] - weights[name]).max()) for name in exported), default=0.0),
+        "grad_norm": abs(grad_norm / truth.grad_norm - 1),
+        **{name: abs(metrics["train/" + name] / getattr(truth, field) - 1) for name, field in (("loss", "loss"), ("entropy", "entropy"), ("kl_loss", "kl"))},
+        "engine": [metrics["train/logprob_abs_diff"], metrics["train/logprob_abs_diff_max"]],
+        "same": [metrics, grad_norm, lone.metrics],
+        "lone": lone.metrics,
+        "scores": [*log_probs, *after],
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _furthest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def whole_gradients(worker) -> dict[str, np.ndarray]:
+    """Gradients accumulated by forward_backward, summed over the ranks: whole, under HF names, of this rank's pipeline stage.
+
+    Collective, and to be followed by an optimizer step or by clearing. They take the weights' place and are exported like weights, so
+    what tensor and expert parallel ranks hold comes together as proven for weights.
+    """
+    import torch
+    from megatron.core.distributed import finalize_model_grads
+
+    chunks = worker.model if isinstance(worker.model, list) else [worker.model]
+    finalize_model_grads(chunks)
+    for chunk in chunks:
+        for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if not buckets.ddp_config.use_distributed_optimizer:
+                continue
+            # Each rank has summed the gradients of its own part of the buffer only.
+            group = buckets.intra_distributed_optimizer_instance_group
+            for bucket in buckets.buckets:
+                mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)
+        found = {name: tensor.float().numpy().copy() for name, tensor in worker.weights() if not name.endswith(CHOOSING_BIAS)}
+        for parameter, weights in zip(parameters, kept, strict=True):
+            parameter.copy_(weights)
+    return found

@@ -1,0 +1,172 @@
+"""What can go wrong with weights: changes of a stream of tensors, put into a trainer rank or into files. All functions can be sent to a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A change of all tensors of a model, by their names."""
+
+    kind: str  # dropped, transposed, exchanged, flipped or stale
+    names: tuple[str, ...]
+
+    def apply(self, tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The changed tensors, in the same order. before: those of an older version."""
+        found = dict(tensors)
+        if self.kind == "dropped":
+            for name in self.names:
+                del found[name]
+        elif self.kind == "exchanged":
+            one, other = self.names
+            found[one], found[other] = tensors[other].clone(), tensors[one].clone()
+        elif self.kind == "stale":
+            found = {name: before[name].clone() for name in tensors}
+        else:
+            for name in self.names:
+                found[name] = _CHANGES[self.kind](tensors[name].clone())
+        return found
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.dim() == 2 and tensor.size(0) == tensor.size(1), "only a square matrix is taken by an engine when transposed"
+    return tensor.T.contiguous()
+
+
+def _flipped(tensor: torch.Tensor) -> torch.Tensor:
+    """One bit, the last one of the mantissa, of the last element."""
+    tensor.view(torch.int32).reshape(-1)[-1] ^= 1
+    return tensor
+
+
+_CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"transposed": _transposed, "flipped": _flipped}
+
+
+# ------------------------------------------------------------------ inside a trainer rank
+
+
+@dataclasses.dataclass
+class _Armed:
+    """What happens in this process's next syncs; one of these a process."""
+
+    in_flight: Callable[[Stream], Stream] | None = None
+    conversion: Callable[[Stream], Stream] | None = None
+    before: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+_ARMED = _Armed()
+
+
+def install(worker) -> None:
+    """Lead this rank's streams past the armed faults: where HF tensors are made, and between the receipt and the transport."""
+    from slime_like.megatron_backend import hf_convert, publish
+
+    make, export = publish.make_publisher, hf_convert.export_hf
+
+    def make_publisher(options):
+        publisher = make(options)
+        send = publisher.send
+        publisher.send = lambda tensors, *rest, **more: send(_ARMED.in_flight(tensors) if _ARMED.in_flight else tensors, *rest, **more)
+        return publisher
+
+    def export_hf(stage, model):
+        stream = export(stage, model)
+        return _ARMED.conversion(stream) if _ARMED.conversion else stream
+
+    publish.make_publisher, hf_convert.export_hf = make_publisher, export_hf
+
+
+def arm(worker, where: str, fault: Fault) -> None:
+    """Put a fault into the next syncs. where: "conversion" or "in flight"."""
+
+    def change(stream: Stream) -> Stream:
+        yield from fault.apply(dict(stream), _ARMED.before).items()
+
+    setattr(_ARMED, where.replace(" ", "_"), change)
+
+
+def arm_kill(worker, pids: list[int], after: int) -> None:
+    """SIGKILL processes ([]: this rank itself) when so many tensors were gathered."""
+
+    def deadly(stream: Stream) -> Stream:
+        for number, item in enumerate(stream):
+            if number == after:
+                for pid in pids or [os.getpid()]:
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.2)  # until the kernel has closed their sockets
+            yield item
+
+    _ARMED.conversion = deadly
+
+
+def disarm(worker) -> None:
+    """No fault any more."""
+    _ARMED.in_flight = _ARMED.conversion = None
+
+
+def remember(worker) -> int:
+    """Keep this version's tensors: what is stale later. Collective."""
+    _ARMED.before = {name: tensor.detach().clone() for name, tensor in worker.weights()}
+    return len(_ARMED.before)
+
+
+def pid_of(worker) -> int:
+    """Of this rank."""
+    return os.getpid()
+
+
+def save_hf(worker, folder: str) -> None:
+    """An HF folder of the present weights."""
+    worker.save_hf(folder)
+
+
+def nudge(worker) -> None:
+    """Change every weight a little, on all ranks alike, as a train step would."""
+    with torch.no_grad():
+        for chunk in worker.stage:
+            for parameter in chunk.parameters():
+                parameter.mul_(1.001).add_(1e-4)
+
+
+# ------------------------------------------------------------------ files of the disk transport
+
+
+def change_files(folder: str, fault: Fault, older: str) -> None:
+    """Put a fault into a version on disk. older: folder of another version."""
+    owners, tensors = _read(folder)
+    changed = fault.apply(tensors, _read(older)[1] if fault.kind == "stale" else {})
+    for file_name in sorted(set(owners.values())):
+        held = {name: tensor for name, tensor in changed.items() if owners[name] == file_name}
+        save_file(held, os.path.join(folder, file_name), metadata={"format": "pt"})
+    index = Path(folder, "model.safetensors.index.json")
+    if fault.kind == "dropped" and index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] = {name: owner for name, owner in content["weight_map"].items() if name in changed}
+        index.write_text(json.dumps(content))
+
+
+def truncate(folder: str) -> str:
+    """Cut the last file's last byte off; its name."""
+    path = max(Path(folder).glob("*.safetensors"))
+    os.truncate(path, path.stat().st_size - 1)
+    return path.name
+
+
+def _read(folder: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    owners, tensors = {}, {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            owners[name], tensors[name] = path.name, tensor.clone()
+    return owners, tensors

@@ -1,0 +1,103 @@
+"""Flags of advantages, losses and corrections: what goes together is taken, what contradicts itself is refused with a fix."""
+
+import dataclasses
+
+import pytest
+
+from slime_like.config.run import RunConfig
+from slime_like.config.training import CheckpointConfig, LossConfig
+from slime_like.errors import CheckpointError
+
+TAKEN = [
+    {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "gamma": 0.99, "kl_coef": 0.01},
+    {"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True, "kl_coef": 0.01},
+    {"normalize_advantages": True},
+    {"custom_advantage_function_path": "a.b", "advantage_estimator": "gspo"},
+    {"policy_loss_type": "reinforce", "use_opsm": True},
+    {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_kl_loss": True, "get_mismatch_metrics": True},
+    {"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.1},
+    {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", "tis_clip_low": 0.5, "tis_clip": 2.0},
+    {"use_tis": True, "custom_tis_function_path": "a.b"},
+    {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 0.01, "get_mismatch_metrics": True},
+    {"loss_reduction": "constant", "loss_divisor": 1024, "disable_grpo_std_normalization": True},
+    {"loss_reduction": "token", "calculate_per_token_loss": True},
+    {"custom_pg_loss_reducer_function_path": "a.b"},
+    {"use_opd": True, "opd_teacher_load": "/teacher", "opd_kl_coef": 0.5},
+    {"reset_optimizer_states": True},
+]
+REFUSED = [
+    ({"advantage_estimator": "reinforce_plus_plus"}, "Fix: --normalize-advantages"),
+    ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "Fix: --normalize-advantages"),
+    ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "disable_rewards_normalization": True}, "compares with the whole batch"),
+    ({"advantage_estimator": "ppo", "custom_advantage_function_path": "a.b"}, "compares with a critic"),
+    ({"custom_advantage_function_path": "a.b", "disable_grpo_std_normalization": True}, "Fix: drop one of them"),
+    ({"advantage_estimator": "rloo", "kl_coef": 0.1}, "needs rewards per token"),
+    ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "lambd": 0.9}, "--lambd does nothing without --advantage-estimator ppo"),
+    ({"policy_loss_type": "reinforce", "advantage_estimator": "cispo"}, "Fix: grpo, or clip"),
+    ({"policy_loss_type": "reinforce", "use_rollout_logprobs": True}, "--use-rollout-logprobs is about a ratio"),
+    ({"policy_loss_type": "reinforce", "eps_clip_c": 3.0}, "--eps-clip-c is about a ratio"),
+    ({"loss_type": "custom_loss"}, "belong together"),
+    ({"custom_loss_function_path": "a.b"}, "belong together"),
+    ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_tis": True}, "--use-tis is a part of the policy loss"),
+    ({"use_unbiased_kl": True}, "does nothing without --use-kl-loss"),
+    ({"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "k2"}, "Fix: k1, k3 or low_var_kl"),
+    ({"use_tis": True, "use_rollout_logprobs": True}, "Fix: one of them"),
+    ({"tis_level": "sequence"}, "--tis-level sequence does nothing without --use-tis"),
+    ({"tis_mode": "mask"}, "--tis-mode mask does nothing without --use-tis"),
+    ({"custom_tis_function_path": "a.b"}, "does nothing without --use-tis"),
+    ({"use_tis": True, "custom_tis_function_path": "a.b", "tis_mode": "mask"}, "which --custom-tis-function-path replaces"),
+    ({"opsm_delta": 0.1}, "does nothing without --use-opsm"),
+    ({"use_opsm": True, "opsm_delta": -0.1}, "must not be negative"),
+    ({"loss_reduction": "constant"}, "belong together"),
+    ({"loss_divisor": 5}, "belong together"),
+    ({"loss_reduction": "constant", "loss_divisor": 0}, "must be at least 1"),
+    ({"loss_reduction": "sample", "calculate_per_token_loss": True}, "is --loss-reduction token"),
+    ({"use_opd": True}, "needs --opd-teacher-load"),
+    ({"opd_teacher_load": "/teacher"}, "do nothing without --use-opd"),
+    ({"use_opd": True, "opd_teacher_load": "/teacher", "loss_type": "sft_loss"}, "has no such samples"),
+    ({"ref_update_interval": 0}, "--ref-update-interval 0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("options", TAKEN, ids=lambda options: " ".join(options))
+def test_what_goes_together_is_taken(options):
+    assert LossConfig(**options).problems() == []
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda given: " ".join(given) if isinstance(given, dict) else None)
+def test_what_contradicts_itself_is_refused(options, message):
+    found = LossConfig(**options).problems()
+    assert len(found) == 1 and message in found[0], found
+
+
+def problems_of(loss, **checkpoint):
+    found = RunConfig(loss=LossConfig(**loss), checkpoint=CheckpointConfig(ref_load="/ref", **checkpoint)).problems()
+    return [problem for problem in found if "--ref-update-interval" in problem]
+
+
+def test_a_moving_reference_needs_one_and_checkpoints_that_hold_it():
+    kl = {"use_kl_loss": True, "ref_update_interval": 4}
+    assert problems_of(kl, save="/save", save_interval=8) == []
+    assert "needs a reference" in problems_of({"ref_update_interval": 4})[0]
+    assert "--save-interval 6 is no multiple" in problems_of(kl, save="/save", save_interval=6)[0]
+    loss = LossConfig(**kl)
+    assert [step for step in range(9) if loss.updates_reference_after(step)] == [3, 7]
+    assert not any(LossConfig().updates_reference_after(step) for step in range(9))
+    loss.check_resume(8)
+    with pytest.raises(CheckpointError, match=r"updated 2 rollouts before.*--ckpt-step"):
+        loss.check_resume(6)
+
+
+def test_a_missing_teacher_is_named(tmp_path):
+    loss = LossConfig(use_opd=True, opd_teacher_load=str(tmp_path / "none"))
+    assert loss.missing_files() == [f"--opd-teacher-load {tmp_path}/none: no such folder."]
+    assert dataclasses.replace(loss, opd_teacher_load=str(tmp_path)).missing_files() == []
+
+
+def test_who_makes_the_advantages():
+    assert not LossConfig().has_token_advantages
+    for options in ({"normalize_advantages": True}, {"use_opd": True}, {"advantage_estimator": "ppo"}, {"advantage_estimator": "reinforce_plus_plus"}):
+        assert LossConfig(**options).has_token_advantages
+    assert LossConfig(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.1).kl_in_trainer
+    assert not LossConfig(advantage_estimator="ppo", kl_coef=0.1).kl_in_trainer
+    assert LossConfig(calculate_per_token_loss=True).reduction == LossConfig(loss_reduction="token").reduction == "token"
