@@ -56,7 +56,7 @@ def parse_args(argv: list[str]) -> Command:
     sglang_problems, sglang_notes = check_flags(sglang_flags)
     problems += refused + config.problems() + sglang_problems
     if namespace.plan is None:
-        problems += config.missing_files() + _checkpoint_not_yet(config)
+        problems += config.missing_files()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Command(config, namespace.plan, tuple(notes + renamed + sglang_notes + notices(config)))
@@ -77,15 +77,6 @@ def _take_sglang_flags(argv: list[str], known: set[str]) -> tuple[list[str], dic
             values = None
         (rest if values is None else values).append(text)
     return rest, {name: (True if not v else v[0] if len(v) == 1 else v) for name, v in flags.items()}
-
-
-def _checkpoint_not_yet(config: RunConfig) -> list[str]:
-    """Checkpoints that the plan understands but the trainer cannot load yet: it has a place for every tensor, or refuses the folder."""
-    try:
-        notes = hf_notes(read_hf_config(config.checkpoint.hf_checkpoint or ""))
-    except ConfigError:
-        return []  # said elsewhere
-    return [f"{note}; a real run cannot leave them out yet, only --plan." for note in notes]
 
 
 def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[str]]:

@@ -24,6 +24,8 @@ CORE = [
     "tensorboard>=2.16,<3",
     "torch>=2.9",
     "transformers>=5.0,<6",
+    "xxhash>=3.4,<5",
+    "zstandard>=0.22,<1",
 ]
 
 EXTRAS = {
@@ -32,7 +34,7 @@ EXTRAS = {
         "apache-tvm-ffi", "compressed-tensors", "dill", "einops", "fastapi", "gguf", "httpx", "interegular", "ipython", "jsonschema", "loguru", "msgspec",
         "openai>=2,<3", "openai-harmony", "orjson", "partial-json-parser", "pillow", "prometheus_client", "pybase64", "pydantic>=2,<3",
         "python-dateutil<3", "python-multipart", "pyzmq", "regex", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "uvicorn", "uvloop",
-        "xgrammar", "xxhash", "zstandard",
+        "xgrammar",
     ],
     "gpu": ["sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.0"],
     "dev": ["mypy>=2,<3", "pytest>=9,<10", "pytest-timeout>=2.4,<3", "ruff>=0.17,<0.18", "types-requests"],

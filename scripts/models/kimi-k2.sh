@@ -21,6 +21,7 @@ MODEL_ARGS=(
   --qk-pos-emb-head-dim 64
   --v-head-dim 128
   --rotary-scaling-factor 32
+  --beta-fast 1
   --mscale 1.0
   --mscale-all-dim 1.0
   --num-experts 384

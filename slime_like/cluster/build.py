@@ -6,12 +6,15 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 
 import ray
 
+from slime_like.algorithms.plugins import load_loss_plugins
 from slime_like.cluster.bundles import Bundles, reserve
 from slime_like.cluster.external import with_servers
-from slime_like.cluster.ray_session import connect
+from slime_like.cluster.ray_session import LifeWatch, connect
+from slime_like.cluster.reward_group import RewardGroup
 from slime_like.cluster.rollout_group import RolloutGroup
 from slime_like.cluster.train_group import TrainGroup
 from slime_like.config.run import RunConfig
@@ -35,16 +38,31 @@ class Job:
     train: TrainGroup | None = None
     critic: TrainGroup | None = None  # with --advantage-estimator ppo
     reference: TrainGroup | None = None  # on GPUs of its own; else it lives in the trainer's processes
+    reward: RewardGroup | None = None  # with --reward-load
     engines: RolloutGroup | None = None
     manager: RolloutManager | None = None
     bundles: Bundles | None = None
     num_rollouts_done: int = 0
     client_state: dict = dataclasses.field(default_factory=dict)
     start_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    bf16: bool = False  # whether the trainer's weights are
+    life: LifeWatch | None = None
+
+    def watch(self, phase: str) -> Callable[[], None]:
+        """What to ask each second while the engines generate: raises RunError if one of them, or a trainer that waits meanwhile, has died."""
+        groups = [group for group in (self.train, self.critic, self.reference, self.reward) if group is not None]
+        self.life = self.life or LifeWatch(lambda: {name: ping for group in groups for name, ping in group.pings().items()})
+
+        def check() -> None:
+            assert self.engines is not None and self.life is not None
+            self.engines.check_watch()
+            self.life.check(phase)
+
+        return check
 
     def close(self) -> None:
         """End everything in the order that lets each part end cleanly."""
-        for part in (self.manager, self.engines, self.train, self.critic, self.reference):
+        for part in (self.manager, self.engines, self.reward, self.train, self.critic, self.reference):
             if part is not None:
                 part.close()
         if self.bundles is not None:
@@ -75,6 +93,7 @@ class Checked:
 def check_everything(config: RunConfig, plan: PlacementPlan) -> Checked:
     """What can be known to be wrong before any process starts: data files, keys, templates, plugins, external engines."""
     data = None
+    load_loss_plugins(config.loss)
     if not config.observability.load_debug_rollout_data:
         data = check_data(config)
     elif config.data.num_rollout is None:
@@ -100,19 +119,28 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
         if plan.has_processes("ref"):
             job.reference = TrainGroup(config, plan, job.bundles, str(run.logs), "ref")
             job.reference.start()
+        if plan.has_processes("reward"):
+            job.reward = RewardGroup(config, plan, job.bundles, str(run.logs))
+            job.reward.start()
         if plan.engines:
             job.engines = RolloutGroup(config, plan, job.bundles, run.path)
             job.engines.start()
             job.engines.wait_started()
             clock.lap("engines")
             job.manager = RolloutManager(
-                config, router_url=job.engines.router.url, router_api_key=job.engines.router.api_key, num_engines=len(job.engines.endpoints)
+                config,
+                router_url=job.engines.router.url,
+                router_api_key=job.engines.router.api_key,
+                num_engines=len(job.engines.endpoints),
+                reward_model=job.reward,
+                endpoints=job.engines.endpoints,
             )
             job.manager.start(data)
             clock.lap("rollout manager")
         if job.train is not None:
             report = job.train.wait_started()
             job.num_rollouts_done, job.client_state = report["num_rollouts_done"], report["client_state"]
+            job.bf16 = report["bf16"]
             job.start_seconds |= {f"trainer {part}": seconds for part, seconds in report["seconds"].items()}
             clock.lap("waiting for the trainer")
         if job.critic is not None:
@@ -121,6 +149,9 @@ def build(config: RunConfig, plan: PlacementPlan, run: RunDirectory, data: DataS
         if job.reference is not None:
             job.reference.wait_started()
             clock.lap("waiting for the reference")
+        if job.reward is not None:
+            job.reward.wait_started()
+            clock.lap("waiting for the reward model")
         return job
     except BaseException:
         job.close()

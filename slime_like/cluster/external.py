@@ -47,7 +47,13 @@ def _problems(config: RunConfig, server: ExternalServer, data: DataSource | None
     assert config.checkpoint.hf_checkpoint, "--hf-checkpoint is checked before"
     longest = max((len(row.tokens) for row in data.rows), default=0) if data is not None else 0
     needed = min(context_tokens(config), longest + config.rollout.rollout_max_response_len)
-    return disagreements(server, hf_checkpoint=config.checkpoint.hf_checkpoint, dtype=_trainer_dtype(config), needed_context=needed)
+    return disagreements(
+        server,
+        hf_checkpoint=config.checkpoint.hf_checkpoint,
+        dtype=_trainer_dtype(config),
+        needed_context=needed,
+        routed_experts=config.loss.use_rollout_routing_replay,
+    )
 
 
 def _trainer_dtype(config: RunConfig) -> str | None:

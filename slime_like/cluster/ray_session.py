@@ -16,6 +16,11 @@ from slime_like.errors import PlacementError, RunError, SlimeLikeError, WaitTime
 
 logger = logging.getLogger(__name__)
 
+#: How long the failure of one rank waits for news of another's death, which would explain it. In seconds.
+_ECHO_S = 3.0
+#: Least time between two rounds of asking for signs of life, in seconds.
+_PING_S = 3.0
+
 
 def connect(num_gpus: int) -> bool:
     """Join the running Ray cluster, or start a local one with `num_gpus` GPUs. Returns True if it was started here.
@@ -77,7 +82,7 @@ class Wait:
         self.watch = watch  # asked each second meanwhile; what it raises ends the wait
 
     def gather(self, refs: dict[str, ray.ObjectRef]) -> list:
-        """Results of the named calls in their order. The first failure is raised at once, with the name in front."""
+        """Results of the named calls in their order. A failure is raised as soon as it comes, with the name of the one that caused it in front."""
         pending, names, started = list(refs.values()), {ref: name for name, ref in refs.items()}, time.monotonic()
         while pending:
             left = self.seconds - (time.monotonic() - started)
@@ -89,22 +94,73 @@ class Wait:
                 late = ", ".join(names[ref] for ref in pending)
                 heard = f"{len(refs) - len(pending)} of {len(refs)} had answered; missing: {late}"
                 raise WaitTimeout(who=self.who, whom=self.whom, phase=self.phase, seconds=self.seconds, last=heard)
-            self._check(done[0], names[done[0]])
+            failure = self._failure(done[0])
+            if failure is not None:
+                raise self._cause(failure, names[done[0]], pending, names) from None
         return ray.get(list(refs.values()))
 
-    def _check(self, ref: ray.ObjectRef, name: str) -> None:
+    def _failure(self, ref: ray.ObjectRef) -> RayTaskError | RayActorError | GetTimeoutError | None:
+        """How an ended call failed; None if it did not."""
         try:
             ray.get(ref, timeout=self.seconds)
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, SlimeLikeError):
-                cause.add_note(f"(from {name} during {self.phase})")
-                raise cause from None
-            raise RunError(f"{name} failed during {self.phase}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}") from None
-        except RayActorError as error:
-            raise RunError(f"{name} died during {self.phase}: {str(error).splitlines()[0]}") from None
-        except GetTimeoutError:
-            raise WaitTimeout(who=self.who, whom=name, phase=self.phase, seconds=self.seconds, last="the call ended, but its result did not arrive") from None
+        except (RayTaskError, RayActorError, GetTimeoutError) as error:
+            return error
+        return None
+
+    def _cause(
+        self, failure: RayTaskError | RayActorError | GetTimeoutError, name: str, pending: list[ray.ObjectRef], names: dict[ray.ObjectRef, str]
+    ) -> SlimeLikeError:
+        """What to raise for the first failed call.
+
+        A rank that dies breaks the collective that its siblings are in, and their error may arrive before the news of its death: an
+        error that is not one of ours is held for a moment, for the death of another to be told instead.
+        """
+        until = time.monotonic() + _ECHO_S
+        while pending and isinstance(failure, RayTaskError) and not isinstance(failure.cause, SlimeLikeError):
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+            if not done:
+                break
+            other = self._failure(done[0])
+            if isinstance(other, RayActorError) or (isinstance(other, RayTaskError) and isinstance(other.cause, SlimeLikeError)):
+                failure, name = other, names[done[0]]
+        if isinstance(failure, GetTimeoutError):
+            return WaitTimeout(who=self.who, whom=name, phase=self.phase, seconds=self.seconds, last="the call ended, but its result did not arrive")
+        return call_error(failure, name, self.phase)
+
+
+def call_error(error: RayTaskError | RayActorError, name: str, phase: str) -> SlimeLikeError:
+    """What a failed call to an actor means to a user: the actor's own error with a note, that it raised something else, or that it died."""
+    if isinstance(error, RayActorError):
+        return RunError(f"{name} died during {phase}: {str(error).splitlines()[0]}")
+    cause = error.cause
+    if isinstance(cause, SlimeLikeError):
+        cause.add_note(f"(from {name} during {phase})")
+        return cause
+    return RunError(f"{name} failed during {phase}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}")
+
+
+class LifeWatch:
+    """Notices the death of actors that nobody is calling: each is asked for a sign of life, and again once it has given one.
+
+    pings: gives the calls to send, by name; an actor that is busy answers later, which is no failure.
+    """
+
+    def __init__(self, pings: Callable[[], dict[str, ray.ObjectRef]]):
+        self._pings = pings
+        self._sent: dict[str, ray.ObjectRef] = {}
+        self._next = 0.0
+
+    def check(self, phase: str) -> None:
+        """Raise RunError naming an actor that has died; asks at most every few seconds and never waits."""
+        done = ray.wait(list(self._sent.values()), num_returns=len(self._sent), timeout=0)[0] if self._sent else []
+        for name, ref in self._sent.items():
+            if ref in done:
+                try:
+                    ray.get(ref)
+                except (RayTaskError, RayActorError) as error:
+                    raise call_error(error, name, phase) from None
+        if len(done) == len(self._sent) and time.monotonic() >= self._next:
+            self._sent, self._next = self._pings(), time.monotonic() + _PING_S
 
 
 def kill_actors(actors: list) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+import shutil
+import time
 
 import ray
 
 from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.ray_session import Wait, kill_actors
-from slime_like.cluster.train_group import redirect_output
+from slime_like.cluster.receivers import Receivers
+from slime_like.cluster.train_group import TrainGroup, redirect_output
 from slime_like.config.run import RunConfig
 from slime_like.config.system import engine_url
 from slime_like.errors import EngineError, RunError, WeightSyncError
@@ -24,6 +26,7 @@ from slime_like.sglang_backend.launcher import Engine, EngineSpec, host_has_cuda
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
 from slime_like.utils.net import free_port, host_port
 from slime_like.weight_sync.envelope import WeightUpdate
+from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ class EngineActor:
     def __init__(self, name: str, log_dir: str):
         redirect_output(f"{log_dir}/engine-actor-{name}.log")
         self._engine: Engine | None = None
+        self._receiver: RunningReceiver | None = None
+        self._receiver_directory = ""
 
     def address(self) -> tuple[str, int]:
         """(this node's address, a free port there)."""
@@ -50,14 +55,25 @@ class EngineActor:
         self._engine = launch_engine(spec, timeout_s)
         return self._engine.endpoint
 
+    def start_receiver(self, directory: str, host: str, log_path: str, timeout_s: float) -> tuple[str, str]:
+        """Start this machine's receiver of weight deltas; its URL and key. `directory` is removed at the end."""
+        self._receiver = start_receiver(directory, host=host, log_path=log_path, timeout_s=timeout_s)
+        self._receiver_directory = directory
+        return self._receiver.url, self._receiver.key
+
     def check(self) -> None:
-        """Raise EngineError with the tail of the log if the server has ended."""
+        """Raise EngineError, or ReceiverError, with the tail of the log if the server, or the receiver beside it, has ended."""
         self._engine.check()
+        if self._receiver is not None:
+            self._receiver.check()
 
     def stop(self) -> None:
         """End the server."""
         if self._engine is not None:
             self._engine.close()
+        if self._receiver is not None:
+            self._receiver.close()
+            shutil.rmtree(self._receiver_directory, ignore_errors=True)
 
 
 def _part_name(engine: EnginePlan, node_rank: int) -> str:
@@ -76,6 +92,7 @@ class RolloutGroup:
         self.router: Router | None = None
         self._starting: dict = {}
         self._watch: HealthWatch | None = None  # of external engines only: ours are watched as processes
+        self._receivers = Receivers(config, run_dir) if config.sync.sends_deltas else None
         self._released: set[str] = set()  # memory tags that the engines have given back
 
     def start(self) -> None:
@@ -100,6 +117,8 @@ class RolloutGroup:
             spec = self._spec(engine, host, rank, here)
             if spec.nnodes > 1:
                 spec = dataclasses.replace(spec, dist_init_addr=host_port(*addresses[_part_name(engine, 0)]))
+            if self._receivers is not None:
+                self._receivers.add(engine.index, self._bundles.slots[here[0]].node_id, host, actor)
             self._starting[_part_name(engine, rank)] = actor.start.remote(spec, timeout)
         self.router = self._make_router()
 
@@ -124,7 +143,7 @@ class RolloutGroup:
             gpu_ids=tuple(self._bundles.slots[i].gpu_id for i in bundles),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
-            extra_flags=config.engine.sglang,
+            extra_flags=config.engine.sglang | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {}),
             memory_saver=config.offload_rollout,
             log_path=f"{self._run_dir}/logs/engine-{engine.index}{suffix}.log",
         )
@@ -135,6 +154,8 @@ class RolloutGroup:
         answers = Wait(timeout, whom="the engines", phase="start").gather(self._starting)
         started = [endpoint for name, endpoint in zip(self._starting, answers, strict=True) if "node rank" not in name]
         self.endpoints = tuple(started) + tuple(self._external_endpoints())
+        if self._receivers is not None:
+            self.endpoints = self._receivers.beside(self.endpoints)
         self.clients = [EngineClient(endpoint, timeout_s=CONTROL_TIMEOUT_S) for endpoint in self.endpoints]
         for client in self.clients:
             if client.endpoint.external:
@@ -191,18 +212,27 @@ class RolloutGroup:
                 client.resume_memory_occupation([tag])
             self._released.discard(tag)
 
-    def update_weights(self, version: int, publish: Callable[[int, tuple[EngineEndpoint, ...], Callable[[], None]], SyncReceipt]) -> SyncReceipt:
-        """One weight sync: pause, send, check the version on every engine, continue. A failed one leaves engines paused."""
-        update = WeightUpdate(self.clients, self._plan.transport, timeout_s=self._config.sync.update_weight_timeout_s, watch=self.check_watch)
+    def update_weights(self, version: int, train: TrainGroup) -> SyncReceipt:
+        """One weight sync: pause, send, compare digests, check the version on every engine, continue. A failed one leaves engines paused."""
+        sync = self._config.sync
+        update = WeightUpdate(
+            self.clients, self._plan.transport, timeout_s=sync.update_weight_timeout_s, pause_mode=sync.update_weight_pause_mode, watch=self.check_watch
+        )
         update.begin()
         try:
-            receipt = publish(version, self.endpoints, self.check_watch)
+            receipt = train.publish(version, self.endpoints, self.check_watch)
+            if receipt.num_tensors == 0:
+                raise WeightSyncError(f"weight version {version}: the trainer sent no tensor")
+            update.load(version, self._config.sync.update_weight_disk_dir)
+            if self._config.sync.compares_digests:
+                started = time.monotonic()
+                proven, left_out = train.verify_weights(self.check_watch)
+                seconds = time.monotonic() - started
+                receipt = dataclasses.replace(receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=seconds)
         except BaseException:
             update.abandon()
             raise
-        if receipt.num_tensors == 0:
-            raise WeightSyncError(f"weight version {version}: the trainer sent no tensor")
-        update.finish(version, directory=self._config.sync.update_weight_disk_dir)
+        update.finish(version)
         return receipt
 
     def close(self) -> None:

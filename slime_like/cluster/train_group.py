@@ -16,6 +16,7 @@ from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.config.run import RunConfig
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
+from slime_like.utils.net import address_of_interface
 
 
 class TrainActor:
@@ -24,6 +25,11 @@ class TrainActor:
     def __init__(self, config: RunConfig, rank: int, world_size: int, local_rank: int, log_path: str, num_threads: int):
         redirect_output(log_path)
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # before torch is imported; Ray's own value counts only this actor's CPU share
+        interface = config.sync.update_weight_interface
+        if interface:
+            address_of_interface(interface)  # raises where there is no such thing
+            # NCCL reads it once in a process, so it holds for the trainer's own groups too; "=" means exactly this name.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         self._place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
         self._config = config
         self._worker: Any = None  # TrainWorker, whose import needs torch
@@ -46,6 +52,10 @@ class TrainActor:
         """Run one method of the worker."""
         return getattr(self._worker, method)(*args)
 
+    def pid(self) -> int:
+        """Answers while the process lives."""
+        return os.getpid()
+
     def score(self, method: str, samples: list[TrainSample]) -> list[np.ndarray] | None:
         """What a scoring method says of all samples, from rank 0; the others would only send the same."""
         found = getattr(self._worker, method)(samples)
@@ -60,7 +70,7 @@ def role_config(config: RunConfig, role: str) -> RunConfig:
     """What the processes of a role are told: the reference starts from --ref-load and never resumes or saves."""
     if role != "ref":
         return dataclasses.replace(config, role=role)
-    return dataclasses.replace(config, role=role, checkpoint=dataclasses.replace(config.checkpoint, load=None, save=None))
+    return dataclasses.replace(config, role=role, checkpoint=dataclasses.replace(config.checkpoint, load=None, save=None, ckpt_step=None))
 
 
 class TrainGroup:
@@ -75,7 +85,7 @@ class TrainGroup:
         self.actors = []
         for rank, index in enumerate(role.bundles):
             on_node = nodes.count(nodes[rank])
-            threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // on_node))
+            threads = threads_of(on_node)
             options = bundles.options(index, plan.bundles[index].roles[role_name])
             log_path = f"{log_dir}/{role_name}-{rank}.log"
             actor = actor_class.options(**options).remote(config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), log_path, threads)
@@ -107,10 +117,13 @@ class TrainGroup:
         """The samples with the policy's `kl` to the reference."""
         return self._scored(samples, "kl_to_reference", "kl")
 
-    def _scored(self, samples: list[TrainSample], method: str, field: str) -> list[TrainSample]:
+    def _rows(self, samples: list[TrainSample], method: str) -> list[np.ndarray]:
         put = ray.put(samples)
         refs = {f"{self._who} rank {i}": actor.score.remote(method, put) for i, actor in enumerate(self.actors)}
-        rows = Wait(self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase="score").gather(refs)[0]
+        return Wait(self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase="score").gather(refs)[0]
+
+    def _scored(self, samples: list[TrainSample], method: str, field: str) -> list[TrainSample]:
+        rows: list[Any] = self._rows(samples, method)
         return [dataclasses.replace(sample, **{field: row}) for sample, row in zip(samples, rows, strict=True)]
 
     def train(self, step: int, samples: list[TrainSample]) -> StepReport:
@@ -125,21 +138,46 @@ class TrainGroup:
         """Send the weights to every engine, inside the envelope that the caller opened. watch: asked each second; what it raises ends the wait."""
         return self._all("publish", "weight sync", version, endpoints, seconds=self._config.sync.update_weight_timeout_s, watch=watch)[0]
 
+    def verify_weights(self, watch: Callable[[], None] | None = None) -> tuple[int, int]:
+        """Compare the engines' weights with those last published: (engines compared, tensors left out). Raises WeightSyncError."""
+        return self._all("verify_weights", "verify weights", seconds=self._config.sync.update_weight_timeout_s, watch=watch)[0]
+
+    def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
+        """Log-probs [T] of every sample at temperature 1."""
+        return self._rows(samples, "probe")
+
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
-        """Write a Megatron checkpoint; returns its folder."""
+        """Write a Megatron checkpoint, or with --async-save begin to; returns its folder."""
         return self._all("save", "save", num_rollouts_done, client_state)[0]
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether no save is under way any more; wait: until there is none, or its failure is raised."""
+        return all(self._all("finish_save", "save", wait))
 
     def save_hf(self, folder: str) -> None:
         """Write an HF folder."""
         self._all("save_hf", "save", folder)
 
+    def take_weights(self, folder: str) -> None:
+        """Score with the weights of an HF folder from now on."""
+        self._all("take_weights", "load", folder)
+
     def _all(self, method: str, phase: str, *args, seconds: float | None = None, watch: Callable[[], None] | None = None) -> list:
         refs = {f"{self._who} rank {i}": actor.call.remote(method, *args) for i, actor in enumerate(self.actors)}
         return Wait(seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=watch).gather(refs)
 
+    def pings(self) -> dict[str, ray.ObjectRef]:
+        """A call to each rank that answers when it is free; it fails if the rank is dead."""
+        return {f"{self._who} rank {i}": actor.pid.remote() for i, actor in enumerate(self.actors)}
+
     def close(self) -> None:
         """End every rank."""
         kill_actors(self.actors)
+
+
+def threads_of(num_on_node: int) -> int:
+    """CPU threads of one of the processes of a role on a machine: OMP_NUM_THREADS, else its share of the cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_on_node))
 
 
 def redirect_output(log_path: str) -> None:

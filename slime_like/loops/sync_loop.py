@@ -25,6 +25,7 @@ def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
         phases.evaluate(first)
     for step in range(first, last):
         _step(job, phases, step)
+    phases.finish_save(wait=True)
 
 
 def _step(job: Job, phases: Phases, step: int) -> None:
@@ -36,6 +37,7 @@ def _step(job: Job, phases: Phases, step: int) -> None:
         samples, metrics = phases.train_samples(step)
         if job.engines is not None:
             phases.release()
+        phases.finish_save(wait=False)
         metrics |= phases.train(step, samples)[1]
         if _saves(job, done):
             phases.save(done)

@@ -82,6 +82,12 @@ class EngineClient:
         """POST /generate; returns SGLang's answer (a list of them for a list of prompts)."""
         return self._request("POST", "/generate", {"input_ids": input_ids, "sampling_params": sampling_params, **more})
 
+    def prompt_log_probs(self, prompts: list[list[int]], timeout_s: float | None = None) -> list[list[float]]:
+        """log p(tokens[t] | tokens[<t]) for t = 1 … T-1 of each prompt, at temperature 1, computed anew: no cached prefix is used."""
+        body = {"input_ids": prompts, "sampling_params": {"temperature": 1.0, "max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+        answers = self._request("POST", "/generate", body, timeout_s)
+        return [[item[0] for item in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+
     def abort_all(self) -> None:
         """Abort every request; each returns what it has with finish reason "abort"."""
         self._request("POST", "/abort_request", {"rid": "", "abort_all": True})
@@ -97,17 +103,21 @@ class EngineClient:
     def flush_cache(self, deadline_s: float | None = None) -> None:
         """Forget cached prefixes. Tries again while requests are still being wound down. Raises WaitTimeout at the deadline."""
         deadline_s = self.timeout_s if deadline_s is None else deadline_s
+        whom = f"engine {self.endpoint.index} at {self.url}"
+        wait_until(lambda: self._flush_refusal(deadline_s), deadline_s=deadline_s, who="trainer", whom=whom, phase="flush cache")
 
-        def probe() -> str | None:
-            try:
-                self._request("POST", "/flush_cache", {}, timeout_s=deadline_s)
-            except EngineHttpError as error:
-                if error.status != 400:
-                    raise
-                return str(error)
-            return None
+    def try_flush_cache(self) -> bool:
+        """Forget cached prefixes, unless requests are running: then False."""
+        return self._flush_refusal(self.timeout_s) is None
 
-        wait_until(probe, deadline_s=deadline_s, who="trainer", whom=f"engine {self.endpoint.index} at {self.url}", phase="flush cache")
+    def _flush_refusal(self, timeout_s: float) -> str | None:
+        try:
+            self._request("POST", "/flush_cache", {}, timeout_s=timeout_s)
+        except EngineHttpError as error:
+            if error.status != 400:
+                raise
+            return str(error)
+        return None
 
     # Weights
 
@@ -163,6 +173,21 @@ class EngineClient:
         """A checksum of the weights that the server holds, per rank; equal for equal weights and layout."""
         answer = self._checked("/weights_checker", {"action": "checksum"})
         return answer.get("per_engine_checksum") or answer.get("ranks")
+
+    def parameter_names(self, timeout_s: float | None = None) -> list[str]:
+        """Names of what the server's first rank holds, in its own layout; the server hashes all of it to answer."""
+        answer = self._checked("/weights_checker", {"action": "checksum"}, timeout_s)
+        return list(answer["ranks"][0]["checksums"])
+
+    def buffer_checksums(self, name: str, timeout_s: float | None = None) -> dict[int, str]:
+        """Tensor parallel rank -> checksum (16 hex digits) of one of the model's top-level buffers; the weights themselves are not read."""
+        # Everything else is below one of these names, so that the checker skips it.
+        answer = self._checked("/weights_checker", {"action": "checksum", "skip_tensor_list": ["model.", "lm_head."]}, timeout_s)
+        found = {}
+        for rank in answer.get("ranks") or []:
+            place = rank["parallelism_info"]  # a list, target model first, since SGLang checks draft models too
+            found[(place[0] if isinstance(place, list) else place)["tp_rank"]] = rank["checksums"].get(name, "")
+        return found
 
     # Memory
 

@@ -151,6 +151,20 @@ def _install_sgl_kernel() -> None:
     sys.modules["sgl_kernel"] = module
 
 
+def keep_host_memory_pageable() -> None:
+    """Register an allocator for the device "cpu": sglang's default pins host memory with a call of the CUDA runtime (routed experts need it).
+
+    Call after sglang is imported. Remove when sglang's table (0.5.23: mem_cache/pool_host/common.py) has a "cpu" of its own.
+    """
+    import torch
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(shape, *, dtype, device="cpu", **_):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    common.ALLOC_MEMORY_FUNCS.setdefault("cpu", allocate)
+
+
 def _unavailable(name: str):
     def kernel(*args, **kwargs):
         raise NotImplementedError(f"sgl_kernel.{name} (speculative decoding) is not available without CUDA")

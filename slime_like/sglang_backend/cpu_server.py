@@ -80,6 +80,7 @@ def main(argv: list[str]) -> None:
     server_args = prepare_server_args(argv)
     server_args.resolve_once()  # reads the checkpoint's configuration: a bad path ends here, before the slow imports
     fork_children_after_imports()
+    cpu_compat.keep_host_memory_pageable()
     try:
         run_server(server_args)
     finally:

@@ -56,6 +56,7 @@ class ExternalServer:
     version: str
     model_type: str | None = None
     architectures: tuple[str, ...] = ()
+    returns_routed_experts: bool = False  # whether a request may ask for them
     hf_config: dict | None = None  # of the model it was started with, where it tells or its folder can be read from here
 
 
@@ -82,15 +83,17 @@ def inspect_server(url: str, api_key: str | None, timeout_s: float, *, key_varia
     return ExternalServer(
         url=url, model_path=path, dtype=_dtype(info.get("dtype")), context_length=_context_length(model, info, listed), **sizes,
         num_gpus=sizes["tp_size"] * sizes["pp_size"] * copies, version=str(info.get("version") or "unknown"),
+        returns_routed_experts=info.get("enable_return_routed_experts") is True,
         model_type=model.get("model_type"), architectures=tuple(model.get("architectures") or ()), hf_config=_hf_config(path, model, info),
     )  # fmt: skip
 
 
-def disagreements(server: ExternalServer, *, hf_checkpoint: str, dtype: str | None, needed_context: int) -> list[str]:
+def disagreements(server: ExternalServer, *, hf_checkpoint: str, dtype: str | None, needed_context: int, routed_experts: bool = False) -> list[str]:
     """Where a running server cannot serve this trainer: another network, another number format, too short a context. Empty: it can.
 
     Paths, hosts, ports and GPU ids are never compared: they differ between machines. dtype: the trainer's ("bfloat16", …), None if it is
-    not known yet. needed_context: tokens of the longest prompt and response. Raises ConfigError if hf_checkpoint has no config.json.
+    not known yet. needed_context: tokens of the longest prompt and response. routed_experts: whether it will be asked for them.
+    Raises ConfigError if hf_checkpoint has no config.json.
     """
     ours = read_hf_config(hf_checkpoint)
     who = f"the external engine at {server.url}"
@@ -106,6 +109,11 @@ def disagreements(server: ExternalServer, *, hf_checkpoint: str, dtype: str | No
         found.append(
             f"{who} takes {server.context_length} tokens of prompt and response, but {needed_context} are needed: --rollout-max-prompt-len, "
             f"--rollout-max-response-len, --rollout-max-context-len. Fix: start the engine with --context-length {needed_context}, or ask for less."
+        )
+    if routed_experts and not server.returns_routed_experts:
+        found.append(
+            f"{who} does not report the experts that it chose, which --use-rollout-routing-replay needs. Fix: start it with "
+            "--enable-return-routed-experts (on a GPU host), or drop the flag."
         )
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from slime_like.errors import EngineError, WaitTimeout
+from slime_like.errors import ConfigError, EngineError, WaitTimeout
 
 _T = TypeVar("_T")
 
@@ -117,16 +117,30 @@ def interface_of(address: str) -> str | None:
         return "lo"
     if ":" in address:
         return _interface_of_ipv6(address)
+    return next((name for name, found in _interfaces().items() if found == address), None)
+
+
+def _interfaces() -> dict[str, str]:
+    """Name -> IPv4 address of each interface that has one (Linux)."""
     import fcntl
     import struct
 
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(packed[20:24]) == address:
-                    return name
-    return None
+                found[name] = socket.inet_ntoa(packed[20:24])
+    return found
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface of this machine (Linux). Raises ConfigError listing those that have one."""
+    found = _interfaces()
+    if name not in found:
+        listed = ", ".join(f"{known} ({address})" for known, address in found.items())
+        raise ConfigError([f"--update-weight-interface {name}: {socket.gethostname()} has no such interface with an IPv4 address. It has: {listed}."])
+    return found[name]
 
 
 def _interface_of_ipv6(address: str) -> str | None:

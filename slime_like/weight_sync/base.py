@@ -6,14 +6,20 @@ from collections.abc import Callable
 
 from slime_like.errors import ConfigError
 from slime_like.weight_sync.broadcast import BroadcastPublisher
+from slime_like.weight_sync.delta import DeltaPublisher
 from slime_like.weight_sync.disk import DiskPublisher
 from slime_like.weight_sync.ipc import IpcPublisher
 from slime_like.weight_sync.stream import PublisherOptions, SentReport, WeightPublisher, buckets
 
 __all__ = ["PUBLISHERS", "PublisherOptions", "SentReport", "WeightPublisher", "buckets", "make_publisher"]
 
-#: --update-weight-transport -> its publisher.
-PUBLISHERS: dict[str, Callable[[PublisherOptions], WeightPublisher]] = {"ipc": IpcPublisher, "broadcast": BroadcastPublisher, "disk": DiskPublisher}
+#: --update-weight-transport -> its publisher; delta is --update-weight-mode delta.
+PUBLISHERS: dict[str, Callable[[PublisherOptions], WeightPublisher]] = {
+    "ipc": IpcPublisher,
+    "broadcast": BroadcastPublisher,
+    "disk": DiskPublisher,
+    "delta": DeltaPublisher,
+}
 
 
 def make_publisher(options: PublisherOptions) -> WeightPublisher:

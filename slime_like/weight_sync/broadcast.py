@@ -1,6 +1,7 @@
 """Weights over a process group of this source (rank 0) and all ranks of all engines: NCCL between GPUs, gloo without CUDA.
 
-Each bucket travels as one flat uint8 tensor, while a request tells every engine the names, types and shapes in it.
+Each bucket travels as one flat uint8 tensor, while a request tells every engine the names, types and shapes in it. The next one is
+gathered meanwhile. Pipeline stages gather at the same time and take turns on the wire (turns.py).
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import torch.distributed as dist
 from slime_like.errors import SlimeLikeError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import free_port, host_port, interface_of
-from slime_like.weight_sync.stream import Digest, NamedTensor, PublisherOptions, SentReport, buckets, raw_bytes
+from slime_like.weight_sync.slots import Sending, Slot, send_in_slots, slot_bytes
+from slime_like.weight_sync.stream import NamedTensor, PublisherOptions, SentReport
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)
 
 #: SGLang's name of "one flat uint8 tensor".
 _FLAT = "flattened_bucket"
+#: Without CUDA: the engine takes fresh memory for each bucket, which is cheap only for small ones.
+_HOST_SLOT_BYTES = 32 << 20
 
 
 class BroadcastPublisher:
@@ -36,6 +40,8 @@ class BroadcastPublisher:
         self._clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._slots = [Slot(self._device), Slot(self._device)]
 
     @property
     def _who(self) -> str:
@@ -47,7 +53,7 @@ class BroadcastPublisher:
             return
         options = self._options
         self._group_name = f"slime-like-{options.source_index}-{secrets.token_hex(4)}"
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if self._device == "cuda" else "gloo"
         port = free_port(options.address)
         world_size = 1 + sum(endpoint.tp_size for endpoint in options.endpoints)
         tasks: dict[str, Callable] = {}
@@ -59,20 +65,36 @@ class BroadcastPublisher:
             )  # fmt: skip
             offset += client.endpoint.tp_size
         tasks["itself"] = lambda: _join_group(backend, options.address, port, world_size, self._group_name, options.timeout_s)
-        with _gloo_interface(options.address):
+        with _gloo_interface(options.interface or interface_of(options.address)):
             self._group = run_together(tasks, timeout_s=options.timeout_s, who=self._who, phase="connect for weight sync")["itself"]
 
+    def begin(self, version: int) -> None:
+        """Nothing to do."""
+
     def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
-        """Broadcast bucket by bucket."""
+        """Broadcast bucket by bucket, one while the next is gathered; several sources take turns."""
         self.connect()
-        digest = Digest()
-        for number, bucket in enumerate(buckets(tensors, self._options.buffer_bytes)):
-            for name, tensor in bucket:
-                digest.add(name, tensor)
-            # Wide types first: the receiver makes views at byte offsets, which have to be multiples of the element size.
-            bucket = sorted(bucket, key=lambda item: -item[1].element_size())
-            self._broadcast(bucket, f"broadcast bucket {number} of version {version}")
-        return digest.report()
+        options = self._options
+        if options.turns is not None:
+            options.turns.new_round()
+        how = Sending(
+            send=lambda slot, number: self._broadcast_in_turn(slot, f"broadcast bucket {number} of version {version}"),
+            max_bytes=slot_bytes(options.buffer_bytes) if self._device == "cuda" else min(slot_bytes(options.buffer_bytes), _HOST_SLOT_BYTES),
+            who=self._who,
+            timeout_s=options.timeout_s * (1 if options.turns is None else 2),
+        )
+        try:
+            return send_in_slots(tensors, self._slots, how)
+        finally:
+            if self._device == "cuda":  # training needs the memory
+                for slot in self._slots:
+                    slot.shrink()
+
+    def finish(self, version: int) -> None:
+        """Nothing to do: engines have loaded what was sent."""
+
+    def abandon(self, version: int) -> None:
+        """Nothing to do: a group that failed was left already."""
 
     def close(self) -> None:
         """Leave the group; an engine that cannot be told any more is only logged."""
@@ -92,21 +114,23 @@ class BroadcastPublisher:
     def _name(self, client: EngineClient) -> str:
         return f"engine {client.endpoint.index} at {client.url}"
 
-    def _broadcast(self, bucket: list[NamedTensor], phase: str) -> None:
-        flat = torch.cat([raw_bytes(tensor) for _, tensor in bucket])
-        if torch.cuda.is_available():
-            flat = flat.cuda()
+    def _broadcast_in_turn(self, slot: Slot, phase: str) -> None:
+        turns = self._options.turns
+        with contextlib.nullcontext() if turns is None else turns.turn(phase):
+            self._broadcast(slot, phase)
+
+    def _broadcast(self, slot: Slot, phase: str) -> None:
         request = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "names": [entry.name for entry in slot.entries],
+            "dtypes": [entry.dtype for entry in slot.entries],
+            "shapes": [list(entry.shape) for entry in slot.entries],
             "group_name": self._group_name,
             "load_format": _FLAT,
             "timeout_s": self._options.timeout_s,
         }
         tasks: dict[str, Callable] = {self._name(client): (lambda client=client: client.update_weights_from_distributed(**request)) for client in self._clients}
         # The tensor is sent in a thread too: should an engine refuse the request, waiting for it to receive would last until the deadline.
-        tasks["itself"] = functools.partial(_send_flat, flat, self._group)
+        tasks["itself"] = functools.partial(_send_flat, slot.filled(), self._group)
         try:
             run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
         except BaseException:
@@ -118,6 +142,8 @@ class BroadcastPublisher:
 
 
 def _send_flat(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    if flat.is_cuda:  # what fills it was queued on another thread's stream
+        torch.cuda.synchronize(flat.device)
     dist.broadcast(flat, src=0, group=group)
     if flat.is_cuda:
         torch.cuda.synchronize(flat.device)
@@ -141,9 +167,12 @@ def _join_group(backend: str, address: str, port: int, world_size: int, group_na
 
 
 @contextlib.contextmanager
-def _gloo_interface(address: str) -> Iterator[None]:
-    """While the group is made, gloo uses the interface that holds `address` (it would take the one that the host's name resolves to)."""
-    before, name = os.environ.get("GLOO_SOCKET_IFNAME"), interface_of(address)
+def _gloo_interface(name: str | None) -> Iterator[None]:
+    """While the group is made, gloo uses this interface (it would take the one that the host's name resolves to).
+
+    NCCL reads its variable once in a process: whoever starts the trainer sets it.
+    """
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
     if name:
         os.environ["GLOO_SOCKET_IFNAME"] = name
     try:

@@ -4,6 +4,8 @@ How it is used:
     update = WeightUpdate(clients, transport, timeout_s)
     update.begin()          # pause, flush, open
     # every trainer source sends its tensors: base.make_publisher
+    update.load(version, directory)  # where they lie on disk: the engines take them
+    # every trainer source compares digests: receipt.Receipt
     update.finish(version)  # close, flush, name the version, read it back, continue
 """
 
@@ -15,12 +17,16 @@ from collections.abc import Callable
 
 from slime_like.errors import SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
+from slime_like.weight_sync.receiver_client import ReceiverClient
+from slime_like.weight_sync.shards import check_whole
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)
 
 #: After a failure each engine is told once, and not waited for long: it may be the reason.
 _ABANDON_TIMEOUT_S = 5.0
+#: Transports that leave the weights in a folder which the engine then loads.
+_FROM_FOLDER = ("disk", "delta")
 
 
 def version_directory(root: str, version: int) -> str:
@@ -31,7 +37,8 @@ def version_directory(root: str, version: int) -> str:
 class WeightUpdate:
     """One sync on all engines at once. Raises WeightSyncError, EngineError or WaitTimeout naming the engine; engines then stay paused.
 
-    pause_mode: "abort" ends requests that are still running, "retract" lets them go on later with the new weights.
+    pause_mode: "abort" ends requests that are still running; "retract" computes their tokens again with the new weights before they go on;
+    "in_place" lets them go on with what the old weights left in the cache. With the last one the cache is forgotten only where nothing runs.
     watch: asked each second during a wait; what it raises ends the sync.
     """
 
@@ -46,14 +53,30 @@ class WeightUpdate:
         """Stop generation, forget cached prefixes, and get every engine ready to receive."""
         self._on_all(self._begin_one, "begin weight update")
 
-    def finish(self, version: int, directory: str | None = None) -> None:
-        """Make every engine serve the weights just sent as `version`, prove it by reading the version back, and continue generation.
-
-        directory: root folder of the disk transport, which is loaded here.
-        """
+    def load(self, version: int, directory: str | None) -> None:
+        """Every engine loads `version` from its folder: below `directory` with the disk transport, its receiver's with delta. Others have it already."""
+        if self._transport not in _FROM_FOLDER:
+            return
         if self._transport == "disk" and directory is None:
             raise WeightSyncError("the disk transport needs its folder")
-        self._on_all(lambda client: self._finish_one(client, version, directory), "finish weight update")
+        if self._transport == "disk":
+            check_whole(version_directory(directory or "", version))
+        self._on_all(lambda client: self._load_one(client, version, directory), "load weights from disk")
+        # A session for the digests only: SGLang takes no request of our loader outside of one.
+        self._on_all(lambda client: client.begin_weight_update(), "begin weight update")
+
+    def _load_one(self, client: EngineClient, version: int, directory: str | None) -> None:
+        endpoint = client.endpoint
+        if self._transport == "delta":
+            assert endpoint.receiver_url is not None, "the trainer has sent to it"
+            folder = ReceiverClient(endpoint.receiver_url, endpoint.receiver_key, self._timeout_s).folder_of(version)
+        else:
+            folder = version_directory(directory or "", version)
+        client.update_weights_from_disk(folder, timeout_s=self._timeout_s)
+
+    def finish(self, version: int) -> None:
+        """Make every engine serve the weights just sent as `version`, prove it by reading the version back, and continue generation."""
+        self._on_all(lambda client: self._finish_one(client, version), "finish weight update")
         found = self._on_all(lambda client: client.weight_version(), "read the weight version back")
         wrong = {name: got for name, got in found.items() if got != str(version)}
         if wrong:
@@ -72,22 +95,33 @@ class WeightUpdate:
         try:
             client.pause_generation(self._pause_mode)
         except EngineHttpError as error:
-            if error.status != 404:  # an SGLang without it: end what runs, and rely on nobody sending more
+            if error.status == 422:
+                raise WeightSyncError(f"this SGLang does not know --update-weight-pause-mode {self._pause_mode}. Fix: abort. ({error})") from error
+            if error.status != 404:
                 raise
-            client.abort_all()
-        client.flush_cache(self._timeout_s)
-        if self._transport != "disk":
+            if self._pause_mode != "abort":
+                raise WeightSyncError(f"this SGLang cannot pause, so --update-weight-pause-mode {self._pause_mode} is impossible. Fix: abort.") from error
+            client.abort_all()  # end what runs, and rely on nobody sending more
+        self._flush(client)
+        if self._transport not in _FROM_FOLDER:
             client.begin_weight_update()
 
-    def _finish_one(self, client: EngineClient, version: int, directory: str | None) -> None:
-        if self._transport == "disk":
-            assert directory is not None, "checked in finish"
-            client.update_weights_from_disk(version_directory(directory, version), timeout_s=self._timeout_s)
-        else:
-            client.end_weight_update()
+    def _finish_one(self, client: EngineClient, version: int) -> None:
+        client.end_weight_update()
         # Flush before resuming: SGLang may serve cached prefixes computed with the old weights.
-        client.flush_cache(self._timeout_s)
+        self._flush(client)
         client.update_weight_version(str(version))
+
+    def _flush(self, client: EngineClient) -> None:
+        if self._pause_mode != "in_place":
+            client.flush_cache(self._timeout_s)
+        elif not client.try_flush_cache():
+            logger.warning(
+                "engine %d at %s: requests are running, so prefixes computed with the old weights stay in its cache, for new requests too. "
+                "Fix: --update-weight-pause-mode retract, or --sglang-disable-radix-cache.",
+                client.endpoint.index,
+                client.url,
+            )
 
     def _on_all(self, action, phase: str) -> dict:
         tasks = {f"engine {c.endpoint.index} at {c.url}": (lambda c=c: action(c)) for c in self._clients}

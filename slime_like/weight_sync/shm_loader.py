@@ -1,27 +1,37 @@
-"""Runs inside the engine: `--custom-weight-loader slime_like.weight_sync.shm_loader.load` loads weights from a file in shared memory.
+"""Runs inside the engine: `--custom-weight-loader slime_like.weight_sync.shm_loader.load` loads weights from a file in shared memory,
+and tells digests of those that the engine holds (engine_receipt).
 
-The request carries only the file's path, as a uint8 tensor. Imports nothing but the standard library and safetensors.
+A request carries only the file's path and the place of its table, or what to digest, as a uint8 tensor. Imports nothing heavy at the start.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+
+from slime_like.weight_sync.engine_receipt import RECEIPT_NAME, take
+from slime_like.weight_sync.shm_slots import tensors
 
 #: The folder that the launcher announced; equal to sglang_backend.shared_memory.DIRECTORY_VARIABLE (not imported: this stays light).
 DIRECTORY_VARIABLE = "SLIME_LIKE_SHM_DIR"
 #: Name of the one "tensor" of the request.
-PATH_NAME = "__path__"
+SLOT_NAME = "__slot__"
 
 
 def load(model, named_tensors) -> None:
-    """SGLang's interface of a custom loader: [(PATH_NAME, path as uint8)]; hands the file's tensors to the model's own loader."""
-    from safetensors import safe_open
-
-    path = checked_path(bytes(dict(named_tensors)[PATH_NAME].tolist()).decode(), os.environ.get(DIRECTORY_VARIABLE))
-    with safe_open(path, framework="pt") as file:  # mapped into memory: nothing is copied before the model takes it
-        names = file.keys()
-        model.load_weights((name, file.get_tensor(name)) for name in names)
+    """SGLang's interface of a custom loader: [(SLOT_NAME, shm_slots.request as uint8)], whose tensors go to the model's own loader, or
+    [(RECEIPT_NAME, JSON as uint8)].
+    """
+    ((name, data),) = named_tensors
+    request = bytes(data.cpu().numpy())
+    if name == RECEIPT_NAME:
+        take(model, request)
+        return
+    if name != SLOT_NAME:
+        raise ValueError(f"a request of this loader is {SLOT_NAME} or {RECEIPT_NAME}, not {name}")
+    path, start, stop = json.loads(request)
+    model.load_weights(tensors(checked_path(path, os.environ.get(DIRECTORY_VARIABLE)), start, stop))
 
 
 def checked_path(path: str, directory: str | None) -> str:

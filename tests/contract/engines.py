@@ -76,8 +76,13 @@ def sync(served: list[Served], model: Qwen3ForCausalLM, publishers: list[WeightP
     update.begin()
     tensors = list(model.state_dict().items())
     share = -(-len(tensors) // len(publishers))
+    for publisher in publishers:
+        publisher.begin(version)
     reports = [publisher.send(iter(tensors[i * share : (i + 1) * share]), version) for i, publisher in enumerate(publishers)]
-    update.finish(version, directory=str(directory) if directory else None)
+    for publisher in publishers:
+        publisher.finish(version)
+    update.load(version, str(directory) if directory else None)
+    update.finish(version)
     for one in served:
         one.version = version
     return reports

@@ -75,7 +75,8 @@ def servers(tiny_model_dir, tmp_path_factory):
                *extensions, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=30)
     ports = free_ports(2)
-    tls = ["--api-key", KEY, "--ssl-keyfile", folder / "key.pem", "--ssl-certfile", folder / "cert.pem"]
+    loader = ["--custom-weight-loader", "slime_like.weight_sync.shm_loader.load"]
+    tls = [*loader, "--api-key", KEY, "--ssl-keyfile", folder / "key.pem", "--ssl-certfile", folder / "cert.pem"]
     found = []
     try:
         for (name, host, more), port in zip([("safe", "::1", tls), ("plain", "127.0.0.1", [])], ports, strict=True):
@@ -123,7 +124,7 @@ def test_https_ipv6_and_key(servers, base, tmp_path):
     run = run_train(*base, "--rollout-external-engine-addrs", safe.url, run_dir=tmp_path / "run", env=env)
     assert run.returncode == 0, run.logs()
     assert max(line["train/logprob_abs_diff_max"] for line in run.metrics("train")) <= 1e-4
-    assert [line["sync/transport"] for line in run.metrics("sync")] == ["broadcast"] * 4
+    assert [(line["sync/transport"], line["sync/engines_proven"]) for line in run.metrics("sync")] == [("broadcast", 1)] * 4
     assert safe.get("/model_info").json()["weight_version"] == "4", "it lives on, with the last weights"
     left = [path for path in run.run_dir.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert KEY not in run.output and not left, "the key is written nowhere"

@@ -30,6 +30,7 @@ def test_experts_on_two_ranks_reach_the_engine(moe_model_dir, tiny_data_dir, tmp
     run = run_train(
         *SMALL_RUN, "--hf-checkpoint", moe_model_dir, "--prompt-data", f"{tiny_data_dir}/train.jsonl",
         "--actor-num-gpus-per-node", 2, "--expert-model-parallel-size", 2, "--rollout-num-gpus", 1, "--moe-router-dtype", "fp32",
+        "--use-rollout-routing-replay",
         "--save", tmp_path / "save", "--save-interval", 1, "--save-hf", f"{tmp_path}/hf/{{rollout_id}}",
         "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "run",
     )  # fmt: skip

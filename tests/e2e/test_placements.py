@@ -52,8 +52,8 @@ def submit(ray_cluster, tiny_model_dir, tiny_data_dir, tmp_path):
     return run
 
 
-def check_run(run: Finished, model: Path, transport: str) -> None:
-    """Three rollouts, an engine that always held the trainer's weights, and weights that really changed."""
+def check_run(run: Finished, model: Path, transport: str, *, engines_proven: int) -> None:
+    """Three rollouts, engines that always held the trainer's weights and proved it, and weights that really changed."""
     assert run.returncode == 0, run.logs()
     train, sync = run.metrics("train"), run.metrics("sync")
     assert [line["step"] for line in train] == [0, 1, 2]
@@ -62,6 +62,10 @@ def check_run(run: Finished, model: Path, transport: str) -> None:
     assert [line["sync/version"] for line in sync] == [1, 2, 3, 4]
     assert {line["sync/transport"] for line in sync} == {transport}
     assert len({line["sync/digest"] for line in sync}) == 4
+    assert {(line["sync/engines_proven"], line["sync/tensors_unproven"]) for line in sync} == {(engines_proven, 0)}
+    assert all(0 < line["sync/verify_seconds"] < line["sync/seconds"] for line in sync)
+    assert ["sync/probe_logprob_abs_diff" in line for line in sync] == [True, False, False, False], "the first, and then every tenth"
+    assert sync[0]["sync/probe_logprob_abs_diff"] <= 1e-5 and sync[0]["sync/probe_seconds"] > 0
     assert all(line["train/grad_norm"] > 0 for line in train)
     # Samples of the last rollout were generated after two trainings: HF with those weights agrees, HF with the first does not.
     samples = Path(f"{run.run_dir}-samples/2.npz")
@@ -72,7 +76,7 @@ def check_run(run: Finished, model: Path, transport: str) -> None:
 def test_colocate_two_ranks_two_engines(submit, tiny_model_dir):
     before = our_processes()
     run = submit("--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate --rollout-num-gpus-per-engine 1 --update-weight-buffer-size 500000")
-    check_run(run, tiny_model_dir, "ipc")
+    check_run(run, tiny_model_dir, "ipc", engines_proven=2)
     assert_nothing_left(before)
 
 
@@ -82,14 +86,29 @@ def test_disaggregated_tp2_trainer_tp2_engine(submit, tiny_model_dir):
         "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --rollout-num-gpus 2 "
         "--rollout-num-gpus-per-engine 2 --update-weight-buffer-size 500000"
     )
-    check_run(run, tiny_model_dir, "broadcast")
+    check_run(run, tiny_model_dir, "broadcast", engines_proven=1)
     assert_nothing_left(before)
 
 
 def test_disaggregated_pp2_trainer_over_disk(submit, tiny_model_dir):
     before = our_processes()
     run = submit("--actor-num-nodes 1 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --rollout-num-gpus 1 --update-weight-transport disk")
-    check_run(run, tiny_model_dir, "disk")
+    check_run(run, tiny_model_dir, "disk", engines_proven=1)
+    assert_nothing_left(before)
+
+
+def test_disaggregated_pp2_trainer_by_delta(submit, tiny_model_dir):
+    """Only what changed travels, from two sources to the receiver beside the engine."""
+    before = our_processes()
+    run = submit("--actor-num-nodes 1 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --rollout-num-gpus 1 --update-weight-mode delta")
+    check_run(run, tiny_model_dir, "delta", engines_proven=1)
+    sync = run.metrics("sync")
+    assert [line["sync/full_engines"] for line in sync] == [1, 0, 0, 0]
+    assert "sync/changed_share" not in sync[0]
+    for line in sync[1:]:
+        assert 0 < line["sync/changed_share"] <= 1
+        assert line["sync/delta_bytes"] < sync[0]["sync/delta_bytes"]
+    assert list((run.run_dir / "receivers").iterdir()) == [], "the receiver's copy goes with it"
     assert_nothing_left(before)
 
 
@@ -131,7 +150,9 @@ def test_external_engine_gets_no_gpu_and_lives_on(submit, tiny_model_dir, extern
         "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 1 --rollout-external "
         f"--rollout-external-engine-addrs {address} --update-weight-transport {transport}"
     )
-    check_run(run, tiny_model_dir, transport)
+    check_run(run, tiny_model_dir, transport, engines_proven=0)
+    assert "digests prove the weights of 0 of 1 engines" in run.output
+    assert "it was started without --custom-weight-loader" in (run.run_dir / "logs/actor-0.log").read_text()
     assert "mode external: 2 GPUs" in run.output
     router_log = (run.run_dir / "logs/router-0.log").read_text()
     assert address in router_log

@@ -1,26 +1,42 @@
-"""PPO on the real stack: policy, critic and reference share GPUs, the critic learns first, and the run resumes with both."""
+"""PPO on the real stack: policy, critic, reference and reward model share GPUs, the critic learns first, and the run resumes with both."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
+from slime_like.rollout.debug_data import load_rollout
+from tests.e2e.rewards import even_tokens
 from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
+from tests.helpers.tiny_rewards import hf_scores, make_reward_model
 
 pytestmark = pytest.mark.e2e
 
 PPO = [
     "--advantage-estimator", "ppo", "--critic-lr", "3e-4", "--lambd", "0.95", "--normalize-advantages", "--num-critic-only-steps", "1",
     "--kl-coef", "0.01", "--colocate", "--colocate-training", "--actor-num-gpus-per-node", "1",
+    "--reward-model-weight", "0.25", "--reward-batch-size", "5",
 ]  # fmt: skip
 
 
-def test_ppo_on_shared_gpus_trains_both_models_and_resumes(tiny_model_dir, tiny_data_dir, tmp_path):
+def assert_rewards_are_the_two_parts(run, samples: str, reward_model) -> None:
+    """Each sample's reward is the rule's + 0.25 x what transformers itself says of the same tokens; the metrics are their means."""
+    for step, line in enumerate(run.metrics("rollout")):
+        scored = [sample for group in load_rollout(samples, step) for sample in group.samples]
+        rule, model = [even_tokens(None, sample) for sample in scored], hf_scores(reward_model, [sample.tokens for sample in scored])
+        np.testing.assert_allclose([sample.reward for sample in scored], np.array(rule) + 0.25 * np.array(model), atol=1e-5)
+        assert [line["reward/rule"], line["reward/model"]] == pytest.approx([np.mean(rule), np.mean(model)], abs=1e-5)
+        assert np.std(model) > 0.1
+
+
+def test_ppo_with_a_reward_model_trains_both_models_and_resumes(tiny_model_dir, tiny_data_dir, tmp_path):
     before = our_processes()
+    reward_model, samples = make_reward_model(tmp_path / "reward", vocab_size=320, max_position_embeddings=1024), f"{tmp_path}/samples/{{rollout_id}}.npz"
     flags = [
         *SMALL_RUN, *PPO, "--prompt-data", tiny_data_dir / "train.jsonl", "--hf-checkpoint", tiny_model_dir, "--ref-load", tiny_model_dir,
-        "--save", tmp_path / "save",
+        "--save", tmp_path / "save", "--reward-load", reward_model, "--save-debug-rollout-data", samples,
     ]  # fmt: skip
     run = run_train(*flags, run_dir=tmp_path / "run", timeout=240)
     assert run.returncode == 0, run.logs()
@@ -34,6 +50,7 @@ def test_ppo_on_shared_gpus_trains_both_models_and_resumes(tiny_model_dir, tiny_
         assert math.isfinite(line["train/value_explained_variance"]) and line["train/critic_grad_norm"] > 0
     for line in later:
         assert line["train/logprob_abs_diff_max"] < 1e-4 and line["train/grad_norm"] > 0
+    assert_rewards_are_the_two_parts(run, samples, reward_model)
     assert_nothing_left(before)
 
     resumed = run_train(*flags, "--load", tmp_path / "save", "--num-rollout", "4", run_dir=tmp_path / "resumed", timeout=240)

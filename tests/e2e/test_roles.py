@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ import pytest
 
 from slime_like.records import Prompt, Sample, SampleGroup
 from slime_like.rollout.debug_data import save_rollout
-from tests.e2e.runs import ROOT, SMALL_RUN, assert_nothing_left, our_processes, run_train
+from tests.e2e.runs import ROOT, SMALL_RUN, assert_nothing_left, our_processes, run_train, start_train, stop_group, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -89,3 +91,26 @@ def test_critic_and_reference_on_their_own_gpus_give_the_shared_losses(tiny_mode
         for name in ("train/value_loss", "train/value_mean", "train/return_mean", "train/critic_grad_norm", "train/pg_loss", "train/grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-4, rel=1e-3), name
     assert_nothing_left(before)
+
+
+def test_a_rank_that_dies_while_training_is_named_at_once(tiny_model_dir, saved_rollouts, tmp_path):
+    """Its sibling hangs in, or is thrown out of, a collective with it; the message names the one that died."""
+    before = our_processes()
+    (tmp_path / "rollouts").mkdir()
+    for step in range(1000):
+        (tmp_path / f"rollouts/{step}.npz").symlink_to(saved_rollouts.replace("{rollout_id}", "0"))
+    flags = [
+        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", tmp_path / "rollouts/{rollout_id}.npz", "--hf-checkpoint", tiny_model_dir,
+        "--actor-num-gpus-per-node", "2", "--num-rollout", "1000",
+    ]  # fmt: skip
+    process = start_train(*flags, run_dir=tmp_path / "run")
+    try:
+        wait_for(tmp_path / "run.out", "rollout 2/1000", 120, process)
+        ranks = [pid for pid, line in our_processes().items() if pid not in before and "ray::TrainActor" in line]
+        (victim,) = [pid for pid in ranks if os.readlink(f"/proc/{pid}/fd/1").endswith("actor-1.log")]
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(20) == 1
+        assert "RunError: trainer rank 1 died during train" in (tmp_path / "run.out").read_text()
+        assert_nothing_left(before)
+    finally:
+        stop_group(process)
