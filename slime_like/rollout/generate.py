@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import aiohttp
 import numpy as np
-import tenacity
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, FAILED, TRUNCATED, EngineEndpoint, Prompt, Sample
+from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
 
 _STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
-_RETRIED_HTTP = (408, 429)  # and every 5xx
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +85,6 @@ class Generation:
     routed_experts: np.ndarray | None = None
 
 
-class _Passing(Exception):
-    """A failure that may pass: worth another try."""
-
-
 class GenerationClient:
     """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
 
@@ -119,8 +113,7 @@ class GenerationClient:
         self._weight_version = weight_version
         self._slots = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # No limit and no timeout of aiohttp's own: the semaphore and the deadline below are the only ones.
-        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+        self._session = unlimited_session(headers=headers)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -132,42 +125,16 @@ class GenerationClient:
         The deadline counts from when a slot is free, over all tries.
         """
         body = {"input_ids": [int(token) for token in tokens], "sampling_params": sampling_params, "return_logprob": True}
-        last: list[str] = ["nothing"]
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await self._retry(body, last)
-            except TimeoutError:
-                deadline = f"{self._timeout_s:g} s (--rollout-request-timeout-s)"
-                raise EngineError(f"{self.url}/generate gave no answer within {deadline}. Last heard: {last[0]}") from None
-
-    async def _retry(self, body: dict, last: list[str]) -> Generation:
-        retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self._tries),
-            wait=tenacity.wait_random_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S),
-            retry=tenacity.retry_if_exception_type(_Passing),
-            reraise=True,
-        )
         try:
-            async for attempt in retrying:
-                with attempt:
-                    return await self._post(body, last)
-        except _Passing as error:
-            raise EngineError(f"{self.url}/generate failed {self._tries} times (--rollout-request-retries). Last: {error}") from error
-        raise AssertionError("unreachable: the retry loop returns or raises")
-
-    async def _post(self, body: dict, last: list[str]) -> Generation:
-        try:
-            text, status = await self._exchange(body)
-        except (aiohttp.ClientError, OSError) as error:
-            last[0] = f"{type(error).__name__}: {error}"
-            raise _Passing(last[0]) from error
-        if status != 200:
-            last[0] = f"HTTP {status}: {text[:300]}"
-            if status >= 500 or status in _RETRIED_HTTP:
-                raise _Passing(last[0])
-            raise EngineError(f"{self.url}/generate refused the request: {last[0]}")
-        return self._read(text, num_sent=len(body["input_ids"]))
+            text = await ask(functools.partial(self._exchange, body), slots=self._slots, tries=self._tries, timeout_s=self._timeout_s)
+        except NoAnswer as error:
+            why = {
+                "deadline": f"gave no answer within {self._timeout_s:g} s (--rollout-request-timeout-s). Last heard: {error.last}",
+                "tries": f"failed {self._tries} times (--rollout-request-retries). Last: {error.last}",
+                "refused": f"refused the request: {error.last}",
+            }
+            raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
+        return self._read(text, num_sent=len(tokens))
 
     async def _exchange(self, body: dict) -> tuple[str, int]:
         """(the answer's text, its HTTP status), of the router or, where routed experts are asked for, of an engine."""

@@ -1,0 +1,74 @@
+"""One HTTP question with tries, pauses and a deadline: what clients of engines and of reward servers have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import tenacity
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+#: HTTP statuses below 500 that may pass: request timeout, too early, too many requests. And every 5xx.
+_RETRIED_HTTP = (408, 425, 429)
+
+
+class NoAnswer(Exception):
+    """Why there is none. kind: "deadline", "tries" (all of them failed) or "refused"; last: what was heard last."""
+
+    def __init__(self, kind: str, last: str):
+        super().__init__(f"{kind}: {last}")
+        self.kind, self.last = kind, last
+
+
+class _Passing(Exception):
+    """A failure that may pass: worth another try."""
+
+
+def unlimited_session(**options) -> aiohttp.ClientSession:
+    """A session without limits and timeouts of aiohttp's own: the caller's semaphore and deadline are the only ones."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), **options)
+
+
+async def ask(exchange: Callable[[], Awaitable[tuple[str, int]]], *, slots: asyncio.Semaphore, tries: int, timeout_s: float) -> str:
+    """The text of a 200 answer. exchange: asks once; (text, HTTP status). Raises NoAnswer.
+
+    The deadline counts from when a slot is free, over all tries.
+    """
+    last = ["nothing"]
+    async with slots:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _until_answered(exchange, tries, last)
+        except TimeoutError:
+            raise NoAnswer("deadline", last[0]) from None
+
+
+async def _until_answered(exchange: Callable[[], Awaitable[tuple[str, int]]], tries: int, last: list[str]) -> str:
+    retrying = tenacity.AsyncRetrying(
+        stop=tenacity.stop_after_attempt(tries),
+        wait=tenacity.wait_random_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S),
+        retry=tenacity.retry_if_exception_type(_Passing),
+        reraise=True,
+    )
+    try:
+        async for attempt in retrying:
+            with attempt:
+                return await _once(exchange, last)
+    except _Passing as error:
+        raise NoAnswer("tries", last[0]) from error
+    raise AssertionError("unreachable: the retry loop returns or raises")
+
+
+async def _once(exchange: Callable[[], Awaitable[tuple[str, int]]], last: list[str]) -> str:
+    try:
+        text, status = await exchange()
+    except (aiohttp.ClientError, OSError) as error:
+        last[0] = f"{type(error).__name__}: {error}"
+        raise _Passing(last[0]) from error
+    if status == 200:
+        return text
+    last[0] = f"HTTP {status}: {text[:300]}"
+    if status >= 500 or status in _RETRIED_HTTP:
+        raise _Passing(last[0])
+    raise NoAnswer("refused", last[0])
