@@ -30,6 +30,7 @@ from slime_like.planning.placement import PlacementPlan, make_plan
 from slime_like.records import SyncReceipt
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, start_engine
+from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import make_config, make_samples
 
@@ -125,6 +126,7 @@ class SyncWorld:
     trainers: Trainers
     train: TrainGroup
     engines: dict[int, Engine]  # tensor parallel size -> engine
+    receiver: RunningReceiver  # of weights sent as deltas, to both engines
     root: Path
     version: int = 0
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -166,7 +168,8 @@ class SyncWorld:
         plan = types.SimpleNamespace(transport=config.sync.update_weight_transport, engines=())
         group = RolloutGroup(config, plan, self.trainers.bundles, str(self.root))
         # As engines of somebody else: whether they live is then asked of them, and not of a Ray actor that holds them.
-        group.endpoints = tuple(dataclasses.replace(self.engines[tp].endpoint, external=True) for tp in tps)
+        beside = {"receiver_url": self.receiver.url, "receiver_key": self.receiver.key}
+        group.endpoints = tuple(dataclasses.replace(self.engines[tp].endpoint, external=True, **beside) for tp in tps)
         group.clients = [EngineClient(endpoint, timeout_s=TIMEOUT_S) for endpoint in group.endpoints]
         group.router = NoProcess()
         job = Job(config, self.trainers.plan, types.SimpleNamespace(path=str(self.root)), None, train=self.train, engines=group, manager=self.sampling)
@@ -224,7 +227,9 @@ def sync_world(name: str, root: Path, trainers: Trainers | None = None) -> Itera
         engines = {}
         for tp in (1, 2):
             engines[tp] = launch(name, folder, root, tp)
-        world = SyncWorld(name, config, None, None, engines, root)  # type: ignore[arg-type]
+        receiver = start_receiver(str(root / "receiver"), log_path=str(root / "receiver.log"), timeout_s=TIMEOUT_S)
+        stack.callback(receiver.close)
+        world = SyncWorld(name, config, None, None, engines, receiver, root)  # type: ignore[arg-type]
         stack.callback(lambda: [engine.close() for engine in world.engines.values()])
         world.trainers = Trainers(root, config)
         stack.callback(world.trainers.close)

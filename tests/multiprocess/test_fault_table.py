@@ -27,7 +27,7 @@ from tests.helpers.sync_faults import Fault
 from tests.helpers.sync_world import START_S, TIMEOUT_S, SyncWorld, hf_log_probs, launch, sync_world
 
 #: Every transport that sends to these engines.
-TRANSPORTS = ("ipc", "broadcast", "disk")
+TRANSPORTS = ("ipc", "broadcast", "disk", "delta")
 
 _LAYER = "model.layers.1."
 _Q, _K = _LAYER + "self_attn.q_proj.weight", _LAYER + "self_attn.k_proj.weight"
@@ -129,7 +129,7 @@ def test_after_three_steps_engines_equal_a_fresh_one_and_transformers(world, tmp
     start = hf_log_probs(world.folder, prompts)
     for step in range(3):
         world.train_step(step)
-        world.use(TRANSPORTS[step % len(TRANSPORTS)], "full")
+        world.use(TRANSPORTS[-1 - step], "full")
         assert world.sync(1, 2).engines_proven == 2
     world.each_rank(sync_faults.save_hf, str(tmp_path / "export"))
     truth = hf_log_probs(str(tmp_path / "export"), prompts)
