@@ -40,7 +40,7 @@ def engine_url(machines, tiny_model_dir, tmp_path_factory):
     command = [
         sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", tiny_model_dir, "--host", machine.address, "--port", PORT,
         "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle",
-        "--disable-overlap-schedule", "--skip-server-warmup",
+        "--disable-overlap-schedule", "--skip-server-warmup", "--custom-weight-loader", "slime_like.weight_sync.shm_loader.load",
     ]  # fmt: skip
     env = environment(OMP_NUM_THREADS="1", SGLANG_USE_CPU_ENGINE="1", GLOO_SOCKET_IFNAME=machine.interface)
     process = machine.start(command, env=env, log=folder / "engine.log")
@@ -99,7 +99,7 @@ def test_engine_on_another_machine(machines, engine_url, ray_on_b, tiny_model_di
     here = machines[1]
     before = here.ask(f"{engine_url}/weights_checker", {"action": "checksum"})
     run = run_script(here, f"--update-weight-transport {transport}", tiny_model_dir, tiny_data_dir, engine_url, tmp_path / "run")
-    check_run(run, tiny_model_dir, transport)
+    check_run(run, tiny_model_dir, transport, engines_proven=1)
     assert "mode external: 2 GPUs" in run.output
     assert here.ask(f"{engine_url}/model_info")["weight_version"] == "4", "it lives on, with the last weights"
     after = here.ask(f"{engine_url}/weights_checker", {"action": "checksum"})
