@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 #: A test in tests/<folder>/ carries the marker of that name.
 MARKED_FOLDERS = ("contract", "multiprocess", "e2e", "gpu")
+#: Tests that only run where -m names them: scripts/test_long.sh does.
+LONG_MARKERS = ("parity_table", "fault_table", "long_run")
 #: Put into the environment of what a test starts; whoever carries it after the test was left behind.
 PROCESS_MARK = "SLIME_LIKE_TEST_MARK"
 END_TIMEOUT_S = 10.0
@@ -27,10 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, skip GPU tests where there is no GPU, and leave out the long part of the parity table unless -m names it."""
-    if "parity_table" not in config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("parity_table")]
-        items[:] = [item for item in items if not item.get_closest_marker("parity_table")]
+    """Mark tests by their folder, skip GPU tests where there is no GPU, and leave out what takes long unless -m names it."""
+    unasked = [name for name in LONG_MARKERS if name not in config.option.markexpr]
+    long = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
+    if long:
+        items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
     reason = _why_no_gpu() if any(_folder(item) == "gpu" or item.get_closest_marker("gpu") for item in items) else None
     for item in items:

@@ -49,6 +49,7 @@ def other_model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long_run
 def test_reference_on_its_own_gpus_gives_the_swapped_losses(tiny_model_dir, other_model, saved_rollouts, tmp_path):
     before = our_processes()
     flags = [

@@ -94,7 +94,7 @@ def run_script(machine: Machine, flags: str, model: Path, data: Path, engine: st
     return Finished(done.returncode, done.stdout, run_dir)
 
 
-@pytest.mark.parametrize("transport", ["disk", "broadcast"])
+@pytest.mark.parametrize("transport", [pytest.param("disk", marks=pytest.mark.long_run), "broadcast"])
 def test_engine_on_another_machine(machines, engine_url, ray_on_b, tiny_model_dir, tiny_data_dir, tmp_path, transport):
     here = machines[1]
     before = here.ask(f"{engine_url}/weights_checker", {"action": "checksum"})

@@ -50,6 +50,13 @@ FAULTS = {
 #: Of a change made before the digest only the probe can tell, and not of one bit.
 _BEFORE_DIGEST = ("dropped tensor", "square matrix transposed", "q and k exchanged", "dropped expert", "experts exchanged")
 _ALL = [(model, name) for model, faults in FAULTS.items() for name in faults]
+#: The second world, and restarts: left out unless -m fault_table asks for them (scripts/test_long.sh).
+_LONG = pytest.mark.fault_table
+
+
+def marked(cases: list[tuple]) -> list:
+    """Parameters whose first is the model; those of the mixture of experts take another world."""
+    return [pytest.param(*case, marks=_LONG if case[0] == "moe" else ()) for case in cases]
 
 
 @contextlib.contextmanager
@@ -121,9 +128,9 @@ def synced(world: SyncWorld, transport: str, mode: str = "digest") -> None:
 # ------------------------------------------------------------------ what arrives is right
 
 
-@pytest.mark.parametrize("model", sorted(FAULTS))
+@pytest.mark.parametrize("model", marked([(model,) for model in sorted(FAULTS)]))
 def test_after_three_steps_engines_equal_a_fresh_one_and_transformers(world, tmp_path):
-    """Each transport sends once between the steps, and then all of them the last weights to engines that held the first ones."""
+    """Three transports send between the steps, and then all of them the last weights to engines that held the first ones."""
     generator = np.random.default_rng(7)
     prompts = [generator.integers(0, 101, length).tolist() for length in (30, 17)]
     start = hf_log_probs(world.folder, prompts)
@@ -164,7 +171,7 @@ def largest(some, others) -> float:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("model", "fault"), _ALL)
+@pytest.mark.parametrize(("model", "fault"), marked(_ALL))
 def test_in_flight(request, world, fault, transport):
     change = FAULTS[world.name][fault]
     synced(world, transport)
@@ -177,7 +184,7 @@ def test_in_flight(request, world, fault, transport):
     assert world.sync(1, 2).engines_proven == 2
 
 
-@pytest.mark.parametrize(("model", "fault"), _ALL)
+@pytest.mark.parametrize(("model", "fault"), marked(_ALL))
 def test_on_disk(request, world, monkeypatch, fault):
     change = FAULTS[world.name][fault]
     synced(world, "disk")
@@ -196,7 +203,7 @@ def test_on_disk(request, world, monkeypatch, fault):
     assert world.sync(1, 2).engines_proven == 2
 
 
-@pytest.mark.parametrize(("model", "fault"), [(model, fault) for model, fault in _ALL if fault in _BEFORE_DIGEST])
+@pytest.mark.parametrize(("model", "fault"), marked([(model, fault) for model, fault in _ALL if fault in _BEFORE_DIGEST]))
 def test_in_conversion(request, world, fault):
     """Before the digest: names are counted, and only the probe knows what the others mean."""
     change = FAULTS[world.name][fault]
@@ -291,6 +298,7 @@ def test_nothing_is_generated_after_a_mismatch(world):
     assert world.sync(1, 2).engines_proven == 2
 
 
+@_LONG
 @pytest.mark.parametrize(("model", "transport", "tp"), [("dense", "ipc", 1), ("dense", "broadcast", 2), ("dense", "disk", 1)])
 def test_engine_killed_during_transfer(request, world, transport, tp):
     """The run ends and names it; one in its place gets the weights of the next sync."""
@@ -304,6 +312,7 @@ def test_engine_killed_during_transfer(request, world, transport, tp):
     assert world.sync(1, 2).engines_proven == 2
 
 
+@_LONG
 @pytest.mark.parametrize(("model", "transport", "rank"), [("dense", "broadcast", 1), ("moe", "ipc", 0), ("moe", "disk", 1)])
 def test_trainer_rank_killed_during_transfer(request, world, transport, rank):
     """The others end, and the run names the one that died; new ranks go on with the same engines."""

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Runs what scripts/test.sh leaves out because it takes long: the whole parity table, the whole table of weight sync faults, more whole runs
+# (about 15 minutes on two cores).
+#   bash scripts/test_long.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+exec bash scripts/test.sh tests/multiprocess tests/e2e -m "parity_table or fault_table or long_run" "$@"
