@@ -84,7 +84,8 @@ class EngineClient:
 
     def prompt_log_probs(self, prompts: list[list[int]], timeout_s: float | None = None) -> list[list[float]]:
         """log p(tokens[t] | tokens[<t]) for t = 1 … T-1 of each prompt, at temperature 1, computed anew: no cached prefix is used."""
-        body = {"input_ids": prompts, "sampling_params": {"temperature": 1.0, "max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+        # Greedy, which SGLang computes at temperature 1: sampling would take a random number from those of the next rollout.
+        body = {"input_ids": prompts, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
         answers = self._request("POST", "/generate", body, timeout_s)
         return [[item[0] for item in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 
