@@ -139,13 +139,7 @@ class TrainWorker:
         self._sync.whole_weights()
         if self._reference is not None and self.config.loss.updates_reference_after(step):
             self._reference = copy_weights(self.stage)
-        return StepReport(
-            step=step,
-            num_train_steps=len(batches),
-            num_samples=len(samples),
-            num_tokens=sum(b.num_tokens for b in batches),
-            metrics=combine_steps(reports, [b.num_trained_tokens for b in batches]),
-        )
+        return _report(step, batches, reports)
 
     def train_critic(self, step: int, samples: list[TrainSample]) -> StepReport:
         """Fit the critic to the returns of one rollout, in as many steps as the policy takes; `samples` carry its `values`."""
@@ -161,13 +155,7 @@ class TrainWorker:
             done = self._optimizer_step(where)
             reports.append(metrics | {"train/critic_grad_norm": done["train/grad_norm"], "train/critic_lr": done["train/lr"]})
         self._sync.whole_weights()
-        return StepReport(
-            step=step,
-            num_train_steps=len(batches),
-            num_samples=len(samples),
-            num_tokens=sum(b.num_tokens for b in batches),
-            metrics=combine_steps(reports, [b.num_trained_tokens for b in batches]),
-        )
+        return _report(step, batches, reports)
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Add the gradients of one train step's loss to what is already there; returns its metrics."""
@@ -378,6 +366,17 @@ class TrainWorker:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+
+def _report(step: int, batches: Sequence[StepBatch], metrics: Sequence[dict[str, float]]) -> StepReport:
+    """What a rollout's train steps did, from the batch and the metrics of each."""
+    return StepReport(
+        step=step,
+        num_train_steps=len(batches),
+        num_samples=sum(batch.num_samples for batch in batches),
+        num_tokens=sum(batch.num_tokens for batch in batches),
+        metrics=combine_steps(metrics, [batch.num_trained_tokens for batch in batches]),
+    )
 
 
 @contextlib.contextmanager
