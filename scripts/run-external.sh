@@ -20,15 +20,17 @@ source "${ROOT}/scripts/models/${MODEL}.sh"
 tiny_defaults
 
 if [[ -z "${ENGINE_ADDRS}" ]]; then
+  LOADER="--custom-weight-loader slime_like.weight_sync.shm_loader.load"
   cat >&2 <<TEXT
 Set ENGINE_ADDRS to the engines' host:port. One is started by hand with SGLang's own command line,
 on a GPU host:
-  python -m sglang.launch_server --model-path ${HF_CHECKPOINT} --host 127.0.0.1 --port 30000
+  python -m sglang.launch_server --model-path ${HF_CHECKPOINT} --host 127.0.0.1 --port 30000 ${LOADER}
 on a CPU host:
   SGLANG_USE_CPU_ENGINE=1 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 \\
   ${PYTHON} -m slime_like.sglang_backend.cpu_server --model-path ${HF_CHECKPOINT} --host 127.0.0.1 --port 30000 \\
     --device cpu --dtype float32 --attention-backend torch_native --disable-overlap-schedule --skip-server-warmup --sleep-on-idle \\
-    --mem-fraction-static 0.3 --max-running-requests 64 --max-total-tokens 16384
+    --mem-fraction-static 0.3 --max-running-requests 64 --max-total-tokens 16384 ${LOADER}
+The last flag lets it take weights in one stream, and prove them; it needs this package where the engine runs, and may be left out.
 then:  ENGINE_ADDRS=127.0.0.1:30000 bash scripts/run-external.sh
 TEXT
   exit 2

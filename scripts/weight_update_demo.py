@@ -117,7 +117,7 @@ class Trainer:
 
         def send(recorder: Recorder) -> None:
             publisher.begin(version)
-            reports.append(publisher.send(receipt.watching(recorder.timed(self.weights.items(), "source")), version))
+            reports.append(publisher.send(receipt.watching(recorder.timed(self.weights.items(), "source")), version, receipt))
             publisher.finish(version)
 
         def verify() -> None:

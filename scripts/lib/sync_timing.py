@@ -18,7 +18,7 @@ from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.engine_receipt import RECEIPT_NAME
 from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.receipt import Receipt, loader_request
-from slime_like.weight_sync.stream import Digest, NamedTensor, PublisherOptions, SentReport, buckets, num_bytes
+from slime_like.weight_sync.stream import Digest, NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ def timed_sync(update: WeightUpdate, version: int, directory: str | None, send: 
         marks.append(time.perf_counter())
         inside = {kind: recorder.seconds(kind) for kind in ("source", "hash", "receipt", "engine")}
         if verify is not None:
+            update.open_for_digests()
             verify()
         marks.append(time.perf_counter())
         update.finish(version)
@@ -172,7 +173,7 @@ class InlinePublisher:
     def begin(self, version: int) -> None:
         """Nothing to do."""
 
-    def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
         """Bucket by bucket."""
         count = size = 0
         for bucket in buckets(tensors, self._options.buffer_bytes):

@@ -23,6 +23,7 @@ from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.data_source import DataSource, check_data
 from slime_like.rollout.manager import RolloutManager
 from slime_like.utils.files import RunDirectory
+from slime_like.weight_sync.transform import load_transform
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def check_everything(config: RunConfig, plan: PlacementPlan) -> Checked:
     """What can be known to be wrong before any process starts: data files, keys, templates, plugins, external engines."""
     data = None
     load_loss_plugins(config.loss)
+    load_transform(config.sync)
     if not config.observability.load_debug_rollout_data:
         data = check_data(config)
     elif config.data.num_rollout is None:

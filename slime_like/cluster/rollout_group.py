@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 #: Deadline of one control request to an engine, in seconds.
 CONTROL_TIMEOUT_S = 60.0
+#: SGLang's server goes on for 5 s after its scheduler was killed, without answering; then it ends, and its log says why.
+_DYING_S = 10.0
+#: How soon one that is well answers.
+_ANSWER_S = 2.0
 
 
 class EngineActor:
@@ -78,6 +82,14 @@ class EngineActor:
 
 def _part_name(engine: EnginePlan, node_rank: int) -> str:
     return f"engine {engine.index}" + (f" node rank {node_rank}" if node_rank else "")
+
+
+def _answers(client: EngineClient) -> bool:
+    try:
+        EngineClient(client.endpoint, timeout_s=_ANSWER_S).model_info()
+    except RunError:
+        return False
+    return True
 
 
 class RolloutGroup:
@@ -187,6 +199,15 @@ class RolloutGroup:
                 self._ask(client)
         self.router.check()
 
+    def check_after_failure(self) -> None:
+        """As check(), but an engine that does not answer is given time to end, so that its own death is told instead of what it led to."""
+        deadline = time.monotonic() + _DYING_S
+        while True:
+            self.check()
+            if all(_answers(client) for client in self.clients) or time.monotonic() > deadline:
+                return
+            time.sleep(0.2)
+
     def check_watch(self) -> None:
         """Raise EngineError if an external engine has stopped answering; asks nobody itself."""
         if self._watch is not None:
@@ -226,6 +247,7 @@ class RolloutGroup:
             update.load(version, self._config.sync.update_weight_disk_dir)
             if self._config.sync.compares_digests:
                 started = time.monotonic()
+                update.open_for_digests()
                 proven, left_out = train.verify_weights(self.check_watch)
                 seconds = time.monotonic() - started
                 receipt = dataclasses.replace(receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=seconds)

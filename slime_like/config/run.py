@@ -280,6 +280,8 @@ class RunConfig:
             found.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
         if self.optimizer.critic_lr is not None and not self.needs_critic:
             found.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
+        if self.sync.custom_weight_transform_path and (not self.uses_engines or self.placement.debug_rollout_only):
+            found.append("--custom-weight-transform-path: this run sends no weights. Fix: leave it out.")
         sync = self.sync.update_weight_transport
         if self.sync.update_weight_interface and self.placement.colocate:
             found.append("--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it.")

@@ -225,6 +225,11 @@ class SyncConfig:
         help="Requests that still run when a sync begins: abort ends them, retract computes their tokens again with the new weights, in_place goes on "
         "with what the old weights left in the cache.",
     )
+    custom_weight_transform_path: str | None = flag(
+        None,
+        help="Your function (args, name, tensor) -> (name, tensor) pairs: what is sent instead of each tensor, as quantised weights with their scales. "
+        "Built in: slime_like.weight_sync.transform.to_bf16.",
+    )
     update_weight_timeout_s: float = flag(600.0, help="Deadline of one weight sync, in seconds.")
     verify_weight_sync: str = flag(
         "digest",
@@ -234,7 +239,7 @@ class SyncConfig:
     )
     verify_weight_sync_interval: int = flag(10, help="With --verify-weight-sync digest: probe at the first sync and every this many; 0: never.")
     verify_weight_sync_tolerance: float | None = flag(
-        None, help="Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in bf16."
+        None, help="Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in bf16 or with a transform."
     )
 
     def problems(self) -> list[str]:

@@ -41,7 +41,7 @@ class Phases:
             with self.timers.phase("generate"):
                 result = self.job.manager.generate(step, self.job.watch("generate"))
         except RunError:
-            self.job.engines.check()  # a dead engine explains the failure better than its last request does
+            self.job.engines.check_after_failure()  # a dead engine explains the failure better than its last request does
             raise
         path = self.job.config.observability.save_debug_rollout_data
         if path:
@@ -137,7 +137,7 @@ class Phases:
             if self.job.config.sync.probes_at(self._num_syncs):
                 receipt = self._probe(receipt)
         except RunError:
-            self.job.engines.check()
+            self.job.engines.check_after_failure()
             raise
         return receipt
 

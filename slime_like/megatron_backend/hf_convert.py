@@ -131,6 +131,8 @@ def export_hf(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[tuple[s
             pieces = [pieces_of_part[i] for i in range(index * joined, (index + 1) * joined) for pieces_of_part in by_part]
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.dim or 0)
             whole = (whole[: model.vocab_size] if shard.is_vocabulary else whole).contiguous()
+            if index == len(shard.templates) - 1:
+                del parts, by_part, pieces  # what was joined is not alive beside what it was joined to
             if shard.expert is None:
                 yield shard.templates[index], whole
             else:

@@ -18,11 +18,15 @@ from slime_like.utils.net import address_of_interface, is_own_address, own_addre
 from slime_like.weight_sync.base import PublisherOptions, make_publisher
 from slime_like.weight_sync.bounds import best_rate
 from slime_like.weight_sync.receipt import Receipt, never_sent
+from slime_like.weight_sync.sources import Sources
 from slime_like.weight_sync.stream import Digest
-from slime_like.weight_sync.turns import Turns
+from slime_like.weight_sync.transform import Made, WeightTransform
 
 #: Digests are sums modulo 2^64, so stages and tensors can be added in any order.
 _DIGEST_MODULUS = 1 << 64
+
+#: Of one rank: tensors and bytes sent, digest, names that the source gathered, of deltas, the best rate, what the user's function made.
+_StageReport = tuple[int, int, int, list[str], DeltaCount | None, float | None, Made | None]
 
 
 def source_address(engine_urls: Sequence[str], master_address: str) -> str:
@@ -50,13 +54,14 @@ class WeightPublisher:
         self._receipt: Receipt | None = None
         self._best_rate: float | None = None  # bytes a second
         self._config = config
+        self._transform = WeightTransform.of(config)
         self._is_source = is_export_source()
         who = f"trainer source {parallel_state.get_pipeline_model_parallel_rank()}"
         address = self._address(master_address)
-        turns = self._make_turns(who, address)  # collective
+        sources = self._make_sources(who, address)  # collective
         if not (self._is_source or (self.transport == "disk" and joins_export())):
             return
-        self._publisher_options = options = self._options(address, turns)
+        self._publisher_options = options = self._options(address, sources)
         self._publisher = make_publisher(options)
         if self._is_source and config.sync.compares_digests:
             clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in self.endpoints]
@@ -66,7 +71,7 @@ class WeightPublisher:
         interface = self._config.sync.update_weight_interface
         return address_of_interface(interface) if interface else source_address([endpoint.url for endpoint in self.endpoints], master_address)
 
-    def _options(self, address: str, turns: Turns | None) -> PublisherOptions:
+    def _options(self, address: str, sources: Sources | None) -> PublisherOptions:
         config = self._config
         directory = config.sync.update_weight_disk_dir
         if directory is None and config.observability.run_dir:
@@ -81,26 +86,26 @@ class WeightPublisher:
             directory=directory,
             address=address,
             interface=config.sync.update_weight_interface,
-            turns=turns,
+            sources=sources,
             writer_index=rank_in_stage(),
             num_writers=num_export_ranks(),
             keep_files=config.sync.update_weight_disk_keep_files,
             delta_encoding=config.sync.delta_encoding,
         )
 
-    def _make_turns(self, who: str, address: str) -> Turns | None:
-        """With the broadcast transport and several stages: the tickets, hosted by the first source."""
-        if self.transport != "broadcast" or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    def _make_sources(self, who: str, address: str) -> Sources | None:
+        """With several stages that send to engines themselves: what they know of each other, hosted by the first source."""
+        if self.transport not in ("ipc", "broadcast") or parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return None
         timeout_s = self._config.sync.update_weight_timeout_s
         is_host = self._is_source and parallel_state.get_pipeline_model_parallel_rank() == 0
-        turns = Turns(address, 0, is_host=True, who=who, timeout_s=timeout_s) if is_host else None
+        sources = Sources(address, 0, is_host=True, who=who, timeout_s=timeout_s) if is_host else None
         told: list = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(told, (address, turns.port) if turns is not None else None)
-        if turns is None and self._is_source:
+        torch.distributed.all_gather_object(told, (address, sources.port) if sources is not None else None)
+        if sources is None and self._is_source:
             host, port = next(found for found in told if found is not None)
-            turns = Turns(host, port, is_host=False, who=who, timeout_s=timeout_s)
-        return turns
+            sources = Sources(host, port, is_host=False, who=who, timeout_s=timeout_s)
+        return sources
 
     def connect(self) -> None:
         """Join the engines, one stage after the other. Collective; raises on every rank if one fails."""
@@ -121,6 +126,8 @@ class WeightPublisher:
             self._on_stages("begin", lambda: publisher.begin(version) if publisher else None)
             reports = self._on_stages("send", lambda: self._send_stage(version, weights()))
             self._check_names([name for report in reports for name in report[3]])
+            if self._transform is not None:
+                self._transform.check([report[6] for report in reports])
             self._on_stages("finish", lambda: publisher.finish(version) if publisher else None)
         except BaseException:
             if publisher is not None:
@@ -174,7 +181,7 @@ class WeightPublisher:
         if len(sent) != len(expected):
             raise WeightSyncError(f"weight sync ({self.transport}): {len(sent)} tensors were sent instead of {len(expected)}: some twice")
 
-    def _send_stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[int, int, int, list[str], DeltaCount | None, float | None] | None:
+    def _send_stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> _StageReport | None:
         if self._publisher is None:
             for _ in weights:
                 pass
@@ -182,21 +189,28 @@ class WeightPublisher:
         names: list[str] = []
         digest = Digest()
         try:
-            report = self._publisher.send(self._watched(weights, names, digest), version)
+            report = self._publisher.send(self._watched(weights, names, digest), version, self._receipt)
         finally:
             # Also after a failure: the neighbours are inside the gathering of the next tensor and would wait for us.
             for _ in weights:
                 pass
-        return report.num_tensors, report.num_bytes, digest.value, names, report.delta, self._best_rate
+        stage, transform = parallel_state.get_pipeline_model_parallel_rank(), self._transform
+        made = None if transform is None else transform.made(stage, is_source=self._is_source)
+        return report.num_tensors, report.num_bytes, digest.value, names, report.delta, self._best_rate, made
 
     def _watched(self, weights: Iterator[tuple[str, torch.Tensor]], names: list[str], digest: Digest) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same tensors; the source's names go to `names`, and each tensor is hashed once, for the receipt and the digest together."""
+        """What is to be sent: these tensors, or what the user's function makes of them; each is hashed once, for the receipt and the digest together.
+
+        The source's names go to `names`, as they were gathered.
+        """
+        sent = _noting(weights, names) if self._is_source else weights
+        if self._transform is not None:
+            sent = self._transform.over(sent)
         if not self._is_source:
-            yield from weights
+            yield from sent
             return
         receipt = self._receipt
-        for name, tensor in weights if receipt is None else receipt.watching(weights):
-            names.append(name)
+        for name, tensor in sent if receipt is None else receipt.watching(sent):
             digest.add(name, tensor, None if receipt is None else receipt.content)
             yield name, tensor
 
@@ -224,3 +238,10 @@ class WeightPublisher:
         if failed:
             raise WeightSyncError(f"weight sync ({self.transport}, {what}) failed on {'; '.join(failed)}")
         return [outcome for outcome, _ in outcomes if outcome is not None]
+
+
+def _noting(weights: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors; their names go to `names`."""
+    for name, tensor in weights:
+        names.append(name)
+        yield name, tensor

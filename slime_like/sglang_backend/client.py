@@ -5,8 +5,10 @@ Generation during rollouts goes through the router and is asynchronous; `generat
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import requests
@@ -17,6 +19,8 @@ from slime_like.utils.net import certificates, wait_until
 
 _BODY_HEAD_CHARS = 500
 _CONNECT_TIMEOUT_S = 10.0
+#: How long an idle connection is used again: uvicorn closes them after five seconds.
+_KEEP_S = 2.0
 
 
 class EngineHttpError(EngineError):
@@ -39,7 +43,8 @@ class EngineClient:
     def __init__(self, endpoint: EngineEndpoint, timeout_s: float = 60.0):
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._idle: list[tuple[requests.Session, float]] = []  # and since when, time.monotonic()
         self._has_update_session: bool | None = None
 
     @property
@@ -229,23 +234,37 @@ class EngineClient:
                     raise
         return self._request(method, paths[-1])
 
-    def _session(self) -> requests.Session:
-        """One session a thread, without the environment's proxies: an engine is always reached directly."""
-        if not hasattr(self._local, "session"):
-            session = requests.Session()
-            session.trust_env = False
-            session.verify = certificates() or True  # requests itself looks at the environment for proxies and certificates, or for neither
-            if self.endpoint.api_key:
-                session.headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
-            self._local.session = session
-        return self._local.session
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[requests.Session]:
+        """A session that nobody else uses, with a connection that is still open if there is one: threads come and go, connections stay."""
+        with self._lock:
+            fresh = [(session, since) for session, since in self._idle if time.monotonic() - since < _KEEP_S]
+            stale = [session for session, _ in self._idle if all(session is not kept for kept, _ in fresh)]
+            session = fresh.pop()[0] if fresh else None
+            self._idle = fresh
+        for old in stale:
+            old.close()
+        session = session or self._new_session()
+        yield session
+        with self._lock:  # not after an exception: who knows what is still on its way
+            self._idle.append((session, time.monotonic()))
+
+    def _new_session(self) -> requests.Session:
+        """Without the environment's proxies: an engine is always reached directly."""
+        session = requests.Session()
+        session.trust_env = False
+        session.verify = certificates() or True  # requests itself looks at the environment for proxies and certificates, or for neither
+        if self.endpoint.api_key:
+            session.headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
+        return session
 
     def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         what = f"engine {self.endpoint.index}: {method} {self.url}{path}"
         try:
-            response = self._session().request(method, self.url + path, json=body, timeout=(min(_CONNECT_TIMEOUT_S, timeout_s), timeout_s))
+            with self._session() as session:
+                response = session.request(method, self.url + path, json=body, timeout=(min(_CONNECT_TIMEOUT_S, timeout_s), timeout_s))
         except requests.Timeout as error:
             who = f"engine {self.endpoint.index} at {self.url}"
             raise WaitTimeout(who="client", whom=who, phase=f"{method} {path}", seconds=time.monotonic() - start, last=type(error).__name__) from error

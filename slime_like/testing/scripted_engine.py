@@ -1,7 +1,7 @@
 """An engine that answers by a script: SGLang's HTTP face without a model, with faults on demand.
 
-    with ScriptedEngine(lambda prompt: ([7, 8, 2], [-0.1, -0.2, -0.3])) as engine:
-        requests.post(engine.url + "/generate", json={"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}})
+with ScriptedEngine(lambda prompt: ([7, 8, 2], [-0.1, -0.2, -0.3])) as engine:
+    requests.post(engine.url + "/generate", json={"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}})
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights over a process group of this source (rank 0) and all ranks of all engines: NCCL between GPUs, gloo without CUDA.
 
-Each bucket travels as one flat uint8 tensor, while a request tells every engine the names, types and shapes in it. The next one is
-gathered meanwhile. Pipeline stages gather at the same time and take turns on the wire (turns.py).
+Each bucket travels as one flat uint8 tensor, while the next one is gathered. Engines with our loader take in a stream from all pipeline stages
+at once, in one request (engine_groups). Others get a request for every bucket, with the names, types and shapes in it, and stages take turns (sources).
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import free_port, host_port, interface_of
+from slime_like.weight_sync.engine_groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.slots import Sending, Slot, send_in_slots, slot_bytes
-from slime_like.weight_sync.stream import NamedTensor, PublisherOptions, SentReport
+from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport
+from slime_like.weight_sync.streaming import Reader, Stream, engine_name, takes_streams
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 _FLAT = "flattened_bucket"
 #: Without CUDA: the engine takes fresh memory for each bucket, which is cheap only for small ones.
 _HOST_SLOT_BYTES = 32 << 20
+#: After a failure: how long engines that are well may take to hear of it.
+_GIVE_UP_S = 5.0
 
 
 class BroadcastPublisher:
@@ -40,6 +45,7 @@ class BroadcastPublisher:
         self._clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
+        self._streams = False  # whether all engines have our loader
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._slots = [Slot(self._device), Slot(self._device)]
 
@@ -66,25 +72,27 @@ class BroadcastPublisher:
             offset += client.endpoint.tp_size
         tasks["itself"] = lambda: _join_group(backend, options.address, port, world_size, self._group_name, options.timeout_s)
         with _gloo_interface(options.interface or interface_of(options.address)):
+            self._streams = all(takes_streams(client) for client in self._clients)
             self._group = run_together(tasks, timeout_s=options.timeout_s, who=self._who, phase="connect for weight sync")["itself"]
 
     def begin(self, version: int) -> None:
         """Nothing to do."""
 
-    def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
-        """Broadcast bucket by bucket, one while the next is gathered; several sources take turns."""
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
+        """Broadcast bucket by bucket, one while the next is gathered."""
         self.connect()
-        options = self._options
-        if options.turns is not None:
-            options.turns.new_round()
-        how = Sending(
-            send=lambda slot, number: self._broadcast_in_turn(slot, f"broadcast bucket {number} of version {version}"),
-            max_bytes=slot_bytes(options.buffer_bytes) if self._device == "cuda" else min(slot_bytes(options.buffer_bytes), _HOST_SLOT_BYTES),
-            who=self._who,
-            timeout_s=options.timeout_s * (1 if options.turns is None else 2),
-        )
         try:
-            return send_in_slots(tensors, self._slots, how)
+            if self._streams:
+                return self._stream(tensors, version, proof)
+            if self._options.sources is not None:
+                self._options.sources.new_round()
+            return send_in_slots(tensors, self._slots, self._sending(self._broadcast_in_turn, version))
+        except BaseException:
+            # The group may be in the middle of a broadcast for good: let go of it, so that the next use makes a new one.
+            # It is not destroyed, because our own thread may still be waiting in it.
+            self._tell_engines_to_leave()
+            self._group = None
+            raise
         finally:
             if self._device == "cuda":  # training needs the memory
                 for slot in self._slots:
@@ -112,11 +120,29 @@ class BroadcastPublisher:
                 logger.warning("%s: leaving the weight sync group: %s", self._who, error)
 
     def _name(self, client: EngineClient) -> str:
-        return f"engine {client.endpoint.index} at {client.url}"
+        return engine_name(client)
+
+    def _sending(self, send: Callable[[Slot, str], None], version: int) -> Sending:
+        options = self._options
+        # An engine has two buckets of every source.
+        most = slot_bytes(options.buffer_bytes) * 2 // max(2, options.num_sources)
+        return Sending(
+            send=lambda slot, number: send(slot, f"broadcast bucket {number} of version {version}"),
+            max_bytes=most if self._device == "cuda" else min(most, _HOST_SLOT_BYTES),
+            who=self._who,
+            timeout_s=options.timeout_s * (1 if options.sources is None else 2),
+        )
+
+    def _stream(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
+        assert self._group is not None, "connected"
+        with GroupStream(self._options, self._clients, proof, self._group, self._group_name, self._device) as stream:
+            report = send_in_slots(tensors, self._slots, self._sending(stream.load, version))
+            stream.end()
+        return report
 
     def _broadcast_in_turn(self, slot: Slot, phase: str) -> None:
-        turns = self._options.turns
-        with contextlib.nullcontext() if turns is None else turns.turn(phase):
+        sources = self._options.sources
+        with contextlib.nullcontext() if sources is None else sources.turn(phase):
             self._broadcast(slot, phase)
 
     def _broadcast(self, slot: Slot, phase: str) -> None:
@@ -131,14 +157,81 @@ class BroadcastPublisher:
         tasks: dict[str, Callable] = {self._name(client): (lambda client=client: client.update_weights_from_distributed(**request)) for client in self._clients}
         # The tensor is sent in a thread too: should an engine refuse the request, waiting for it to receive would last until the deadline.
         tasks["itself"] = functools.partial(_send_flat, slot.filled(), self._group)
+        run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
+
+
+class GroupStream(Stream):
+    """Buckets over the process group, in whose other ranks engines receive and load until the end (engine_groups)."""
+
+    def __init__(self, options: PublisherOptions, clients: Sequence[EngineClient], proof: Proof | None, group: dist.ProcessGroup, name: str, device: str):
+        super().__init__(options, clients, proof)
+        self._group, self._name, self._device = group, name, device
+        self._everyone = ", ".join(engine_name(client) for client in clients)
+        self._is_in_flight = False  # something that may wait for an engine for good
+        self._readers = [(client.endpoint.index, rank) for client in clients for rank in range(client.endpoint.tp_size)]
+
+    def __enter__(self) -> GroupStream:
+        self.start("group", self._name)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        self.fail(error)
         try:
-            run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
-        except BaseException:
-            # The group may be in the middle of a broadcast for good: let go of it, so that the next use makes a new one.
-            # It is not destroyed, because our own thread may still be waiting in it.
-            self._tell_engines_to_leave()
-            self._group = None
-            raise
+            if self._is_in_flight:
+                store_of(self._group).set(OVER, b"")
+            else:
+                self.has_ended = True
+                self._end(GAVE_UP, _GIVE_UP_S)
+        except (SlimeLikeError, RuntimeError) as late:
+            logger.warning("%s: engines were not told that this weight sync is over: %s", self.who, late)
+
+    def load(self, slot: Slot, phase: str) -> None:
+        """One bucket."""
+        self.check()
+        digests = [] if self.proof is None else self.proof.entries([entry.name for entry in slot.entries])
+        table = {"tensors": [entry.row() for entry in slot.entries], "digests": digests}
+        start = slot.used
+        stop = slot.append(json.dumps(table).encode())
+
+        def send() -> None:
+            self._broadcast_header(stop, start)
+            _send_flat(slot.memory[:stop], self._group)
+
+        self._together(send, phase, self.options.timeout_s)
+
+    def end(self) -> None:
+        """Everything was sent; hear of what was digested. Raises WeightSyncError with what an engine says."""
+        self.has_ended = True
+        told = self._end(END, self.options.timeout_s)
+        self.finish()
+        for (engine, rank), answer in told.items():
+            if "error" in answer:
+                self.check()  # it may be another source's failure that the engine complains about
+                raise WeightSyncError(f"engine {engine}, rank {rank}: {answer['error']}. It may hold half of the weights.")
+            if self.proof is not None:
+                self.proof.heard(engine, rank, answer["digest"])
+
+    def _end(self, how: int, timeout_s: float) -> dict[Reader, dict]:
+        mine = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=self._device)
+        told = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
+
+        def send() -> None:
+            self._broadcast_header(how, 0)
+            dist.all_gather(told, mine, group=self._group)
+
+        self._together(send, "end weight sync", timeout_s)
+        return {reader: json.loads(bytes(status.cpu().numpy())) for reader, status in zip(self._readers, told[1:], strict=True)}
+
+    def _broadcast_header(self, size: int, start: int) -> None:
+        _send_flat(torch.tensor([size, start], dtype=torch.int64, device=self._device), self._group)
+
+    def _together(self, act: Callable[[], None], phase: str, timeout_s: float) -> None:
+        """In a thread: should an engine refuse or die, waiting for it to receive would last until the deadline."""
+        self._is_in_flight = True
+        run_together({self._everyone: act}, timeout_s=timeout_s, who=self.who, phase=phase, watch=self.check_engines)
+        self._is_in_flight = False
 
 
 def _send_flat(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:

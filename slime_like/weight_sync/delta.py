@@ -23,7 +23,7 @@ from slime_like.records import DeltaCount
 from slime_like.weight_sync.delta_codec import OVERWRITE, SAME, WHOLE, XOR, digest
 from slime_like.weight_sync.delta_frame import ITEM_BYTES, NO_DIGEST, Change, FramePlace, TensorKey, source_digest, write_frame
 from slime_like.weight_sync.receiver_client import ReceiverClient, ReceiverError, receivers_of
-from slime_like.weight_sync.stream import NamedTensor, PublisherOptions, SentReport, buckets, num_bytes, raw_bytes
+from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes, raw_bytes
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class DeltaPublisher:
         if self._options.source_index == 0:
             self._on_all(list(self._receivers), lambda client: client.begin(version), f"begin version {version}")
 
-    def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
         """Send each bucket: the difference to those that have the base, everything to others."""
         self.connect()
         base, self._base = self._base, None  # until all went well the files are neither the old version nor the new

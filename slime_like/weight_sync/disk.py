@@ -12,20 +12,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 
 from safetensors import safe_open
 
-from slime_like.errors import WeightSyncError
+from slime_like.errors import WaitTimeout, WeightSyncError
 from slime_like.weight_sync.envelope import version_directory
 from slime_like.weight_sync.slots import Sending, Slot, send_in_slots, slot_bytes
-from slime_like.weight_sync.stream import NamedTensor, PublisherOptions, SentReport, num_bytes
+from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport, num_bytes
 
 #: torch's name of a type -> the format's.
 _TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+
+
+#: Of one file: while it is written the next one is filled, and what is filled still lies in the processor's cache.
+_FILE_BYTES = 32 << 20
 
 
 class DiskPublisher:
@@ -39,6 +44,7 @@ class DiskPublisher:
         self._is_first = options.source_index == options.writer_index == 0
         self._is_alone = options.num_sources * options.num_writers == 1
         self._slots = [Slot(), Slot()]
+        self._removal: threading.Thread | None = None  # of older versions, while engines load the new one
 
     def connect(self) -> None:
         """Make the root folder. Raises WeightSyncError."""
@@ -47,6 +53,7 @@ class DiskPublisher:
 
     def begin(self, version: int) -> None:
         """The first writer makes the folder."""
+        self._wait_for_removal()
         self.connect()
         if self._is_first:
             partial = self._partial(version)
@@ -54,7 +61,7 @@ class DiskPublisher:
             with self._explaining("cannot be written to"):
                 os.mkdir(partial)
 
-    def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
         """Write this writer's share. One that is alone also begins and finishes."""
         options, partial = self._options, self._partial(version)
         if self._is_alone:
@@ -65,7 +72,7 @@ class DiskPublisher:
         stem = f"{partial}/model-{options.source_index:03d}-{options.writer_index:03d}"
         how = Sending(
             send=lambda slot, number: self._write(slot, f"{stem}-{number:05d}.safetensors"),
-            max_bytes=slot_bytes(options.buffer_bytes),
+            max_bytes=min(slot_bytes(options.buffer_bytes), _FILE_BYTES),
             who=f"trainer source {options.source_index}",
             timeout_s=options.timeout_s,
         )
@@ -84,7 +91,8 @@ class DiskPublisher:
             shutil.rmtree(final, ignore_errors=True)
             os.rename(partial, final)
         if not self._options.keep_files:
-            _remove_older(self._root, final)
+            self._removal = threading.Thread(target=_remove_older, args=(self._root, final), name=f"remove versions before {version}", daemon=True)
+            self._removal.start()
 
     def abandon(self, version: int) -> None:
         """Remove what was written of this version."""
@@ -93,8 +101,19 @@ class DiskPublisher:
 
     def close(self) -> None:
         """Nothing is held but memory; the last version stays, as the engines' copy of what they serve."""
+        self._wait_for_removal()
         for slot in self._slots:
             slot.shrink()
+
+    def _wait_for_removal(self) -> None:
+        """Before more is written: there is never more on the disk than one version and the one that is being written."""
+        if self._removal is None:
+            return
+        self._removal.join(self._options.timeout_s)
+        if self._removal.is_alive():
+            seconds = self._options.timeout_s
+            raise WaitTimeout(who=f"trainer source {self._options.source_index}", whom=self._root, phase="remove older weights", seconds=seconds, last="")
+        self._removal = None
 
     def _partial(self, version: int) -> str:
         return os.path.join(self._root, f".{os.path.basename(version_directory(self._root, version))}.partial")

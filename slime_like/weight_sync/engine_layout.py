@@ -24,6 +24,7 @@ _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _COLUMNS = re.compile(r"\.(?:o_proj|down_proj)\.weight$")
 _VOCABULARY = re.compile(r"^(?:model\.embed_tokens|lm_head)\.weight$")
 _WHOLE = re.compile(r"(?:norm|layernorm)\.weight$|\.mlp\.gate\.(?:weight|e_score_correction_bias)$")
+_VECTOR = re.compile(r"(?:norm|layernorm)\.weight$|bias$")
 #: DeepSeek's attention: what is compressed lies whole on every rank, what is expanded to heads is shared among them.
 _LATENT = re.compile(r"(.+\.self_attn)\.(q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\.weight$")
 _SHARED_EXPERTS = ".mlp.shared_experts."
@@ -65,6 +66,10 @@ class Cut:
         first = self.rank * count if total >= self.size else self.rank * total // self.size
         return first * self.head_size, (first + count) * self.head_size
 
+    def all_heads(self, part: str) -> int:
+        """Rows of the whole q, k or v."""
+        return (self.num_heads if part == "q" else self.num_kv_heads) * self.head_size
+
     def even(self, total: int) -> tuple[int, int]:
         """First and last (exclusive) of this rank's equal share of `total` rows or columns."""
         return self.rank * total // self.size, (self.rank + 1) * total // self.size
@@ -102,7 +107,9 @@ class Piece:
 
 
 def pieces(name: str, shape: Sequence[int], cut: Cut) -> list[Piece]:
-    """What this rank holds of the HF tensor `name`; an empty list if it is not known where the engine keeps it."""
+    """What this rank holds of the HF tensor `name`; an empty list if it is not known where the engine keeps it, as of another shape than the model's."""
+    if len(shape) != (1 if _VECTOR.search(name) else 2):
+        return []
     if cut.fuses_shared and _SHARED_EXPERTS in name:
         return []
     if match := _EXPERT.match(name):
@@ -110,7 +117,7 @@ def pieces(name: str, shape: Sequence[int], cut: Cut) -> list[Piece]:
     if cut.is_latent and (match := _LATENT.match(name)):
         return [_of_latent(name, shape, cut, match)]
     if match := _QKV.match(name):
-        return [_of_qkv(name, cut, match)]
+        return [_of_qkv(name, cut, match)] if shape[0] == cut.all_heads(match[2]) else []
     if match := _GATE_UP.match(name):
         share = cut.mlp_share(shape[0])
         start, stop = cut.of_share(shape[0], share)

@@ -7,6 +7,7 @@ checksum SGLang's /weights_checker tells: whoever knows what the digests must be
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 #: Name of the one "tensor" of the request, and of the model's buffer with the answer.
 RECEIPT_NAME, BUFFER = "__receipt__", "slime_like_receipt"
@@ -20,13 +21,23 @@ def take(model, request: bytes) -> None:
     """Put the digest of every entry into the model's buffer."""
     import torch
 
-    held = dict(model.named_parameters())
-    held.update(model.named_buffers())
-    held.pop(BUFFER, None)
-    answer = b"".join(_of_entry(held, *entry) for entry in json.loads(request))
+    answer = digest_of_entries(held_by(model), json.loads(request))
     if BUFFER in model._buffers:
         del model._buffers[BUFFER]  # of another length, maybe
     model.register_buffer(BUFFER, torch.tensor(list(answer), dtype=torch.uint8, device="cpu"), persistent=False)
+
+
+def held_by(model) -> dict:
+    """Name -> tensor of all parameters and buffers but our own."""
+    held = dict(model.named_parameters())
+    held.update(model.named_buffers())
+    held.pop(BUFFER, None)
+    return held
+
+
+def digest_of_entries(held: dict, entries: Sequence[list]) -> bytes:
+    """8 bytes an entry."""
+    return b"".join(_of_entry(held, *entry) for entry in entries)
 
 
 def _of_entry(held: dict, parameter: str, expert: int | None, dim: int, first: int, length: int, dtype: str) -> bytes:

@@ -2,9 +2,10 @@
 
 How it is used:
     update = WeightUpdate(clients, transport, timeout_s)
-    update.begin()          # pause, flush, open
+    update.begin()          # pause, open
     # every trainer source sends its tensors: base.make_publisher
     update.load(version, directory)  # where they lie on disk: the engines take them
+    update.open_for_digests()
     # every trainer source compares digests: receipt.Receipt
     update.finish(version)  # close, flush, name the version, read it back, continue
 """
@@ -50,7 +51,7 @@ class WeightUpdate:
         self._watch = watch
 
     def begin(self) -> None:
-        """Stop generation, forget cached prefixes, and get every engine ready to receive."""
+        """Stop generation and get every engine ready to receive."""
         self._on_all(self._begin_one, "begin weight update")
 
     def load(self, version: int, directory: str | None) -> None:
@@ -62,8 +63,11 @@ class WeightUpdate:
         if self._transport == "disk":
             check_whole(version_directory(directory or "", version))
         self._on_all(lambda client: self._load_one(client, version, directory), "load weights from disk")
-        # A session for the digests only: SGLang takes no request of our loader outside of one.
-        self._on_all(lambda client: client.begin_weight_update(), "begin weight update")
+
+    def open_for_digests(self) -> None:
+        """Before digests are compared: SGLang takes no request of our loader outside of a session, and loads a folder only without one."""
+        if self._transport in _FROM_FOLDER:
+            self._on_all(lambda client: client.begin_weight_update(), "begin weight update")
 
     def _load_one(self, client: EngineClient, version: int, directory: str | None) -> None:
         endpoint = client.endpoint
@@ -102,7 +106,6 @@ class WeightUpdate:
             if self._pause_mode != "abort":
                 raise WeightSyncError(f"this SGLang cannot pause, so --update-weight-pause-mode {self._pause_mode} is impossible. Fix: abort.") from error
             client.abort_all()  # end what runs, and rely on nobody sending more
-        self._flush(client)
         if self._transport not in _FROM_FOLDER:
             client.begin_weight_update()
 

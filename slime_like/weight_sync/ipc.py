@@ -1,8 +1,9 @@
 """Weights between processes of one host, for engines that share the trainer's GPUs (--colocate).
 
 Two files in shared memory, which only we can read, are kept between buckets and syncs: tensors are copied into one while engines load from
-the other (shm_slots, shm_loader). A trainer on a GPU whose only engine sees that GPU sends CUDA IPC handles instead, so that the bytes
-stay on the device (device_ipc); with several engines or pipeline stages the host's memory is in between.
+the other. One request to each engine lasts as long (engine_stream); buckets are announced through a socket beside the files. A trainer on a
+GPU whose only engine sees that GPU sends CUDA IPC handles instead, so that the bytes stay on the device (device_ipc); with several engines
+or pipeline stages the host's memory is in between.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ import torch
 
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER, drop_shared_directory, make_shared_directory
+from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_shared_directory
 from slime_like.utils.net import is_own_address, url_host
 from slime_like.weight_sync import device_ipc
-from slime_like.weight_sync.receipt import loader_request
-from slime_like.weight_sync.shm_loader import SLOT_NAME
-from slime_like.weight_sync.shm_slots import SharedFile, request
+from slime_like.weight_sync.shm_slots import SharedFile
 from slime_like.weight_sync.slots import SLACK_BYTES, Sending, Slot, send_in_slots, slot_bytes
-from slime_like.weight_sync.stream import NamedTensor, PublisherOptions, SentReport
+from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport
+from slime_like.weight_sync.streaming import SocketStream, engine_name
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)
 
 #: Larger slots gain nothing on the host: a request costs a few milliseconds, and smaller ones stay in the processor's cache.
-_HOST_SLOT_BYTES = 32 << 20
+_HOST_SLOT_BYTES = 64 << 20
 
 
 class SharedSlot(Slot):
@@ -63,13 +63,10 @@ class SharedSlot(Slot):
         self._file.close()
         self._file = SharedFile(self._file.path)
 
-    def with_table(self) -> bytes:
-        """Write the table behind the tensors; what an engine is to be told."""
-        table = json.dumps([[entry.name, entry.dtype, entry.shape, entry.start, entry.stop] for entry in self.entries]).encode()
-        stop = self.used + len(table)
-        self.reserve(stop)
-        self.memory[self.used : stop] = torch.frombuffer(bytearray(table), dtype=torch.uint8)
-        return request(self._file.path, self.used, stop)
+    def with_table(self) -> list:
+        """Write the table behind the tensors; what an engine is to be told: [path, where the table begins, and ends]."""
+        start = self.used
+        return [self._file.path, start, self.append(json.dumps([entry.row() for entry in self.entries]).encode())]
 
     def close(self) -> None:
         """Remove the file."""
@@ -83,6 +80,7 @@ class IpcPublisher:
         self._options = options
         self._clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
         self._on_device = device_ipc.is_possible(options)
+        self._who = f"trainer source {options.source_index}"
         self._directory: str | None = None
         self._slots: list[Slot] = []
 
@@ -106,23 +104,16 @@ class IpcPublisher:
     def begin(self, version: int) -> None:
         """Nothing to do."""
 
-    def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
         """Copy and load bucket by bucket, one while engines load the other."""
         self.connect()
-        options, most = self._options, slot_bytes(self._options.buffer_bytes)
-        load = self._load_on_device if self._on_device else self._load
-        how = Sending(
-            send=lambda slot, number: load(slot, f"load bucket {number} of version {version}"),
-            max_bytes=most if self._on_device else min(most, _HOST_SLOT_BYTES),
-            who=f"trainer source {options.source_index}",
-            timeout_s=options.timeout_s,
-        )
+        if not self._on_device:
+            return self._stream(tensors, version, proof)
         try:
-            return send_in_slots(tensors, self._slots, how)
+            return send_in_slots(tensors, self._slots, self._sending(self._load_on_device, version))
         finally:
-            if self._on_device:  # training needs the memory
-                for slot in self._slots:
-                    slot.shrink()
+            for slot in self._slots:  # training needs the memory
+                slot.shrink()
 
     def finish(self, version: int) -> None:
         """Nothing to do: engines have loaded what was sent."""
@@ -141,24 +132,36 @@ class IpcPublisher:
             drop_shared_directory()
             self._directory = None
 
-    def _load(self, slot: Slot, phase: str) -> None:
-        assert isinstance(slot, SharedSlot)
-        told = slot.with_table()
-        self._on_all(lambda client: loader_request(SLOT_NAME, [told] * client.endpoint.tp_size), WEIGHT_LOADER, phase)
+    def _sending(self, load: Callable[[Slot, str], None], version: int) -> Sending:
+        options, most = self._options, slot_bytes(self._options.buffer_bytes)
+        return Sending(
+            send=lambda slot, number: load(slot, f"load bucket {number} of version {version}"),
+            max_bytes=most if self._on_device else min(most, _HOST_SLOT_BYTES),
+            who=self._who,
+            timeout_s=options.timeout_s,
+        )
+
+    def _stream(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
+        with SocketStream(self._options, self._clients, proof, f"{self._directory}/channel") as stream:
+
+            def load(slot: Slot, phase: str) -> None:
+                assert isinstance(slot, SharedSlot)
+                stream.load(slot.with_table(), [entry.name for entry in slot.entries], phase)
+
+            report = send_in_slots(tensors, self._slots, self._sending(load, version))
+            stream.end()
+        return report
 
     def _load_on_device(self, slot: Slot, phase: str) -> None:
         text = device_ipc.handle_of(slot)
-        self._on_all(lambda client: [text] * client.endpoint.tp_size, device_ipc.LOAD_FORMAT, phase)
-
-    def _on_all(self, body: Callable[[EngineClient], list[str]], load_format: str, phase: str) -> None:
         timeout_s = self._options.timeout_s
         tasks = {
-            f"engine {client.endpoint.index} at {client.url}": functools.partial(
-                client.update_weights_from_tensor, body(client), load_format=load_format, timeout_s=timeout_s
+            engine_name(client): functools.partial(
+                client.update_weights_from_tensor, [text] * client.endpoint.tp_size, load_format=device_ipc.LOAD_FORMAT, timeout_s=timeout_s
             )
             for client in self._clients
         }
-        run_together(tasks, timeout_s=timeout_s, who=f"trainer source {self._options.source_index}", phase=phase)
+        run_together(tasks, timeout_s=timeout_s, who=self._who, phase=phase)
 
 
 def _remove_dead(root: str) -> None:

@@ -2,8 +2,10 @@
 
 How one source uses it:
     receipt = Receipt(model, [client, ...])
-    publisher.send(receipt.watching(tensors), version)
+    publisher.send(receipt.watching(tensors), version, receipt)
     receipt.verify(timeout_s)        # once the engines have loaded everything, inside the update session
+
+A transport that streams (engine_stream) lets the engines digest each bucket when they have loaded it: if these agree, verify() asks nothing.
 
 What a source was to send but did not is not seen here: the names of all sources are compared with the model's by whoever gathers them.
 """
@@ -20,6 +22,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import xxhash
 
 from slime_like.config.model import ModelConfig
 from slime_like.errors import EngineError, WeightSyncError
@@ -59,6 +62,21 @@ class Held:
         return [self.piece.parameter, self.piece.expert, self.piece.dim, self.piece.first, self.piece.stop - self.piece.start, self.dtype]
 
 
+class _Asked:
+    """What one rank was asked to digest, and the digest that it must give."""
+
+    def __init__(self) -> None:
+        self._hash, self._count = xxhash.xxh3_64(), 0
+
+    def add(self, held: Sequence[Held]) -> None:
+        for one in held:
+            self._hash.update(one.digest)
+        self._count += len(held)
+
+    def agrees(self, digest: str, count: int) -> bool:
+        return self._count == count and self._hash.hexdigest() == digest
+
+
 class Receipt:
     """Digests of one source's tensors as they are sent, for every layout among the engines, and the comparison with the engines' own."""
 
@@ -75,6 +93,9 @@ class Receipt:
                 self._layouts[client] = found
         self._cuts = {layout: [layout.cut(model, rank) for rank in range(layout.tp_size)] for layout in set(self._layouts.values())}
         self._held: dict[EngineLayout, list[list[Held]]] = {}
+        self._of_name: dict[str, list[list[list[Held]]]] = {}  # what `entries` gives for a tensor
+        self._asked: dict[EngineLayout, list[_Asked]] = {}
+        self._proven: set[tuple[int, int]] = set()  # (engine, rank) whose digests of the stream agreed
         self._told = False  # whether the log knows of `unknown`
         self.unknown: list[str] = []  # tensors of which it is not known where an engine keeps them
         self.names: list[str] = []
@@ -84,9 +105,32 @@ class Receipt:
         """The same tensors; each is taken in before it is passed on. Forgets what was watched before."""
         self.names, self.unknown = [], []
         self._held = {layout: [[] for _ in cuts] for layout, cuts in self._cuts.items()}
+        self._asked = {layout: [_Asked() for _ in cuts] for layout, cuts in self._cuts.items()}
+        self._of_name, self._proven = {}, set()
         for name, tensor in tensors:
             self._take(name, tensor)
             yield name, tensor
+
+    def layout_number(self, engine: int) -> int | None:
+        """Which of the lists that `entries` gives is for this engine; None: its layout is not known."""
+        found = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
+        return None if found is None else list(self._cuts).index(found)
+
+    def entries(self, names: Iterable[str]) -> list[list[list[list]]]:
+        """Of each layout, of each of its ranks: what to digest once these tensors are loaded. What is asked here must be asked of the engines."""
+        found: list[list[list[list]]] = [[[] for _ in cuts] for cuts in self._cuts.values()]
+        for name in names:
+            for layout, asked, of_layout in zip(self._of_name.get(name, ()), self._asked.values(), found, strict=False):
+                for held, one, entries in zip(layout, asked, of_layout, strict=True):
+                    entries += [piece.entry() for piece in held]
+                    one.add(held)
+        return found
+
+    def heard(self, engine: int, rank: int, digest: str) -> None:
+        """An engine's rank has told the digest (16 hex digits) of all that `entries` asked it for."""
+        layout = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
+        if layout is not None and self._asked[layout][rank].agrees(digest, len(self._held[layout][rank])):
+            self._proven.add((engine, rank))
 
     def verify(self, timeout_s: float) -> int:
         """Ask all engines at once; the number of engines whose digests agree.
@@ -116,8 +160,9 @@ class Receipt:
         dtype = str(tensor.dtype).removeprefix("torch.")
         whole: dict[bool, bytes] = {}
         known = True
-        for layout, ranks in self._held.items():
-            for rank, held in enumerate(ranks):
+        of_name = self._of_name[name] = [[[] for _ in ranks] for ranks in self._held.values()]
+        for (layout, ranks), of_layout in zip(self._held.items(), of_name, strict=True):
+            for rank, (held, mine) in enumerate(zip(ranks, of_layout, strict=True)):
                 found = pieces(name, tensor.shape, self._cuts[layout][rank])
                 known = known and bool(found or tensor.numel() == 0 or rank)
                 for piece in found:
@@ -127,7 +172,8 @@ class Receipt:
                         value = whole[layout.on_cpu]
                     else:
                         value = _digest(tensor.narrow(piece.dim, piece.start, piece.stop - piece.start), layout.on_cpu)
-                    held.append(Held(piece, dtype, value))
+                    mine.append(Held(piece, dtype, value))
+                held += mine
         self.content = whole.get(not tensor.is_cuda)
         if not known:
             self.unknown.append(name)
@@ -135,6 +181,8 @@ class Receipt:
     def _difference(self, client: EngineClient, timeout_s: float) -> str | None:
         """What is wrong with one engine."""
         ranks = self._held[self._layouts[client]]
+        if all((client.endpoint.index, rank) in self._proven for rank in range(len(ranks))):
+            return None
         wrong = _wrong_ranks(client, ranks, timeout_s)
         if not wrong:
             return None

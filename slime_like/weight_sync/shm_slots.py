@@ -9,15 +9,14 @@ import contextlib
 import json
 import mmap
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
+
+#: The folder that the launcher announced; equal to sglang_backend.shared_memory.DIRECTORY_VARIABLE (not imported: this stays light).
+DIRECTORY_VARIABLE = "SLIME_LIKE_SHM_DIR"
 
 #: Engine side: path -> (inode, size, mapping). Mapping pages anew for each bucket would cost as much as copying them.
 _mapped: dict[str, tuple[int, int, mmap.mmap]] = {}
-
-
-def request(path: str, start: int, stop: int) -> bytes:
-    """What an engine is told: the file, and where in it the table lies."""
-    return json.dumps([path, start, stop]).encode()
 
 
 def tensors(path: str, start: int, stop: int) -> Iterator[tuple]:
@@ -28,17 +27,36 @@ def tensors(path: str, start: int, stop: int) -> Iterator[tuple]:
     if not 0 <= start <= stop <= len(mapping):
         raise ValueError(f"{path}: a table at {start} to {stop} of {len(mapping)} bytes")
     # A copy-on-write mapping would do as well, if torch took memory that must not be written to without a warning.
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    for name, dtype, shape, first, last in json.loads(mapping[start:stop]):
-        if not 0 <= first <= last <= start:
-            raise ValueError(f"{path}: {name} at {first} to {last}, before a table at {start}")
+    yield from views(torch.frombuffer(mapping, dtype=torch.uint8), json.loads(mapping[start:stop]), start)
+
+
+def views(memory, table: list, end: int) -> Iterator[tuple]:
+    """(name, tensor) of a table's rows [name, dtype, shape, start, stop]. memory: uint8; the tensors end before `end`. Raises ValueError."""
+    import torch
+
+    for name, dtype, shape, first, last in table:
+        if not 0 <= first <= last <= end:
+            raise ValueError(f"{name} at {first} to {last}, before a table at {end}")
         yield name, memory[first:last].view(getattr(torch, dtype)).view(shape)
+
+
+def checked_path(path: str, directory: str | None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
+    """The path, if it is a plain file (or what is_kind says) of ours below `directory`. Raises PermissionError otherwise: whoever has the API key sends it."""
+    if not directory:
+        raise PermissionError(f"{DIRECTORY_VARIABLE} is not set: this server was not started to load weights from shared memory")
+    real = os.path.realpath(path)
+    if os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
+        raise PermissionError(f"{path} is outside of {directory}")
+    info = os.lstat(real)
+    if not is_kind(info.st_mode) or info.st_uid != os.getuid():
+        raise PermissionError(f"{path} is no plain file of ours")
+    return real
 
 
 def _mapping(path: str) -> mmap.mmap:
     """The whole file in memory, mapped once for as long as it has this size."""
-    for known in [known for known in _mapped if not os.path.exists(known)]:
-        del _mapped[known]  # its memory is free once no engine maps it any more
+    for known in [known for known in list(_mapped) if not os.path.exists(known)]:
+        _mapped.pop(known, None)  # its memory is free once no engine maps it any more
     with open(path, "r+b") as file:
         info = os.fstat(file.fileno())
         inode, size, mapping = _mapped.get(path, (0, 0, None))

@@ -14,6 +14,8 @@ from slime_like.weight_sync.stream import Cutter, NamedTensor, SentReport, num_b
 
 #: Beyond the deadline that each send has by itself.
 _GRACE_S = 5.0
+#: The first bucket is small, so that engines have something to do soon; each of those that follow is twice as large as the one before.
+_FIRST_BYTES = 8 << 20
 #: Bytes that a slot may have beyond a bucket: for what a transport writes behind the tensors.
 SLACK_BYTES = 1 << 20
 
@@ -27,6 +29,10 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    def row(self) -> list:
+        """As shm_slots.views reads it."""
+        return [self.name, self.dtype, self.shape, self.start, self.stop]
 
 
 class Slot:
@@ -53,6 +59,13 @@ class Slot:
             self.memory[self.used : stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         self.entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.used, stop))
         self.used = stop
+
+    def append(self, data: bytes) -> int:
+        """Write something behind the tensors that is not one; where it ends."""
+        stop = self.used + len(data)
+        self.reserve(stop)
+        self.memory[self.used : stop] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return stop
 
     def filled(self) -> torch.Tensor:
         """[used] uint8."""
@@ -119,9 +132,10 @@ class _Run:
         return report
 
     def _fill(self, tensors: Iterable[NamedTensor]) -> SentReport:
-        cutter, slot, count, size = Cutter(self._how.max_bytes), None, 0, 0
+        cutter, slot, count, size = Cutter(min(_FIRST_BYTES, self._how.max_bytes)), None, 0, 0
         for name, tensor in tensors:
             if cutter.cuts_before(name, tensor):
+                cutter.max_bytes = min(4 * cutter.max_bytes, self._how.max_bytes)
                 self._ready.put(slot)
                 slot = None
             if slot is None:

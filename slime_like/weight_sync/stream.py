@@ -12,7 +12,7 @@ import xxhash
 
 from slime_like.records import DeltaCount, EngineEndpoint
 from slime_like.weight_sync.engine_receipt import weighted_sum
-from slime_like.weight_sync.turns import Turns
+from slime_like.weight_sync.sources import Sources
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -37,7 +37,7 @@ class PublisherOptions:
     directory: str | None  # root folder of the disk transport
     address: str  # of this process's host, as the engines see it
     interface: str | None = None  # whose connections the broadcast transport uses; None: the one that holds `address`
-    turns: Turns | None = None  # of the broadcast transport with several sources
+    sources: Sources | None = None  # of the ipc and broadcast transports with several sources
     writer_index: int = 0
     num_writers: int = 1
     keep_files: bool = False  # of the disk transport: older versions stay
@@ -53,6 +53,19 @@ class SentReport:
     delta: DeltaCount | None = None
 
 
+class Proof(Protocol):
+    """What a publisher that streams asks engines to digest (receipt.Receipt)."""
+
+    def layout_number(self, engine: int) -> int | None:
+        """Which of the lists that `entries` gives is for this engine; None: none."""
+
+    def entries(self, names: Iterable[str]) -> list[list[list[list]]]:
+        """Of each layout, of each of its ranks: what to digest once these tensors are loaded."""
+
+    def heard(self, engine: int, rank: int, digest: str) -> None:
+        """What a rank of an engine said of all that it was asked."""
+
+
 class WeightPublisher(Protocol):
     """Sends one source's tensors to all engines, between WeightUpdate.begin and finish."""
 
@@ -62,8 +75,8 @@ class WeightPublisher(Protocol):
     def begin(self, version: int) -> None:
         """Before any source sends. Sources begin, send and finish at the same time, but none before all have done what comes before."""
 
-    def send(self, tensors: Iterable[NamedTensor], version: int) -> SentReport:
-        """Send HF-named whole tensors. Raises EngineError, WeightSyncError or WaitTimeout."""
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
+        """Send HF-named whole tensors; where the transport can, let engines digest what they load. Raises EngineError, WeightSyncError or WaitTimeout."""
 
     def finish(self, version: int) -> None:
         """After every source has sent."""
@@ -102,6 +115,8 @@ class Cutter:
     def cuts_before(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether this tensor begins a new bucket; counts it as part of the bucket that it is in."""
         kind, size = is_expert(name), num_bytes(tensor)
+        if not name.startswith(self._awaited.partition(".self_attn.")[0]):
+            self._awaited = ""  # it never came: a transform renamed it, and SGLang has nothing to fuse either
         cuts = self._kind is not None and not self._awaited
         cuts = cuts and (kind is not self._kind or self._size + size > self.max_bytes or self._size % tensor.element_size() != 0)
         self._size = size if cuts else self._size + size

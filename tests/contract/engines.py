@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import Engine
 from slime_like.weight_sync.base import PublisherOptions, SentReport, WeightPublisher
 from slime_like.weight_sync.envelope import WeightUpdate
+from slime_like.weight_sync.sources import Sources
 
 VOCAB = 320
 #: The engine has no tokenizer here: prompts are token ids.
@@ -69,8 +71,14 @@ def options(
     return PublisherOptions(transport, endpoints, source, num_sources, 50_000, timeout_s, str(directory) if directory else None, "127.0.0.1")
 
 
+def two_sources() -> list[Sources]:
+    """What two sources know of each other."""
+    host = Sources("127.0.0.1", 0, is_host=True, who="trainer source 0", timeout_s=30)
+    return [host, Sources("127.0.0.1", host.port, is_host=False, who="trainer source 1", timeout_s=30)]
+
+
 def sync(served: list[Served], model: Qwen3ForCausalLM, publishers: list[WeightPublisher], transport: str, directory: Path | None = None) -> list[SentReport]:
-    """One whole weight sync: each publisher sends its share of the model's tensors, one after another."""
+    """One whole weight sync: each publisher sends its share of the model's tensors, all at the same time."""
     version = max(one.version for one in served) + 1
     update = WeightUpdate([one.client for one in served], transport, timeout_s=30)
     update.begin()
@@ -78,7 +86,8 @@ def sync(served: list[Served], model: Qwen3ForCausalLM, publishers: list[WeightP
     share = -(-len(tensors) // len(publishers))
     for publisher in publishers:
         publisher.begin(version)
-    reports = [publisher.send(iter(tensors[i * share : (i + 1) * share]), version) for i, publisher in enumerate(publishers)]
+    with ThreadPoolExecutor() as pool:
+        reports = list(pool.map(lambda i: publishers[i].send(iter(tensors[i * share : (i + 1) * share]), version), range(len(publishers))))
     for publisher in publishers:
         publisher.finish(version)
     update.load(version, str(directory) if directory else None)

@@ -47,6 +47,7 @@ def test_three_versions_by_delta(tp1, tp2, models, model_folder, receiver, tmp_p
         sizes.append(publisher.send(receipt.watching(iter(weights.state_dict().items())), version).delta)
         publisher.finish(version)
         update.load(version, None)
+        update.open_for_digests()
         assert receipt.verify(timeout_s=30) == 2
         update.finish(version)
         for one in engines:

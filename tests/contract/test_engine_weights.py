@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, WeightSyncError
 from slime_like.utils.net import wait_until
+from slime_like.weight_sync import broadcast
 from slime_like.weight_sync.base import make_publisher
 from slime_like.weight_sync.device_ipc import LOAD_FORMAT, handle_of
 from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.slots import Sending, Slot, send_in_slots
-from slime_like.weight_sync.turns import Turns
-from tests.contract.engines import hf_logprobs, largest_difference, options, prompt, sync
+from tests.contract.engines import hf_logprobs, largest_difference, options, prompt, sync, two_sources
 
 TRANSPORTS = ("ipc", "broadcast", "disk")
 
@@ -43,11 +43,69 @@ def test_weights_become_those_of_another_seed(tp1, tp2, models, tmp_path, transp
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_sources_send_one_after_another(served, models, tmp_path, transport):
-    publishers = [make_publisher(options([served], transport, source=i, num_sources=2, directory=tmp_path)) for i in range(2)]
-    reports = sync([served], models[2], publishers, transport, tmp_path)
-    assert all(report.num_tensors > 0 for report in reports)
+def test_two_sources_send_at_the_same_time_with_many_buckets(tp1, tp2, models, tmp_path, transport):
+    both = [tp1, tp2]
+    publishers = [
+        make_publisher(dataclasses.replace(options(both, transport, source=i, num_sources=2, directory=tmp_path), sources=known, buffer_bytes=20_000))
+        for i, known in enumerate(two_sources())
+    ]
+    for publisher in publishers:
+        publisher.connect()
+    for seed in (2, 1):
+        reports = sync(both, models[seed], publishers, transport, tmp_path)
+        assert all(report.num_tensors > 0 for report in reports)
+        assert max(largest_difference(one.client, models[seed]) for one in both) < 1e-5
+    for publisher in publishers:
+        publisher.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_a_source_that_fails_in_the_middle_lets_engines_go_at_once(served, models, transport):
+    """Every engine answers, the other source hears why, and the next sync works over the same engines."""
+    publishers = [
+        make_publisher(dataclasses.replace(options([served], transport, source=i, num_sources=2), sources=known, buffer_bytes=20_000))
+        for i, known in enumerate(two_sources())
+    ]
+    for publisher in publishers:
+        publisher.connect()
+    tensors = list(models[2].state_dict().items())
+
+    def broken():
+        yield from tensors[:3]
+        raise RuntimeError("no memory")
+
+    start = time.monotonic()
+    update = WeightUpdate([served.client], transport, timeout_s=30)
+    update.begin()
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.submit(publishers[0].send, iter(tensors), 99), pool.submit(publishers[1].send, broken(), 99)
+        with pytest.raises(RuntimeError, match="no memory"):
+            second.result(20)
+        with pytest.raises(WeightSyncError, match="no memory|gave up|went away"):
+            first.result(20)
+    update.abandon()
+    assert served.client.health() is not None and time.monotonic() - start < 15
+    for publisher in publishers:
+        publisher.close()
+    publisher = make_publisher(options([served], transport))
+    sync([served], models[2], [publisher], transport)
     assert largest_difference(served.client, models[2]) < 1e-5
+    publisher.close()
+
+
+def test_engines_without_our_loader_get_a_request_for_every_bucket(tp1, tp2, models, monkeypatch):
+    """Two sources with many buckets each, in threads: without turns the two engines could begin with one of each, and wait for ever."""
+    monkeypatch.setattr(broadcast, "takes_streams", lambda client: False)
+    both = [tp1, tp2]
+    publishers = [
+        make_publisher(dataclasses.replace(options(both, "broadcast", source=i, num_sources=2), sources=known, buffer_bytes=20_000, interface="lo"))
+        for i, known in enumerate(two_sources())
+    ]
+    for publisher in publishers:
+        publisher.connect()
+    reports = sync(both, models[2], publishers, "broadcast")
+    assert max(largest_difference(one.client, models[2]) for one in both) < 1e-5
+    assert sum(report.num_tensors for report in reports) == len(models[2].state_dict())
     for publisher in publishers:
         publisher.close()
 
@@ -86,32 +144,6 @@ def test_refused_weights_fail_at_once_and_the_next_sync_works(served, models, tr
     sync([served], models[2], [publisher], transport)
     assert largest_difference(served.client, models[2]) < 1e-5
     publisher.close()
-
-
-def test_sources_broadcast_at_the_same_time(tp1, tp2, models):
-    """Two sources with many buckets each, in threads: without turns the two engines could begin with one of each, and wait for ever."""
-    both = [tp1, tp2]
-    turns = [Turns("127.0.0.1", 0, is_host=True, who="source 0", timeout_s=30)]
-    turns.append(Turns("127.0.0.1", turns[0].port, is_host=False, who="source 1", timeout_s=30))
-    publishers = [
-        make_publisher(dataclasses.replace(options(both, "broadcast", source=i, num_sources=2), turns=turns[i], buffer_bytes=20_000, interface="lo"))
-        for i in range(2)
-    ]
-    for publisher in publishers:
-        publisher.connect()
-    tensors = list(models[2].state_dict().items())
-    version = max(one.version for one in both) + 1
-    update = WeightUpdate([one.client for one in both], "broadcast", timeout_s=30)
-    update.begin()
-    with ThreadPoolExecutor() as pool:
-        reports = list(pool.map(lambda i: publishers[i].send(iter(tensors[i::2]), version), range(2)))
-    update.finish(version)
-    for one in both:
-        one.version = version
-        assert largest_difference(one.client, models[2]) < 1e-5
-    assert sum(report.num_tensors for report in reports) == len(tensors)
-    for publisher in publishers:
-        publisher.close()
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from slime_like.config.system import SyncConfig
+from slime_like.weight_sync.stream import Digest
+from tests.helpers import weight_transforms as transforms
 from tests.helpers.hf_truth import load_model
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import free_ports, make_config, run_ranks
@@ -20,6 +22,7 @@ LAYOUTS = {
     "both": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "data": {},
 }
+TRANSFORMS = ("norms_in_two_parts", "raises_at_the_last_norm", "one_name_in_two_stages", "differs_by_rank", "to_nothing")
 
 
 def in_world(place, folder, root, ports):
@@ -29,7 +32,7 @@ def in_world(place, folder, root, ports):
     from slime_like.megatron_backend.worker import TrainWorker
 
     found: dict = {}
-    for (layout, parallel), port in zip(LAYOUTS.items(), ports, strict=True):
+    for (layout, parallel), port in zip(LAYOUTS.items(), ports, strict=False):
         config = make_config(folder, num_ranks=4, parallel=parallel)
         directory = os.path.join(root, layout)
         sync = SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000)
@@ -59,14 +62,48 @@ def in_world(place, folder, root, ports):
             except Exception as error:  # noqa: BLE001 - both kinds are looked at below
                 found["error"] = f"{type(error).__name__}: {error}"
         worker.close()
+    found["transformed"] = with_transforms(place | {"master_port": ports[-1]}, folder, os.path.join(root, "transformed"))
     return found
+
+
+def with_transforms(place, folder, root):
+    """Two stages that two ranks each write: function -> receipt and files, or what it says is wrong; one worker for all."""
+    from safetensors.torch import load_file
+
+    from slime_like.megatron_backend.worker import TrainWorker
+
+    base = make_config(folder, num_ranks=4, parallel=LAYOUTS["both"])
+    worker, found = TrainWorker(base, **place), {}
+    worker.start()
+    for function in TRANSFORMS:
+        directory = os.path.join(root, function)
+        sync = SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000)
+        worker.config = dataclasses.replace(base, sync=dataclasses.replace(sync, custom_weight_transform_path=f"{transforms.__name__}.{function}"))
+        try:
+            receipt = worker.publish(1, [])
+            version = os.path.join(directory, "version-00000001")
+            files = [load_file(os.path.join(version, entry)) for entry in os.listdir(version) if entry.endswith(".safetensors")]
+            found[function] = receipt, {name: to_numbers(tensor) for file in files for name, tensor in file.items()}
+        except Exception as error:  # noqa: BLE001 - looked at below
+            torch.distributed.barrier()  # the first rank removes what was written
+            found[function] = f"{type(error).__name__}: {error}", os.listdir(directory)
+        torch.distributed.barrier()
+        worker._publisher.close()
+        worker._publisher = None
+    worker.close()
+    return found
+
+
+def to_numbers(tensor):
+    """(type, values): numpy has no bf16."""
+    return str(tensor.dtype), tensor.float().numpy()
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("publish"))
     folder = make_tiny_model(os.path.join(root, "model"), "qwen3", tied=True)
-    return {"folder": folder, "ranks": run_ranks(in_world, 4, folder, root, free_ports(len(LAYOUTS)), timeout_s=90)}
+    return {"folder": folder, "ranks": run_ranks(in_world, 4, folder, root, free_ports(len(LAYOUTS) + 1), timeout_s=90)}
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -102,3 +139,42 @@ def test_failure_reaches_every_rank(world):
     errors = [found["error"] for found in world["ranks"]]
     assert all(error.startswith("WeightSyncError: ") and "pipeline" in error for error in errors)
     assert [("cannot be made" in error, "trainer rank" in error) for error in errors] == [(True, False), (True, True)] * 2
+
+
+def test_what_a_transform_makes_is_what_is_sent(world):
+    """Norms in two parts, keys left out: files, counts and digest are of what was made, and every rank that gathers writes some."""
+    expected = {}
+    for name, tensor in load_model(world["folder"]).named_parameters():
+        tensor = tensor.detach()
+        if name.endswith("norm.weight"):
+            expected |= {name: tensor.bfloat16(), f"{name}_rest": tensor - tensor.bfloat16()}
+        elif "k_proj" not in name:
+            expected[name] = tensor
+    digest = Digest()
+    for name, tensor in expected.items():
+        digest.add(name, tensor)
+    assert any(tensor.abs().sum() > 0 for name, tensor in expected.items() if name.endswith("_rest"))
+    for found in world["ranks"]:
+        receipt, files = found["transformed"]["norms_in_two_parts"]
+        assert set(files) == set(expected)
+        for name, tensor in expected.items():
+            assert files[name][0] == str(tensor.dtype) and np.array_equal(files[name][1], tensor.float().numpy())
+        assert (receipt.num_tensors, receipt.num_bytes) == (len(expected), sum(t.nbytes for t in expected.values()))
+        assert receipt.digest == f"{digest.value:016x}" != found["both"][0].digest
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raises_at_the_last_norm", "{flag}, model.norm.weight: the function raised ArithmeticError: no such scale"),
+        ("one_name_in_two_stages", "{flag}: first_or_last was made twice"),
+        ("differs_by_rank", "{flag}: ranks of pipeline stage 0 made other names"),
+        ("to_nothing", "{flag}: nothing was left to send"),
+    ],
+)
+def test_a_bad_transform_is_named_on_every_rank_and_leaves_no_version(world, function, message):
+    flag = f"--custom-weight-transform-path tests.helpers.weight_transforms.{function}"
+    for found in world["ranks"]:
+        error, left = found["transformed"][function]
+        assert error.startswith("WeightSyncError: ") and message.format(flag=flag) in error
+        assert left == []

@@ -6,6 +6,7 @@ import pytest
 
 from slime_like.config.run import RunConfig
 from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
+from slime_like.config.training import LossConfig
 
 
 def run_config(gpus_per_engine: int, **sglang) -> RunConfig:
@@ -67,3 +68,20 @@ def test_sync_flags_that_belong_to_another_transport():
     )
     for good in ({"update_weight_interface": "eth0"}, {"update_weight_disk_keep_files": True, "update_weight_transport": "disk"}):
         assert problems(**good) == ""
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {"placement": PlacementConfig(debug_rollout_only=True)},
+        {"placement": PlacementConfig(debug_train_only=True)},
+        {"loss": LossConfig(loss_type="sft_loss")},
+    ],
+)
+def test_a_transform_needs_weights_to_be_sent(idle: dict):
+    def problems(**groups) -> list[str]:
+        sync = SyncConfig(custom_weight_transform_path="any.function")
+        return [problem for problem in RunConfig(sync=sync, **groups).problems() if problem.startswith("--custom-weight-transform-path")]
+
+    assert problems() == []
+    assert problems(**idle) == ["--custom-weight-transform-path: this run sends no weights. Fix: leave it out."]

@@ -62,6 +62,15 @@ def test_largest_difference_of_any_engine():
     assert compare_probe(config(), clients, samples, rows, version=3, bf16=False) == pytest.approx(2e-4, rel=1e-3)
 
 
+def test_with_a_transform_rounding_is_allowed():
+    options = config(custom_weight_transform_path="any.function")
+    samples = probe_samples(options)
+    rows = rows_of(samples)
+    assert compare_probe(options, [FakeClient(rows, 2e-2)], samples, rows, version=3, bf16=False) == pytest.approx(2e-2, rel=1e-3)
+    with pytest.raises(WeightSyncError, match="allowed is 0.1"):
+        compare_probe(options, [FakeClient(rows, 0.2)], samples, rows, version=3, bf16=False)
+
+
 @pytest.mark.parametrize(("off", "bf16", "given"), [(2e-3, False, None), (0.2, True, None), (2e-3, True, 1e-3), (float("nan"), True, None)])
 def test_a_disagreement_names_the_engine(off, bf16, given):
     options = config(verify_weight_sync_tolerance=given)

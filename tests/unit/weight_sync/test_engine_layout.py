@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from slime_like.config.model import ModelConfig
@@ -68,7 +70,8 @@ def test_vocabulary_is_padded_to_64():
 
 @pytest.mark.parametrize("name", ["model.norm.weight", f"{LAYER}input_layernorm.weight", f"{LAYER}self_attn.q_norm.weight", f"{LAYER}mlp.gate.weight"])
 def test_whole_on_every_rank(name):
-    assert only(name, (48,), cut(1, 2)) == (name, 0, 0, 48, 0)
+    shape = (48, 16) if name.endswith("gate.weight") else (48,)
+    assert only(name, shape, cut(1, 2)) == (name, 0, 0, 48, 0)
 
 
 def test_what_is_not_known_gives_nothing():
@@ -101,3 +104,19 @@ def test_a_shared_expert_that_may_lie_among_the_others_is_unknown():
 def test_only_a_single_shared_expert_is_fused(shared, told, expected):
     model = ModelConfig(num_attention_heads=4, hidden_size=64, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=shared)
     assert Cut.of(model, 0, 1, on_cpu=False, may_fuse_shared=told).fuses_shared is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (f"{LAYER}self_attn.q_proj.weight", (8, 48)), (f"{LAYER}self_attn.k_proj.weight", (64, 48)), (f"{LAYER}self_attn.v_proj.bias", (32, 1)),
+        (f"{LAYER}self_attn.o_proj.weight", (3072,)), (f"{LAYER}mlp.down_proj.weight", ()), (f"{LAYER}mlp.gate_proj.weight", (2, 3, 4)),
+        (f"{LAYER}mlp.experts.5.down_proj.weight", (64,)), (f"{LAYER}mlp.experts.5.up_proj.weight", ()), ("model.embed_tokens.weight", ()),
+        ("model.norm.weight", ()), (f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", (4,)), (f"{LAYER}mlp.gate_up_proj.weight", (8,)),
+        (f"{LAYER}self_attn.q_proj.weight_scale_inv", (1, 1)), (f"{LAYER}mlp.down_proj.weight_packed", (48, 8)), ("anything", ()), ("", (1,)),
+    ],
+)  # fmt: skip
+def test_other_names_and_shapes_than_a_models_are_not_known(name, shape):
+    """As a transform may send them: quantised, packed, with scales."""
+    for where in (cut(), cut(1, 2)):
+        assert pieces(name, shape, dataclasses.replace(where, is_latent=".kv_a_" in name, latent_queries=8)) == []

@@ -47,11 +47,11 @@ def test_order_of_requests():
         update.finish(7)
         for server in servers:
             assert server.paths == [
-                "/pause_generation", "/flush_cache", "/begin_weight_update",
+                "/pause_generation", "/begin_weight_update",
                 "/end_weight_update", "/flush_cache", "/update_weight_version", "/model_info", "/continue_generation",
             ]  # fmt: skip
             assert server.calls[0][2] == {"mode": "abort"}
-            assert server.calls[5][2]["new_version"] == "7"
+            assert server.calls[4][2]["new_version"] == "7"
 
 
 def test_disk_is_loaded_outside_of_a_session_and_compared_in_one():
@@ -59,6 +59,7 @@ def test_disk_is_loaded_outside_of_a_session_and_compared_in_one():
         update = WeightUpdate(clients(servers), "disk", timeout_s=5)
         update.begin()
         update.load(7, "/w")
+        update.open_for_digests()
         update.finish(7)
         order = [path for path in servers[0].paths if path in ("/update_weights_from_disk", "/begin_weight_update", "/end_weight_update")]
         assert order == ["/update_weights_from_disk", "/begin_weight_update", "/end_weight_update"]
@@ -112,11 +113,15 @@ def test_in_place_goes_on_where_running_requests_keep_the_cache(caplog):
         update.begin()
         update.finish(3)
         assert servers[0].calls[0][2] == {"mode": "in_place"} and servers[0].paths[-1] == "/continue_generation"
-        assert servers[0].paths.count("/flush_cache") == 2
+        assert servers[0].paths.count("/flush_cache") == 1
     assert "prefixes computed with the old weights stay" in caplog.text
+    caplog.clear()
     with engines(engine_answers()) as servers:
-        WeightUpdate(clients(servers), "ipc", timeout_s=5, pause_mode="in_place").begin()
-        assert servers[0].paths[1] == "/flush_cache"
+        update = WeightUpdate(clients(servers), "ipc", timeout_s=5, pause_mode="in_place")
+        update.begin()
+        update.finish(7)
+        assert servers[0].paths.count("/flush_cache") == 1
+    assert not caplog.records
 
 
 def test_first_failure_ends_the_waiting():

@@ -6,8 +6,11 @@ import base64
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from slime_like.sglang_backend import shared_memory
 from slime_like.weight_sync import shm_loader, shm_slots
 from slime_like.weight_sync.base import PublisherOptions
 from slime_like.weight_sync.ipc import IpcPublisher
+from slime_like.weight_sync.sources import Sources
 
 OK = (200, {"success": True})
 
@@ -34,9 +38,9 @@ class Model:
         self.got |= {name: tensor.clone() for name, tensor in pairs}
 
 
-def publisher(url: str, buffer_bytes: int = 1 << 20, tp_size: int = 2) -> IpcPublisher:
+def publisher(url: str, buffer_bytes: int = 1 << 20, tp_size: int = 2, source: int = 0, sources: Sources | None = None) -> IpcPublisher:
     endpoint = EngineEndpoint(index=0, url=url, tp_size=tp_size)
-    return IpcPublisher(PublisherOptions("ipc", (endpoint,), 0, 1, buffer_bytes, 5.0, None, "127.0.0.1"))
+    return IpcPublisher(PublisherOptions("ipc", (endpoint,), source, 1 if sources is None else 2, buffer_bytes, 5.0, None, "127.0.0.1", sources=sources))
 
 
 @pytest.fixture(autouse=True)
@@ -44,30 +48,42 @@ def announced_folder(monkeypatch):
     monkeypatch.setenv(shm_loader.DIRECTORY_VARIABLE, shared_memory.shared_directory())
 
 
-def test_tensors_arrive_in_two_files_that_are_kept():
-    model, told = Model(), []
+def engine_of(*models, seen=None):
+    """What answers an engine's request: each rank loads in a thread of its own, as one of SGLang's processes would."""
 
-    def engine(body):
-        assert len(body["serialized_named_tensors"]) == 2  # one per rank
-        named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
-        path = json.loads(bytes(named[0][1].tolist()))[0]
-        told.append(path)
-        assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0  # nobody else gets in
-        shm_loader.load(model, named)
+    def answer(body):
+        assert len(body["serialized_named_tensors"]) == len(models)
+        named = [pickle.loads(base64.b64decode(text)) for text in body["serialized_named_tensors"]]
+        if seen is not None:
+            seen.append(json.loads(bytes(named[0][0][1].tolist())))
+            (channel,) = seen[-1]["channels"]
+            assert os.stat(os.path.dirname(channel)).st_mode & 0o077 == os.stat(channel).st_mode & 0o077 == 0  # nobody else gets in
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(shm_loader.load, models, named))
         return OK
 
+    return {"/update_weights_from_tensor": answer}
+
+
+def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
+    ranks, told, files = [Model(), Model()], [], []
+    find = shm_slots.tensors
+    monkeypatch.setattr(shm_slots, "tensors", lambda path, *rest: files.append(path) or find(path, *rest))
     flat = torch.arange(12.0)
     tensors = [("a", flat[:4].view(2, 2)), ("b", flat[4:8]), ("c", flat.view(3, 4).t()), ("d", torch.zeros(0, 2)), ("e", flat[:1].bfloat16())]
-    with serve({"/update_weights_from_tensor": engine}) as server:
+    with serve(engine_of(*ranks, seen=told)) as server:
         sender = publisher(server.url, buffer_bytes=32)
         sender.connect()
         for version in (1, 2):
             flat += version
             report = sender.send(iter(tensors), version)
-            for name, tensor in tensors:
-                assert torch.equal(model.got[name], tensor)
-        folder = os.path.dirname(told[0])
-        assert [os.path.basename(path) for path in told] == ["slot-0", "slot-1", "slot-0", "slot-1"] * 2
+            for model in ranks:
+                for name, tensor in tensors:
+                    assert torch.equal(model.got[name], tensor)
+        assert len(told) == 2 and told[0]["kind"] == "socket"
+        folder = os.path.dirname(told[0]["channels"][0])
+        assert sorted(os.listdir(folder)) == ["slot-0", "slot-1"]
+        assert sorted({os.path.basename(path) for path in files}) == ["slot-0", "slot-1"] and len(files) == 2 * 2 * 4
         sender.close()
     assert not os.path.exists(folder)
     assert report.num_tensors == 5 and report.num_bytes == 82
@@ -75,7 +91,7 @@ def test_tensors_arrive_in_two_files_that_are_kept():
 
 def test_no_more_than_two_buckets_are_alive(monkeypatch):
     monkeypatch.setattr("slime_like.weight_sync.ipc.SLACK_BYTES", 4096)
-    with serve({"/update_weights_from_tensor": OK}) as server:
+    with serve(engine_of(Model(), Model())) as server:
         sender = publisher(server.url, buffer_bytes=100_000)
         sender.connect()
         alive = Alive(sender._slots)
@@ -85,24 +101,91 @@ def test_no_more_than_two_buckets_are_alive(monkeypatch):
         sender.close()
 
 
-def test_a_refused_bucket_ends_the_sync_and_the_next_one_works():
+TENSORS = [(f"t{number}", torch.full((2,), float(number))) for number in range(6)]
+
+
+def test_a_refused_request_ends_the_sync_and_the_next_one_works():
     model, answers = Model(), [(400, {"success": False, "message": "no session"})]
-
-    def engine(body):
-        if answers:
-            return answers.pop()
-        shm_loader.load(model, pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
-        return OK
-
-    tensors = [(f"t{number}", torch.full((2,), float(number))) for number in range(6)]
-    with serve({"/update_weights_from_tensor": engine}) as server:
-        sender = publisher(server.url, buffer_bytes=16)
+    answer = engine_of(model)["/update_weights_from_tensor"]
+    with serve({"/update_weights_from_tensor": lambda body: answers.pop() if answers else answer(body)}) as server:
+        sender = publisher(server.url, buffer_bytes=16, tp_size=1)
         with pytest.raises(EngineError, match="no session"):
-            sender.send(iter(tensors), 1)
-        assert not model.got  # nothing is sent behind a bucket that failed
-        sender.send(iter(tensors), 1)
-        assert all(torch.equal(model.got[name], tensor) for name, tensor in tensors)
+            sender.send(iter(TENSORS), 1)
+        assert not model.got
+        sender.send(iter(TENSORS), 1)
+        assert all(torch.equal(model.got[name], tensor) for name, tensor in TENSORS)
         sender.close()
+
+
+class Picky(Model):
+    """Cannot load one of the tensors, once."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.refused = name
+
+    def load_weights(self, pairs):
+        pairs = dict(pairs)
+        if self.refused in pairs:
+            self.refused = ""
+            raise RuntimeError("size mismatch for t3")
+        super().load_weights(pairs.items())
+
+
+def test_what_one_rank_cannot_load_is_told_and_ends_it_everywhere():
+    ranks = [Model(), Picky("t3")]
+    with serve(engine_of(*ranks)) as server:  # whose answer is that all is well: our loader must not raise
+        sender = publisher(server.url, buffer_bytes=16)
+        with pytest.raises(WeightSyncError, match="engine 0 at .*, rank 1: load bucket 3 of version 1: RuntimeError: size mismatch for t3"):
+            sender.send(iter(TENSORS), 1)
+        sender.send(iter(TENSORS), 1)
+        assert set(ranks[0].got) == set(ranks[1].got) == {name for name, _ in TENSORS}
+        sender.close()
+
+
+def test_an_engine_that_goes_away_is_named():
+    def leaves(body):
+        told = json.loads(bytes(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][1].tolist()))
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(told["channels"][0])
+            line.sendall(b'{"engine": 0, "rank": 0}\n')
+            line.recv(10)
+        return 500, {"message": "the scheduler died"}
+
+    with serve({"/update_weights_from_tensor": leaves}) as server:
+        sender = publisher(server.url, tp_size=1)
+        with pytest.raises(EngineError, match="engine 0.*500.*the scheduler died"):
+            sender.send(iter(TENSORS), 1)
+        sender.close()
+
+
+def test_when_one_source_fails_engines_and_the_other_sources_stop():
+    models = [Model(), Model()]
+    host = Sources("127.0.0.1", 0, is_host=True, who="trainer source 0", timeout_s=5)
+    known = [host, Sources("127.0.0.1", host.port, is_host=False, who="trainer source 1", timeout_s=5)]
+
+    def broken():
+        yield TENSORS[0]
+        raise RuntimeError("no memory")
+
+    def slow(tensors):
+        for item in tensors:
+            time.sleep(0.05)
+            yield item
+
+    with serve(engine_of(*models)) as server, ThreadPoolExecutor() as pool:
+        senders = [publisher(server.url, buffer_bytes=16, source=number, sources=known[number]) for number in range(2)]
+        first, second = pool.submit(senders[0].send, slow(TENSORS[:3]), 1), pool.submit(senders[1].send, broken(), 1)
+        with pytest.raises(RuntimeError, match="no memory"):
+            second.result(10)
+        with pytest.raises(WeightSyncError, match="trainer source 0 stops: trainer source 1: RuntimeError: no memory"):
+            first.result(10)
+        reports = list(pool.map(lambda number: senders[number].send(TENSORS[number::2], 2), range(2)))
+        assert [report.num_tensors for report in reports] == [3, 3]
+        for model in models:
+            assert all(torch.equal(model.got[name], tensor) for name, tensor in TENSORS)
+        for sender in senders:
+            sender.close()
 
 
 def test_full_shared_memory_is_an_error_and_not_a_signal(monkeypatch):
@@ -163,12 +246,12 @@ def test_loader_reads_only_from_the_announced_folder(tmp_path, monkeypatch):
     outside.write_text("x")
     (folder / "good").write_text("x")
     (folder / "link").symlink_to(outside)
-    assert shm_loader.checked_path(str(folder / "good"), str(folder)) == str(folder / "good")
+    assert shm_slots.checked_path(str(folder / "good"), str(folder)) == str(folder / "good")
     for bad in (outside, folder / "link", folder / ".." / "in-not", folder):
         with pytest.raises(PermissionError):
-            shm_loader.checked_path(str(bad), str(folder))
+            shm_slots.checked_path(str(bad), str(folder))
     with pytest.raises(PermissionError, match="not set"):
-        shm_loader.checked_path(str(folder / "good"), None)
+        shm_slots.checked_path(str(folder / "good"), None)
 
 
 def test_names_shared_by_launcher_and_loader_agree():

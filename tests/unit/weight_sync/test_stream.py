@@ -58,6 +58,8 @@ def test_tensors_that_the_engine_joins_are_never_parted():
     tensors = [(attention + name + ".weight", torch.zeros(2)) for name in ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
     assert [len(bucket) for bucket in names(tensors, 8)] == [1, 3, 1]
     assert [len(bucket) for bucket in names(tensors[3:], 8)] == [1, 1]  # without a compressed query there is nothing to wait for
+    renamed = [("model.layers.0.self_attn.q_a_proj.weight", torch.zeros(2)), *((f"model.layers.{i}.mlp.weight", torch.zeros(2)) for i in (1, 2))]
+    assert [len(bucket) for bucket in names(renamed, 8)] == [1, 1, 1]  # what it waits for never comes
 
 
 def digest(tensors) -> int:

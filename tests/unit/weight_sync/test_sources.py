@@ -8,13 +8,13 @@ import time
 import pytest
 
 from slime_like.errors import WaitTimeout, WeightSyncError
-from slime_like.weight_sync.turns import Turns
+from slime_like.weight_sync.sources import Sources
 
 
 @pytest.fixture
 def three():
-    host = Turns("127.0.0.1", 0, is_host=True, who="source 0", timeout_s=5)
-    return [host] + [Turns("127.0.0.1", host.port, is_host=False, who=f"source {number}", timeout_s=5) for number in (1, 2)]
+    host = Sources("127.0.0.1", 0, is_host=True, who="source 0", timeout_s=5)
+    return [host] + [Sources("127.0.0.1", host.port, is_host=False, who=f"source {number}", timeout_s=5) for number in (1, 2)]
 
 
 def test_never_two_at_a_time_and_each_gets_its_turns(three):
@@ -57,8 +57,8 @@ def test_a_failure_ends_all_who_come_later_and_the_next_round_is_free_of_it(thre
 
 
 def test_a_turn_that_is_never_given_on_ends_at_the_deadline():
-    holder = Turns("127.0.0.1", 0, is_host=True, who="source 0", timeout_s=5)
-    waiting = Turns("127.0.0.1", holder.port, is_host=False, who="source 1", timeout_s=0.3)
+    holder = Sources("127.0.0.1", 0, is_host=True, who="source 0", timeout_s=5)
+    waiting = Sources("127.0.0.1", holder.port, is_host=False, who="source 1", timeout_s=0.3)
     held = holder.turn("bucket 0")
     held.__enter__()
     start = time.monotonic()

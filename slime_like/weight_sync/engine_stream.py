@@ -1,0 +1,132 @@
+"""Runs inside the engine: one request during which weights come in from all trainer sources and are loaded, until every source has ended.
+
+Each source has a channel of its own: a socket beside the shared memory through which it tells where in which file a bucket lies (this file),
+or a process group over which the bucket comes (engine_groups). A bucket may come with a list of what to digest once it is loaded
+(engine_receipt); at its end the source hears one digest of all of these.
+
+Nothing is raised: an exception in a custom loader ends SGLang's scheduler (0.5.23). The sources are told instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import wait
+
+from slime_like.weight_sync import shm_slots
+from slime_like.weight_sync.engine_groups import take_groups
+from slime_like.weight_sync.engine_receipt import digest_of_entries, held_by
+
+logger = logging.getLogger(__name__)
+
+#: Name of the one "tensor" of the request.
+STREAM_NAME = "__stream__"
+#: Bytes of one line, at most.
+_MOST = 1 << 26
+
+
+def take(model, request: bytes, directory: str | None) -> None:
+    """Load everything. request: JSON {"kind": "socket" or "group", "channels": [path of the socket or name of the group, …], "engine": its
+    index, "rank", "layout": which of the lists of digests is for this engine (groups), "timeout_s": the longest wait for a bucket}.
+    """
+    told = json.loads(request)
+    loading = Loading(model)
+    try:
+        if told["kind"] == "group":
+            take_groups(loading, told)
+        else:
+            _take_sockets(loading, told, directory)
+    except Exception:
+        logger.exception("weights were not taken in")
+
+
+class Loading:
+    """The model's own loader, and for each channel one digest of all that was to be digested."""
+
+    def __init__(self, model):
+        self.model = model
+        self._held: dict | None = None
+        self._hashes: dict[str, object] = {}
+
+    def load(self, channel: str, tensors: Iterator[tuple], entries: Sequence[list]) -> None:
+        """One bucket; its memory may be written to again afterwards."""
+        self.model.load_weights(tensors)
+        if entries:
+            if self._held is None:
+                self._held = held_by(self.model)
+            self._hash(channel).update(digest_of_entries(self._held, entries))
+
+    def digest(self, channel: str) -> str:
+        """16 hex digits."""
+        return self._hash(channel).hexdigest()
+
+    def _hash(self, channel: str):
+        import xxhash
+
+        return self._hashes.setdefault(channel, xxhash.xxh3_64())
+
+
+def _take_sockets(loading: Loading, told: dict, directory: str | None) -> None:
+    lines: dict[socket.socket, _Line] = {}
+    with contextlib.ExitStack() as stack:
+        try:
+            for path in told["channels"]:
+                line = stack.enter_context(_Line(shm_slots.checked_path(path, directory, stat.S_ISSOCK), told["timeout_s"]))
+                lines[line.socket] = line
+                line.say({"engine": told["engine"], "rank": told["rank"]})
+            while lines:
+                ready = wait(list(lines), told["timeout_s"])
+                if not ready:
+                    raise TimeoutError(f"no weights came for {told['timeout_s']} s")
+                for one in ready:
+                    if _next_bucket(loading, lines[one], directory):
+                        del lines[one]
+        except Exception as error:
+            if not lines:
+                raise
+            for line in lines.values():
+                with contextlib.suppress(OSError):
+                    line.say({"error": f"{type(error).__name__}: {error}"})
+
+
+def _next_bucket(loading: Loading, line: _Line, directory: str | None) -> bool:
+    """Load one source's next bucket; True if the source has ended instead."""
+    message = line.hear()
+    if "load" not in message:
+        line.say({"digest": loading.digest(line.path)})
+        return True
+    path, start, stop = message["load"]
+    loading.load(line.path, shm_slots.tensors(shm_slots.checked_path(path, directory), start, stop), message["digest"])
+    line.say({"loaded": stop})
+    return False
+
+
+class _Line:
+    """A connection to a source on which each message is a line of JSON."""
+
+    def __init__(self, path: str, timeout_s: float):
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(timeout_s)
+        self._file = self.socket.makefile("rb")
+
+    def __enter__(self) -> _Line:
+        self.socket.connect(self.path)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+        self.socket.close()
+
+    def say(self, message: dict) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self) -> dict:
+        line = self._file.readline(_MOST)
+        if not line.endswith(b"\n"):
+            raise ConnectionError(f"the source at {self.path} went away before its end")
+        return json.loads(line)
