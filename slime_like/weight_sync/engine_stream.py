@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import selectors
 import socket
 import stat
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import wait
 
 from slime_like.weight_sync import shm_slots
 from slime_like.weight_sync.engine_groups import take_groups
@@ -71,24 +71,27 @@ class Loading:
 
 
 def _take_sockets(loading: Loading, told: dict, directory: str | None) -> None:
-    lines: dict[socket.socket, _Line] = {}
+    lines: list[_Line] = []  # of sources that have not ended
     with contextlib.ExitStack() as stack:
         try:
             for path in told["channels"]:
-                line = stack.enter_context(_Line(shm_slots.checked_path(path, directory, stat.S_ISSOCK), told["timeout_s"]))
-                lines[line.socket] = line
-                line.say({"engine": told["engine"], "rank": told["rank"]})
+                lines.append(stack.enter_context(_Line(shm_slots.checked_path(path, directory, stat.S_ISSOCK), told["timeout_s"])))
+                lines[-1].say({"engine": told["engine"], "rank": told["rank"]})
+            selector = stack.enter_context(selectors.DefaultSelector())
+            for line in lines:
+                selector.register(line.socket, selectors.EVENT_READ, line)
             while lines:
-                ready = wait(list(lines), told["timeout_s"])
+                ready = selector.select(told["timeout_s"])
                 if not ready:
                     raise TimeoutError(f"no weights came for {told['timeout_s']} s")
-                for one in ready:
-                    if _next_bucket(loading, lines[one], directory):
-                        del lines[one]
+                for key, _ in ready:
+                    if _next_bucket(loading, key.data, directory):
+                        selector.unregister(key.fileobj)
+                        lines.remove(key.data)
         except Exception as error:
             if not lines:
                 raise
-            for line in lines.values():
+            for line in lines:
                 with contextlib.suppress(OSError):
                     line.say({"error": f"{type(error).__name__}: {error}"})
 

@@ -12,11 +12,11 @@ import contextlib
 import functools
 import json
 import os
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import wait
 from typing import BinaryIO
 
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
@@ -270,17 +270,19 @@ class Readers:
                 self._went_away(reader, phase, error)
         answers: dict[Reader, dict] = {}
         deadline = time.monotonic() + self._timeout_s
-        while len(answers) < len(self._sockets):
-            waiting = {connection: reader for reader, connection in self._sockets.items() if reader not in answers}
-            ready = wait(list(waiting), _LOOK_S)
-            for connection in ready:
-                reader = waiting[connection]  # type: ignore[index] - it gives back what it was given
-                answers[reader] = self._answer(reader, phase)
-            if not ready:
-                self._check()
-                if time.monotonic() > deadline:
-                    late = ", ".join(self._names[reader] for reader in waiting.values())
-                    raise WaitTimeout(who=self._who, whom=late, phase=phase, seconds=self._timeout_s, last=f"{len(answers)} answered")
+        with selectors.DefaultSelector() as selector:
+            for reader, connection in self._sockets.items():
+                selector.register(connection, selectors.EVENT_READ, reader)
+            while selector.get_map():
+                ready = selector.select(_LOOK_S)
+                for key, _ in ready:
+                    answers[key.data] = self._answer(key.data, phase)
+                    selector.unregister(key.fileobj)
+                if not ready:
+                    self._check()
+                    if time.monotonic() > deadline:
+                        late = ", ".join(name for reader, name in self._names.items() if reader not in answers)
+                        raise WaitTimeout(who=self._who, whom=late, phase=phase, seconds=self._timeout_s, last=f"{len(answers)} answered")
         return answers
 
     def close(self) -> None:

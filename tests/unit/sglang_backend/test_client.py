@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from sglang_backend.fake_http import serve
@@ -102,3 +105,42 @@ def test_session_left_open_by_a_failed_sync_is_closed_first():
 def test_engine_without_weight_versions_is_refused():
     with serve({"/model_info": (200, {"model_path": "m"})}) as server, pytest.raises(EngineError, match="too old for weight sync"):
         client_of(server.url).weight_version()
+
+
+def test_connections_are_kept_between_threads_but_not_for_long(monkeypatch):
+    opened = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self):
+            opened.append(self.client_address)
+            super().setup()
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args):
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        client = EngineClient(EngineEndpoint(index=0, url=f"http://127.0.0.1:{server.server_address[1]}"), timeout_s=5)
+        for _ in range(3):
+            thread = threading.Thread(target=client.models)
+            thread.start()
+            thread.join()
+        assert len(opened) == 1
+        monkeypatch.setattr("slime_like.sglang_backend.client._KEEP_S", 0.0)  # the server would have closed it
+        client.models()
+        assert len(opened) == 2
+        with ThreadPoolExecutor(2) as pool:  # never two requests on one
+            list(pool.map(lambda _: client.models(), range(2)))
+        assert len(opened) >= 3
+    finally:
+        server.shutdown()
+        server.server_close()
