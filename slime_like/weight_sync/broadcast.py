@@ -13,12 +13,14 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from slime_like.errors import SlimeLikeError, WeightSyncError
+from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import free_port, host_port, interface_of
 from slime_like.weight_sync.engine_groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
@@ -35,6 +37,8 @@ _FLAT = "flattened_bucket"
 _HOST_SLOT_BYTES = 32 << 20
 #: After a failure: how long engines that are well may take to hear of it.
 _GIVE_UP_S = 5.0
+#: After a group broke: how long the answer to an engine's request, or another source, which say more, may take.
+_LAST_WORDS_S = 3.0
 
 
 class BroadcastPublisher:
@@ -168,10 +172,15 @@ class GroupStream(Stream):
         self._group, self._name, self._device = group, name, device
         self._everyone = ", ".join(engine_name(client) for client in clients)
         self._is_in_flight = False  # something that may wait for an engine for good
+        self._all_told = False
         self._readers = [(client.endpoint.index, rank) for client in clients for rank in range(client.endpoint.tp_size)]
 
     def __enter__(self) -> GroupStream:
-        self.start("group", self._name)
+        try:
+            self.start("group", self._name)
+        except BaseException as error:
+            self.fail(error)  # no engine was asked yet
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -179,27 +188,27 @@ class GroupStream(Stream):
             return
         self.fail(error)
         try:
-            if self._is_in_flight:
-                store_of(self._group).set(OVER, b"")
-            else:
+            if not self._is_in_flight and not self._all_told:
                 self.has_ended = True
                 self._end(GAVE_UP, _GIVE_UP_S)
         except (SlimeLikeError, RuntimeError) as late:
             logger.warning("%s: engines were not told that this weight sync is over: %s", self.who, late)
+        if not self._all_told:  # engines look there while nothing comes
+            store_of(self._group).set(OVER, f"{self.who}: {type(error).__name__}: {error}")
 
     def load(self, slot: Slot, phase: str) -> None:
         """One bucket."""
-        self.check()
+        self._watch()
         digests = [] if self.proof is None else self.proof.entries([entry.name for entry in slot.entries])
         table = {"tensors": [entry.row() for entry in slot.entries], "digests": digests}
         start = slot.used
         stop = slot.append(json.dumps(table).encode())
 
         def send() -> None:
-            self._broadcast_header(stop, start)
+            self._broadcast_header(stop, start, slot.memory.numel())
             _send_flat(slot.memory[:stop], self._group)
 
-        self._together(send, phase, self.options.timeout_s)
+        self._together(send, phase, self.options.timeout_s, self._watch)
 
     def end(self) -> None:
         """Everything was sent; hear of what was digested. Raises WeightSyncError with what an engine says."""
@@ -218,20 +227,42 @@ class GroupStream(Stream):
         told = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
 
         def send() -> None:
-            self._broadcast_header(how, 0)
+            self._broadcast_header(how, 0, 0)
             dist.all_gather(told, mine, group=self._group)
 
-        self._together(send, "end weight sync", timeout_s)
+        self._together(send, "end weight sync", timeout_s, self._watch if how == END else self.check_engines)
+        self._all_told = True
         return {reader: json.loads(bytes(status.cpu().numpy())) for reader, status in zip(self._readers, told[1:], strict=True)}
 
-    def _broadcast_header(self, size: int, start: int) -> None:
-        _send_flat(torch.tensor([size, start], dtype=torch.int64, device=self._device), self._group)
+    def _broadcast_header(self, size: int, start: int, room: int) -> None:
+        _send_flat(torch.tensor([size, start, room], dtype=torch.int64, device=self._device), self._group)
 
-    def _together(self, act: Callable[[], None], phase: str, timeout_s: float) -> None:
+    def _together(self, act: Callable[[], None], phase: str, timeout_s: float, watch: Callable[[], None]) -> None:
         """In a thread: should an engine refuse or die, waiting for it to receive would last until the deadline."""
         self._is_in_flight = True
-        run_together({self._everyone: act}, timeout_s=timeout_s, who=self.who, phase=phase, watch=self.check_engines)
+        try:
+            run_together({self._everyone: act}, timeout_s=timeout_s, who=self.who, phase=phase, watch=watch)
+        except RuntimeError as error:  # of the group, which knows no engines' names
+            self._lost(f"the group with {self._everyone} is broken: {error}")
         self._is_in_flight = False
+
+    def _watch(self) -> None:
+        """Raise if waiting has become pointless."""
+        store = store_of(self._group)
+        if store.check([OVER]):
+            self._lost(store.get(OVER).decode())
+        self.check()
+
+    def _lost(self, reason: str) -> NoReturn:
+        """Raise what an engine's answer or another source says, which comes a little later and knows more; otherwise this."""
+        ends = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < ends and not (self._requests is not None and self._requests.is_done):
+            if self.options.sources is not None:
+                self.options.sources.check()
+            time.sleep(0.05)
+        if self._requests is not None:
+            self._requests.check()
+        raise EngineError(f"{self.who}: {reason}. Engines may hold half of the weights.")
 
 
 def _send_flat(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -51,7 +51,7 @@ class Sources:
 
     def fail(self, reason: str) -> None:
         """Tell the others that this round is lost."""
-        self._store.set(f"{self._round}/failed", f"{self._who}: {reason}")
+        self._store.compare_set(f"{self._round}/failed", "", f"{self._who}: {reason}")  # the first one's is the cause
 
     def check(self) -> None:
         """Raise WeightSyncError if a source has failed in this round."""
