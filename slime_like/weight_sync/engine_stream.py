@@ -10,6 +10,7 @@ Nothing is raised: an exception in a custom loader ends SGLang's scheduler (0.5.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import selectors
@@ -44,13 +45,18 @@ def take(model, request: bytes, directory: str | None) -> None:
         logger.exception("weights were not taken in")
 
 
+def new_hash() -> hashlib.blake2b:
+    """What joins the digests of one channel; in the standard library, which every engine has."""
+    return hashlib.blake2b(digest_size=8)
+
+
 class Loading:
     """The model's own loader, and for each channel one digest of all that was to be digested."""
 
     def __init__(self, model):
         self.model = model
         self._held: dict | None = None
-        self._hashes: dict[str, object] = {}
+        self._hashes: dict[str, hashlib.blake2b] = {}
 
     def load(self, channel: str, tensors: Iterator[tuple], entries: Sequence[list]) -> None:
         """One bucket; its memory may be written to again afterwards."""
@@ -64,10 +70,8 @@ class Loading:
         """16 hex digits."""
         return self._hash(channel).hexdigest()
 
-    def _hash(self, channel: str):
-        import xxhash
-
-        return self._hashes.setdefault(channel, xxhash.xxh3_64())
+    def _hash(self, channel: str) -> hashlib.blake2b:
+        return self._hashes.setdefault(channel, new_hash())
 
 
 def _take_sockets(loading: Loading, told: dict, directory: str | None) -> None:

@@ -22,7 +22,6 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-import xxhash
 
 from slime_like.config.model import ModelConfig
 from slime_like.errors import EngineError, WeightSyncError
@@ -30,6 +29,7 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.engine_layout import Cut, Piece, pieces
 from slime_like.weight_sync.engine_receipt import BUFFER, RECEIPT_NAME, digest, weighted_sum
+from slime_like.weight_sync.engine_stream import new_hash
 from slime_like.weight_sync.stream import NamedTensor, raw_bytes
 from slime_like.weight_sync.together import run_together
 
@@ -66,7 +66,7 @@ class _Asked:
     """What one rank was asked to digest, and the digest that it must give."""
 
     def __init__(self) -> None:
-        self._hash, self._count = xxhash.xxh3_64(), 0
+        self._hash, self._count = new_hash(), 0
 
     def add(self, held: Sequence[Held]) -> None:
         for one in held:
