@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what scripts/test.sh leaves out because it takes long: the whole parity table, the whole table of weight sync faults, more whole runs
-# (about 15 minutes on two cores).
+# (about 25 minutes on two cores).
 #   bash scripts/test_long.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

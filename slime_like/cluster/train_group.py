@@ -52,6 +52,11 @@ class TrainActor:
         """Run one method of the worker."""
         return getattr(self._worker, method)(*args)
 
+    def leave(self) -> None:
+        """Remove what would outlive this process."""
+        if self._worker is not None:
+            self._worker.remove_files()
+
     def pid(self) -> int:
         """Answers while the process lives."""
         return os.getpid()
@@ -62,6 +67,10 @@ class TrainActor:
         return found if self._place["rank"] == 0 else None
 
 
+#: How long the news of a failure may take from rank to rank.
+_HEAR_S = 10.0
+#: How long ranks may take to leave.
+_LEAVE_S = 2.0
 #: Roles that run as a TrainGroup, in the words of messages.
 _WHO = {"actor": "trainer", "critic": "critic", "ref": "reference"}
 
@@ -136,11 +145,16 @@ class TrainGroup:
 
     def publish(self, version: int, endpoints: tuple[EngineEndpoint, ...], watch: Callable[[], None] | None = None) -> SyncReceipt:
         """Send the weights to every engine, inside the envelope that the caller opened. watch: asked each second; what it raises ends the wait."""
-        return self._all("publish", "weight sync", version, endpoints, seconds=self._config.sync.update_weight_timeout_s, watch=watch)[0]
+        return self._all("publish", "weight sync", version, endpoints, seconds=self._sync_seconds, watch=watch)[0]
 
     def verify_weights(self, watch: Callable[[], None] | None = None) -> tuple[int, int]:
         """Compare the engines' weights with those last published: (engines compared, tensors left out). Raises WeightSyncError."""
-        return self._all("verify_weights", "verify weights", seconds=self._config.sync.update_weight_timeout_s, watch=watch)[0]
+        return self._all("verify_weights", "verify weights", seconds=self._sync_seconds, watch=watch)[0]
+
+    @property
+    def _sync_seconds(self) -> float:
+        """Longer than a rank waits for an engine, which may begin at any time: it says which engine, we could only say which rank."""
+        return 2 * self._config.sync.update_weight_timeout_s + _HEAR_S
 
     def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
         """Log-probs [T] of every sample at temperature 1."""
@@ -171,7 +185,9 @@ class TrainGroup:
         return {f"{self._who} rank {i}": actor.pid.remote() for i, actor in enumerate(self.actors)}
 
     def close(self) -> None:
-        """End every rank."""
+        """End every rank; those that are not in the middle of something first give back what would outlive them."""
+        refs = [actor.leave.remote() for actor in self.actors]
+        ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
         kill_actors(self.actors)
 
 

@@ -170,6 +170,11 @@ class WeightPublisher:
             self._publisher.close()
             self._publisher = None
 
+    def remove_files(self) -> None:
+        """Give shared memory back. Asks no engine, which may have ended; nothing can be sent afterwards."""
+        if self.transport == "ipc":
+            self.close()
+
     def _check_names(self, sent: list[str]) -> None:
         """Every tensor of the model once: a digest says nothing of one that was never sent. Raises WeightSyncError."""
         if self._receipt is None and not sent:

@@ -119,6 +119,11 @@ class TrainWorker:
         release_hooks(getattr(self, "model", ()))
         shut_down()
 
+    def remove_files(self) -> None:
+        """Give back what would outlive this process, before it is killed."""
+        if self._publisher is not None:
+            self._publisher.remove_files()
+
     # ------------------------------------------------------------------ training
 
     def train(self, step: int, samples: list[TrainSample]) -> StepReport:

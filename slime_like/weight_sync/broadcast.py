@@ -26,7 +26,7 @@ from slime_like.utils.net import free_port, host_port, interface_of
 from slime_like.weight_sync.engine_groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.slots import Sending, Slot, send_in_slots, slot_bytes
 from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport
-from slime_like.weight_sync.streaming import Reader, Stream, engine_name, takes_streams
+from slime_like.weight_sync.streaming import LAST_WORDS_S, Reader, Stream, engine_name, takes_streams
 from slime_like.weight_sync.together import run_together
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ _FLAT = "flattened_bucket"
 _HOST_SLOT_BYTES = 32 << 20
 #: After a failure: how long engines that are well may take to hear of it.
 _GIVE_UP_S = 5.0
-#: After a group broke: how long the answer to an engine's request, or another source, which say more, may take.
-_LAST_WORDS_S = 3.0
 
 
 class BroadcastPublisher:
@@ -255,7 +253,7 @@ class GroupStream(Stream):
 
     def _lost(self, reason: str) -> NoReturn:
         """Raise what an engine's answer or another source says, which comes a little later and knows more; otherwise this."""
-        ends = time.monotonic() + _LAST_WORDS_S
+        ends = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < ends and not (self._requests is not None and self._requests.is_done):
             if self.options.sources is not None:
                 self.options.sources.check()

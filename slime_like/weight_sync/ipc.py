@@ -129,6 +129,7 @@ class IpcPublisher:
         self._slots = []
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+            _remove_dead(os.path.dirname(self._directory))  # of a source of the same run that was killed
             drop_shared_directory()
             self._directory = None
 

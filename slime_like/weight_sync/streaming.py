@@ -31,8 +31,8 @@ from slime_like.weight_sync.together import run_together
 _LOOK_S = 0.5
 #: How long one that has connected may take to say who it is.
 _HELLO_S = 10.0
-#: After an engine let go of us: how long the answer to its request, which says more, may take.
-_LAST_WORDS_S = 3.0
+#: After an engine let go of us: how long the answer to its request, which says more, may take. SGLang's server outlives its scheduler by five seconds.
+LAST_WORDS_S = 8.0
 
 #: One rank of one engine: (engine's index, rank).
 Reader = tuple[int, int]
@@ -60,7 +60,7 @@ class EngineRequests:
 
     def _run(self, tasks: Mapping[str, Callable], timeout_s: float, who: str, phase: str) -> None:
         try:
-            run_together(tasks, timeout_s=timeout_s, who=who, phase=phase)
+            run_together(tasks, timeout_s=2 * timeout_s, who=who, phase=phase)
         except BaseException as error:  # noqa: BLE001 - raised by check()
             self._failure = error
         self._done.set()
@@ -83,7 +83,8 @@ class EngineRequests:
 
 def _ask(client: EngineClient, told: Callable[[EngineClient, int], dict], timeout_s: float) -> None:
     by_rank = [json.dumps(told(client, rank) | {"timeout_s": timeout_s}).encode() for rank in range(client.endpoint.tp_size)]
-    client.update_weights_from_tensor(loader_request(STREAM_NAME, by_rank), load_format=WEIGHT_LOADER, timeout_s=timeout_s)
+    # Longer than a bucket may take, so that a wait for a bucket, which names the rank, ends first.
+    client.update_weights_from_tensor(loader_request(STREAM_NAME, by_rank), load_format=WEIGHT_LOADER, timeout_s=2 * timeout_s)
 
 
 class Stream:
@@ -306,7 +307,7 @@ class Readers:
         return answer
 
     def _went_away(self, reader: Reader, phase: str, error: OSError | None) -> None:
-        ends = time.monotonic() + _LAST_WORDS_S
+        ends = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < ends:  # the answer to its request may say why
             self._check()
             time.sleep(0.05)

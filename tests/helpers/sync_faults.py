@@ -97,14 +97,14 @@ def arm(worker, where: str, fault: Fault) -> None:
     setattr(_ARMED, where.replace(" ", "_"), change)
 
 
-def arm_kill(worker, pids: list[int], after: int) -> None:
-    """SIGKILL processes ([]: this rank itself) when so many tensors were gathered."""
+def arm_kill(worker, pids: list[int], after: int, how: int = signal.SIGKILL) -> None:
+    """Send processes ([]: this rank itself) a signal when so many tensors were gathered."""
 
     def deadly(stream: Stream) -> Stream:
         for number, item in enumerate(stream):
             if number == after:
                 for pid in pids or [os.getpid()]:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, how)
                 time.sleep(0.2)  # until the kernel has closed their sockets
             yield item
 
