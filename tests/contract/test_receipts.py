@@ -130,7 +130,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=() if name in ("deepseek_v3", "glm4_moe") else pytest.mark.long_run) for name in FAMILIES])
 def test_the_layout_of_other_families(family, tmp_path):
     """An engine that has loaded a folder holds what the folder says, all of it; and not what differs in the last bit."""
     tp_size, more = FAMILIES[family]

@@ -43,10 +43,12 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
-    port, dashboard = free_ports(2)
+    port, dashboard, agent, agent_grpc = free_ports(4)
     command = [
         str(Path(sys.executable).parent / "ray"), "start", "--head", "--num-gpus", "4", "--node-ip-address", "127.0.0.1", "--port", str(port),
         "--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard), "--disable-usage-stats", "--block",
+        # At its default port the agent, which takes jobs, may meet one of a cluster that is just ending, and then goes on without listening.
+        "--dashboard-agent-listen-port", str(agent), "--dashboard-agent-grpc-port", str(agent_grpc),
     ]  # fmt: skip
     with open(folder / "ray.log", "w") as log:
         process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
