@@ -6,7 +6,8 @@ import pytest
 
 from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long_run]  # that the numbers are right is tested against transformers, by tests/multiprocess/test_context_parallel.py
+# That the numbers are right is tested against transformers, by tests/multiprocess/test_context_parallel.py.
+pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
 
 def test_context_parallel_trainer_and_one_engine(tiny_model_dir, tiny_data_dir, tmp_path):
