@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: SGLang's name of "one flat uint8 tensor".
 _FLAT = "flattened_bucket"
-#: Without CUDA: the engine takes fresh memory for each bucket, which is cheap only for small ones.
+#: Without CUDA: larger ones gain nothing, and an engine needs memory for two.
 _HOST_SLOT_BYTES = 32 << 20
 #: After a failure: how long engines that are well may take to hear of it.
 _GIVE_UP_S = 5.0
@@ -67,7 +67,7 @@ class BroadcastPublisher:
         tasks: dict[str, Callable] = {}
         offset = 1
         for client in self._clients:
-            tasks[self._name(client)] = lambda client=client, offset=offset: client.init_weights_update_group(
+            tasks[engine_name(client)] = lambda client=client, offset=offset: client.init_weights_update_group(
                 address=options.address, port=port, rank_offset=offset, world_size=world_size,
                 group_name=self._group_name, backend=backend, timeout_s=options.timeout_s,
             )  # fmt: skip
@@ -121,9 +121,6 @@ class BroadcastPublisher:
             except SlimeLikeError as error:
                 logger.warning("%s: leaving the weight sync group: %s", self._who, error)
 
-    def _name(self, client: EngineClient) -> str:
-        return engine_name(client)
-
     def _sending(self, send: Callable[[Slot, str], None], version: int) -> Sending:
         options = self._options
         # An engine has two buckets of every source.
@@ -156,7 +153,9 @@ class BroadcastPublisher:
             "load_format": _FLAT,
             "timeout_s": self._options.timeout_s,
         }
-        tasks: dict[str, Callable] = {self._name(client): (lambda client=client: client.update_weights_from_distributed(**request)) for client in self._clients}
+        tasks: dict[str, Callable] = {
+            engine_name(client): (lambda client=client: client.update_weights_from_distributed(**request)) for client in self._clients
+        }
         # The tensor is sent in a thread too: should an engine refuse the request, waiting for it to receive would last until the deadline.
         tasks["itself"] = functools.partial(_send_flat, slot.filled(), self._group)
         run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)

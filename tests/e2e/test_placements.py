@@ -80,6 +80,7 @@ def test_colocate_two_ranks_two_engines(submit, tiny_model_dir):
     assert_nothing_left(before)
 
 
+@pytest.mark.long_run
 def test_disaggregated_tp2_trainer_tp2_engine(submit, tiny_model_dir):
     before = our_processes()
     run = submit(
