@@ -245,8 +245,12 @@ class EngineClient:
         for old in stale:
             old.close()
         session = session or self._new_session()
-        yield session
-        with self._lock:  # not after an exception: who knows what is still on its way
+        try:
+            yield session
+        except BaseException:
+            session.close()  # who knows what is still on its way
+            raise
+        with self._lock:
             self._idle.append((session, time.monotonic()))
 
     def _new_session(self) -> requests.Session:

@@ -23,7 +23,7 @@ from slime_like.weight_sync.slots import Sending, Slot, send_in_slots, slot_byte
 from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport, num_bytes
 
 #: torch's name of a type -> the format's.
-_TYPES = {
+TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
@@ -165,7 +165,7 @@ def _header(slot: Slot) -> bytes:
     """The beginning of a safetensors file: 8 bytes with the length of the JSON that follows, which is padded so that the tensors are aligned."""
     table: dict = {"__metadata__": {"format": "pt"}}
     for entry in slot.entries:
-        table[entry.name] = {"dtype": _TYPES[entry.dtype], "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
+        table[entry.name] = {"dtype": TYPES[entry.dtype], "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

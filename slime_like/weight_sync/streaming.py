@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
@@ -49,12 +49,13 @@ def takes_streams(client: EngineClient) -> bool:
 
 
 class EngineRequests:
-    """One request to every engine, sent at once, in threads. Only the first source makes them, for all of them; the others have an empty one."""
+    """One request to every engine, sent at once, in threads. Only the first source makes them, for all sources."""
 
     def __init__(self, clients: Sequence[EngineClient], told: Callable[[EngineClient, int], dict], timeout_s: float, who: str, phase: str):
         """told(client, rank): what that rank is told, see engine_stream.take."""
         self._failure: BaseException | None = None
         self._done = threading.Event()
+        self._who, self._whom, self._phase = who, ", ".join(engine_name(client) for client in clients), phase
         tasks = {engine_name(client): functools.partial(_ask, client, told, timeout_s) for client in clients}
         threading.Thread(target=self._run, args=(tasks, timeout_s, who, phase), name=f"{who}: {phase}", daemon=True).start()
 
@@ -76,8 +77,9 @@ class EngineRequests:
             raise self._failure
 
     def wait(self, seconds: float) -> None:
-        """Until every engine has answered, or so long. Raises as check()."""
-        self._done.wait(seconds)
+        """Until every engine has answered. Raises as check(), and WaitTimeout."""
+        if not self._done.wait(seconds):
+            raise WaitTimeout(who=self._who, whom=self._whom, phase=self._phase, seconds=seconds, last="every bucket was loaded")
         self.check()
 
 
@@ -244,19 +246,17 @@ class Readers:
     def __contains__(self, reader: object) -> bool:
         return reader in self._sockets
 
-    def __iter__(self) -> Iterator[Reader]:
-        return iter(self._sockets)
-
     def add(self, connection: socket.socket) -> None:
         """Take in one that has just connected. Raises EngineError if it is none that was expected."""
         connection.settimeout(min(_HELLO_S, self._timeout_s))
         file = connection.makefile("rb")
         try:
             hello = json.loads(file.readline())
-        except (OSError, ValueError) as error:
+            reader = (hello["engine"], hello["rank"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            connection.close()
             raise EngineError(f"{self._who}: who connected for weights did not say who it is ({type(error).__name__})") from error
         connection.settimeout(self._timeout_s)
-        reader = (hello["engine"], hello["rank"])
         if reader not in self._names or reader in self._sockets:
             connection.close()
             raise EngineError(f"{self._who}: engine {reader[0]}, rank {reader[1]} connected for weights, which it was not asked to, or twice")

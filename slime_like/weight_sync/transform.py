@@ -22,10 +22,6 @@ if TYPE_CHECKING:  # the driver checks the path before anything heavy is importe
     from slime_like.weight_sync.stream import NamedTensor
 
 FLAG = "--custom-weight-transform-path"
-#: Types that every transport can send: those that safetensors has had from the start.
-DTYPES = frozenset(
-    ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool")
-)  # fmt: skip
 
 
 def to_bf16(args: Any, name: str, tensor: torch.Tensor) -> list[NamedTensor]:
@@ -123,8 +119,10 @@ class WeightTransform:
 
 
 def _checked(pair: object, where: str) -> NamedTensor:
-    """A (name, tensor) that can be sent."""
+    """A (name, tensor) that every transport can send."""
     import torch
+
+    from slime_like.weight_sync.disk import TYPES
 
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0] or not isinstance(pair[1], torch.Tensor):
         found = f"({', '.join(type(part).__name__ for part in pair)})" if isinstance(pair, (tuple, list)) else f"a {type(pair).__name__}"
@@ -133,6 +131,6 @@ def _checked(pair: object, where: str) -> NamedTensor:
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
         raise WeightSyncError(f"{where}: {name} is a {kind} tensor, whose bytes cannot be sent.")
-    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+    if str(tensor.dtype).removeprefix("torch.") not in TYPES:
         raise WeightSyncError(f"{where}: {name} has type {tensor.dtype}, which cannot be sent. Fix: view its bytes as uint8.")
     return name, tensor

@@ -9,6 +9,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,13 +18,15 @@ import torch
 from sglang_backend.fake_http import serve
 from weight_sync.alive_bytes import Alive
 
-from slime_like.errors import EngineError, WeightSyncError
+from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend import shared_memory
+from slime_like.sglang_backend.client import EngineClient
 from slime_like.weight_sync import shm_loader, shm_slots
 from slime_like.weight_sync.base import PublisherOptions
 from slime_like.weight_sync.ipc import IpcPublisher
 from slime_like.weight_sync.sources import Sources
+from slime_like.weight_sync.streaming import EngineRequests
 
 OK = (200, {"success": True})
 
@@ -157,6 +160,17 @@ def test_an_engine_that_goes_away_is_named():
         with pytest.raises(EngineError, match="engine 0.*500.*the scheduler died"):
             sender.send(iter(TENSORS), 1)
         sender.close()
+
+
+def test_an_engine_that_loads_everything_but_never_answers_is_named():
+    answered = threading.Event()
+    with serve({"/update_weights_from_tensor": lambda body: (answered.wait(5), OK)[1]}) as server:
+        client = EngineClient(EngineEndpoint(index=3, url=server.url), timeout_s=5)
+        requests = EngineRequests([client], lambda client, rank: {}, 5.0, "trainer source 0", "load weights")
+        with pytest.raises(WaitTimeout, match="trainer source 0 waited \S+ s for engine 3 at .* during load weights. Last heard: every bucket was loaded"):
+            requests.wait(0.1)
+        answered.set()
+        requests.wait(5)
 
 
 def test_when_one_source_fails_engines_and_the_other_sources_stop():
