@@ -167,7 +167,7 @@ def test_an_engine_that_loads_everything_but_never_answers_is_named():
     with serve({"/update_weights_from_tensor": lambda body: (answered.wait(5), OK)[1]}) as server:
         client = EngineClient(EngineEndpoint(index=3, url=server.url), timeout_s=5)
         requests = EngineRequests([client], lambda client, rank: {}, 5.0, "trainer source 0", "load weights")
-        with pytest.raises(WaitTimeout, match="trainer source 0 waited \S+ s for engine 3 at .* during load weights. Last heard: every bucket was loaded"):
+        with pytest.raises(WaitTimeout, match=r"trainer source 0 waited \S+ s for engine 3 at .* during load weights. Last heard: every bucket was loaded"):
             requests.wait(0.1)
         answered.set()
         requests.wait(5)
