@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -11,8 +12,9 @@ from tests.e2e.runs import ROOT, environment
 
 pytestmark = pytest.mark.e2e
 
+#: What it finds goes to a file: Ray writes to stdout too, from threads of its own, in the middle of a line.
 SCRIPT = """
-import dataclasses, os, subprocess, sys, time
+import dataclasses, json, os, subprocess, sys, time
 import ray
 from slime_like.cluster.bundles import reserve
 from slime_like.cluster.ray_session import Wait, connect
@@ -21,13 +23,15 @@ from slime_like.config.system import PlacementConfig
 from slime_like.errors import DataError
 from slime_like.planning.placement import make_plan
 
+found = {}
+
 def attempt(name, function):
     started = time.monotonic()
     try:
         function()
-        print(f"{name}: no error")
+        found[name] = "no error"
     except Exception as error:
-        print(f"{name}: {type(error).__name__} after {time.monotonic() - started:.0f} s: {error} {getattr(error, '__notes__', '')}".replace("\\n", " | "))
+        found[name] = f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error} {getattr(error, '__notes__', '')}"
 
 class Actor:
     def work(self, what):
@@ -40,10 +44,10 @@ class Actor:
         time.sleep(30 if what == "late" else 0)
         return what
 
-print("started here:", connect(4))
+found["started here"] = connect(4)
 plan = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2)))
 bundles = reserve(plan, 60)
-print("slots", [slot.gpu_id for slot in bundles.slots], "one host", bundles.on_one_host())
+found["slots"], found["on one host"] = [slot.gpu_id for slot in bundles.slots], bundles.on_one_host()
 attempt("held", lambda: reserve(plan, 2))
 bundles.remove()
 large = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1)))
@@ -56,49 +60,51 @@ for what in ("user error", "bug", "death"):
     attempt(what, lambda: Wait(20, whom="the trainer", phase="train").gather(refs))
 refs = {"rank 0": remote.remote().work.remote("fine"), "rank 7": remote.remote().work.remote("late")}
 attempt("late", lambda: Wait(2, whom="the trainer", phase="train").gather(refs))
-print("in order", Wait(20, whom="x", phase="y").gather({name: remote.remote().work.remote(name) for name in "abc"}))
+found["in order"] = Wait(20, whom="x", phase="y").gather({name: remote.remote().work.remote(name) for name in "abc"})
 stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
 code = f"import ray; ray.init(address={ray.get_runtime_context().gcs_address!r}, logging_level='ERROR'); print('JOINED')"
 done = subprocess.run([sys.executable, "-c", code], env=stranger, capture_output=True, text=True, timeout=60)
-print("stranger", done.returncode != 0, "JOINED" in done.stdout)
+found["stranger refused"] = done.returncode != 0 and "JOINED" not in done.stdout
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
 """
 
 
 @pytest.fixture(scope="module")
-def said():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150)
+def found(tmp_path_factory):
+    file = tmp_path_factory.mktemp("cluster") / "found.json"
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {line.split(":")[0]: line for line in done.stdout.splitlines()}, done.stdout
+    return json.loads(file.read_text())
 
 
-def test_reserved_bundles_are_sorted_and_given_back(said):
-    assert "slots ['0', '1', '2', '3'] one host True" in said[1]
+def test_reserved_bundles_are_sorted_and_given_back(found):
+    assert (found["slots"], found["on one host"]) == (["0", "1", "2", "3"], True)
 
 
-def test_gpus_held_by_another_end_at_the_deadline_with_numbers(said):
-    line = said[0]["held"]
+def test_gpus_held_by_another_end_at_the_deadline_with_numbers(found):
+    line = found["held"]
     assert "PlacementError after" in line and "4 GPUs and" in line and "0 of 4 GPUs free" in line and "--placement-timeout 2" in line
 
 
-def test_what_can_never_be_placed_is_said_at_once(said):
-    assert "PlacementError after 0 s: the plan needs 6 GPUs, but the Ray cluster has 4" in said[0]["impossible"]
+def test_what_can_never_be_placed_is_said_at_once(found):
+    assert "PlacementError after 0 s: the plan needs 6 GPUs, but the Ray cluster has 4" in found["impossible"]
 
 
-def test_first_failure_wins_over_a_rank_that_hangs(said):
-    assert "DataError after" in said[0]["user error"] and "line 3 is bad" in said[0]["user error"] and "rank 0 during train" in said[0]["user error"]
-    assert "RunError" in said[0]["bug"] and "rank 0 failed during train: KeyError: 'missing'" in said[0]["bug"]
-    assert "RunError" in said[0]["death"] and "rank 0 died during train" in said[0]["death"]
+def test_first_failure_wins_over_a_rank_that_hangs(found):
+    assert "DataError after" in found["user error"] and "line 3 is bad" in found["user error"] and "rank 0 during train" in found["user error"]
+    assert "RunError" in found["bug"] and "rank 0 failed during train: KeyError: 'missing'" in found["bug"]
+    assert "RunError" in found["death"] and "rank 0 died during train" in found["death"]
 
 
-def test_timeout_names_who_is_missing(said):
-    line = said[0]["late"]
+def test_timeout_names_who_is_missing(found):
+    line = found["late"]
     assert "WaitTimeout after 2 s" in line and "1 of 2 had answered; missing: rank 7" in line and "during train" in line
 
 
-def test_results_keep_their_order(said):
-    assert "in order ['a', 'b', 'c']" in said[1]
+def test_results_keep_their_order(found):
+    assert found["in order"] == ["a", "b", "c"]
 
 
-def test_a_stranger_cannot_join_the_private_cluster(said):
-    assert "started here" in said[0]
-    assert "stranger True False" in said[1]
+def test_a_stranger_cannot_join_the_private_cluster(found):
+    assert found["started here"] is True and found["stranger refused"] is True

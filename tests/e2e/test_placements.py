@@ -165,7 +165,7 @@ def test_external_engine_gets_no_gpu_and_lives_on(submit, tiny_model_dir, extern
 def test_cluster_is_free_afterwards(ray_cluster):
     """Every GPU that the runs above reserved has been given back."""
     join = "import ray, os, time; ray.init(address=os.environ['RAY_ADDRESS'], logging_level='ERROR'); time.sleep(1)"
-    script = f"{join}; print('free', ray.available_resources().get('GPU'))"
+    script = f"{join}; print('free ' + str(ray.available_resources().get('GPU')))"
     done = subprocess.run(
         [sys.executable, "-c", script], env=ray_cluster.environment | {"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60
     )
