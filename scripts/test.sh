@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv (once) and runs the tests.
-#   bash scripts/test.sh                    all of them
+#   bash scripts/test.sh                    all of them, in two lanes at once: whole runs wait much, the others compute
 #   bash scripts/test.sh tests/unit -k plan anything pytest takes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,7 +12,26 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MKL_NUM_THREADS="${MKL_NUM_THREAD
 # Nothing may be fetched from a model hub, nor reported to anyone.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
+# In a subshell, whose process becomes pytest, so that it can be ended.
+run_tests() { exec python -m pytest --durations=15 --durations-min=1 --require-passed "$@"; }
+
 status=0
-python -m pytest --durations=15 --durations-min=1 --require-passed "$@" || status=$?
+if (($#)); then
+  (run_tests "$@") || status=$?
+else
+  # Every test is in one of the lanes: the second has whatever the first leaves out.
+  first=(tests/e2e)
+  output=$(mktemp)
+  (run_tests tests "${first[@]/#/--ignore=}" >"${output}" 2>&1) &
+  second=$!
+  trap 'kill "${second}" 2>/dev/null || true; rm -f "${output}"' EXIT
+  printf '== %s\n' "${first[*]}"
+  (run_tests "${first[@]}") || status=$?
+  second_status=0
+  wait "${second}" || second_status=$?
+  printf '\n== the other tests, which ran at the same time\n'
+  cat "${output}"
+  if ((status == 0)); then status=${second_status}; fi
+fi
 printf 'tests: %d s in all, exit status %d\n' "${SECONDS}" "${status}"
 exit "${status}"

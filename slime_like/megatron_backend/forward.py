@@ -10,10 +10,16 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from slime_like.megatron_backend.packing import PackedBatch
 
+#: Logits that are worked on at once on the host.
+HOST_ELEMENTS = 1 << 19
+
 
 def run_model(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """This chunk's output for one pack: logits [R, T, V / tensor parallel size] from the last, activations before it."""
-    return model(batch.tokens, batch.positions, None, packed_seq_params=batch.sequences, padding_mask=_padding_for_routers(model, batch))
+    """This chunk's output for one pack, in the model's type: logits [R, T, V / tensor parallel size] from the last, activations before it."""
+    # Blocks of bf16 logits are made fp32 one after another; a whole fp32 copy would be twice as large as they are.
+    kept = {"fp32_output": False} if get_model_config(model).bf16 else {}
+    padding = _padding_for_routers(model, batch)
+    return model(batch.tokens, batch.positions, None, packed_seq_params=batch.sequences, padding_mask=padding, **kept)
 
 
 def _padding_for_routers(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor | None:
@@ -40,91 +46,122 @@ def log_probs_and_entropy(logits: torch.Tensor, targets: torch.Tensor, scoring: 
     """log p(target) [R x T] and entropy in nats [R x T], of softmax(logits / temperature) over the real vocabulary.
 
     logits: [R, T, V / tensor parallel size], targets: [R x T]. Equal on every tensor parallel rank; differentiable once.
-    Beside the logits and, in backward, their gradient, at most two [chunk_tokens, V / tp] fp32 tensors are alive.
+    The gradient takes the place of logits that an operation made, so nobody else may look at these after backward; a leaf is left alone.
+    Beside both at most two [chunk_tokens, V / tp] fp32 tensors are alive, on the host far less.
     """
-    return _VocabParallelLogProb.apply(logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group())
+    replaces = logits.requires_grad and not logits.is_leaf
+    return _VocabParallelLogProb.apply(logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group(), replaces)
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
-    """Log-softmax at the target and entropy, without gathering the vocabulary; probabilities are computed again for backward."""
+    """Log-softmax at the target and entropy, without gathering the vocabulary; probabilities are computed again for backward.
+
+    All passes over one block of rows come before the next block: on the host it stays in the core's cache. Ranks tell each other a few
+    numbers a row, of all rows at once.
+    """
 
     @staticmethod
-    def forward(ctx, logits, targets, scoring, group):
-        first = parallel_state.get_tensor_model_parallel_rank() * logits.size(-1)
-        maximum, log_total, log_prob, entropy = (logits.new_empty(logits.size(0), dtype=torch.float32) for _ in range(4))
-        for rows in _chunks(logits.size(0), scoring.chunk_tokens):
-            local = _scaled(logits[rows], first, scoring)
-            highest = local.max(-1).values.contiguous()
-            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
-            shifted = local.sub_(highest[:, None])
-            mine, at = _local_targets(targets[rows], first, logits.size(-1))
-            at_target = torch.where(mine, shifted.gather(-1, at[:, None]).squeeze(-1), 0.0)
+    def forward(ctx, logits, targets, scoring, group, replaces):
+        columns = _Columns.of_this_rank(logits.size(-1), scoring)
+        highest, total, at_target, mean_logit = (logits.new_zeros(logits.size(0), dtype=torch.float32) for _ in range(4))
+        highest.fill_(torch.finfo(torch.float32).min)
+        for rows in _blocks(logits, scoring.chunk_tokens) if columns.width else ():
+            scaled, is_copy = columns.scaled(logits[rows])
+            torch.amax(scaled, -1, out=highest[rows])
+            shifted = torch.sub(scaled, highest[rows, None], out=scaled if is_copy else None)
+            mine, at = columns.find(targets[rows])
+            at_target[rows] = torch.where(mine, shifted.gather(-1, at[:, None]).squeeze(-1), 0.0)
             probs = shifted.exp()
-            total = probs.sum(-1)
-            mean_logit = probs.mul_(_finite(shifted, first, scoring)).sum(-1)
-            sums = torch.stack([total, at_target, mean_logit])
+            torch.sum(probs, -1, out=total[rows])
+            torch.sum(probs.mul_(shifted), -1, out=mean_logit[rows])
+            del scaled, shifted, probs  # else they live on while the next block's are made
+        if group.size() > 1:
+            mine = highest.clone()
+            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
+            below = mine.sub_(highest)  # where this rank counted from, seen from the highest of all
+            at_target += torch.where(columns.find(targets)[0], below, 0.0)
+            sums = torch.stack([total * below.exp(), at_target, (mean_logit + below * total) * below.exp()])
             torch.distributed.all_reduce(sums, group=group)
             total, at_target, mean_logit = sums
-            maximum[rows], log_total[rows] = highest, total.log()
-            log_prob[rows], entropy[rows] = at_target - log_total[rows], log_total[rows] - mean_logit / total
-            del local, shifted, probs  # else they live on while the next chunk's are made
-        ctx.save_for_backward(logits, targets, maximum, log_total, entropy)
-        ctx.scoring, ctx.first = scoring, first
+        log_total = total.log()
+        entropy = log_total - mean_logit / total
+        ctx.save_for_backward(logits, targets, highest.add_(log_total), entropy)
+        ctx.columns, ctx.chunk_tokens, ctx.replaces = columns, scoring.chunk_tokens, replaces
         ctx.set_materialize_grads(False)
-        return log_prob, entropy
+        return at_target - log_total, entropy
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
-        logits, targets, maximum, log_total, entropy = ctx.saved_tensors
+        logits, targets, normalizer, entropy = ctx.saved_tensors
+        columns: _Columns = ctx.columns
         if grad_entropy is not None and grad_log_prob is not None and not grad_entropy.any():
             grad_entropy = None  # an entropy that is only measured
-        grad = torch.empty_like(logits)
-        for rows in _chunks(logits.size(0), ctx.scoring.chunk_tokens):
-            log_probs = _scaled(logits[rows], ctx.first, ctx.scoring).sub_((maximum + log_total)[rows, None])
+        per_row = [None if grad is None else grad / columns.temperature for grad in (grad_log_prob, grad_entropy)]
+        grad = logits if ctx.replaces else torch.empty_like(logits)
+        for rows in _blocks(logits, ctx.chunk_tokens) if columns.width else ():
+            by_log_prob, by_entropy = (None if values is None else values[rows, None] for values in per_row)
+            if not logits.is_cuda and by_entropy is None and not by_log_prob.any():
+                grad[rows] = 0.0  # tokens that are not trained on
+                continue
+            scaled, is_copy = columns.scaled(logits[rows])
+            place = grad[rows, : columns.width]
+            part = torch.sub(scaled, normalizer[rows, None], out=scaled if is_copy else place)
             # dH/dz = -p (log p + H), d log p(target)/dz = [target] - p; each step in place: passes over the vocabulary cost time and memory.
-            if grad_entropy is None:
-                part = log_probs.exp_().mul_(-grad_log_prob[rows, None])
+            if by_entropy is None:
+                part.exp_().mul_(-by_log_prob)
             else:
-                probs = log_probs.exp()
-                part = _finite(log_probs, ctx.first, ctx.scoring).add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
-                if grad_log_prob is not None:
-                    part.sub_(grad_log_prob[rows, None])
+                probs = part.exp()
+                part.add_(entropy[rows, None]).mul_(-by_entropy)
+                if by_log_prob is not None:
+                    part.sub_(by_log_prob)
                 part.mul_(probs)
                 del probs
-            if grad_log_prob is not None:
-                mine, at = _local_targets(targets[rows], ctx.first, logits.size(-1))
-                part.scatter_add_(-1, at[:, None], (grad_log_prob[rows] * mine)[:, None])
-            grad[rows] = part if ctx.scoring.temperature == 1.0 else part.div_(ctx.scoring.temperature)
-            del log_probs, part
-        return grad, None, None, None
+            if by_log_prob is not None:
+                mine, at = columns.find(targets[rows])
+                part.scatter_add_(-1, at[:, None], by_log_prob * mine[:, None])
+            if is_copy:
+                place.copy_(part)
+            del scaled, part
+        grad[:, columns.width :] = 0.0
+        return grad, None, None, None, None
 
 
-def _chunks(count: int, size: int | None) -> list[slice]:
-    size = size or max(count, 1)
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """This rank's columns of the logits, padding left out."""
+
+    first: int  # in the vocabulary
+    width: int
+    temperature: float
+
+    @classmethod
+    def of_this_rank(cls, width: int, scoring: Scoring) -> _Columns:
+        """width: padding included."""
+        first = parallel_state.get_tensor_model_parallel_rank() * width
+        return cls(first, min(max(scoring.vocab_size - first, 0), width), scoring.temperature)
+
+    def scaled(self, logits: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """([rows, width] fp32 logits / temperature, whether they are a copy)."""
+        local = logits[:, : self.width]
+        copy = local.to(torch.float32) if local.dtype != torch.float32 else None
+        if self.temperature != 1.0:
+            copy = torch.div(local if copy is None else copy, self.temperature, out=copy)
+        return (local, False) if copy is None else (copy, True)
+
+    def find(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(whether each target lies in these columns, its column or a valid stand-in)."""
+        local = targets - self.first
+        return (local >= 0) & (local < self.width), local.clamp(0, max(self.width - 1, 0))
+
+
+def _blocks(logits: torch.Tensor, chunk_tokens: int | None) -> list[slice]:
+    """Rows that are passed over together: at most chunk_tokens, on the host also as many as a cache holds."""
+    count, width = logits.shape
+    size = min(chunk_tokens or count, count)
+    if not logits.is_cuda:
+        size = min(size, HOST_ELEMENTS // width)
+    size = max(size, 1)
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _scaled(logits: torch.Tensor, first: int, scoring: Scoring) -> torch.Tensor:
-    """A fp32 copy of the logits / temperature, -inf at padding columns. `first`: the vocabulary index of column 0."""
-    local = logits.to(torch.float32, copy=True)
-    if scoring.temperature != 1.0:
-        local.div_(scoring.temperature)
-    if first + local.size(-1) > scoring.vocab_size:
-        padding = torch.arange(first, first + local.size(-1), device=local.device) >= scoring.vocab_size
-        local.masked_fill_(padding, float("-inf"))
-    return local
-
-
-def _finite(log_values: torch.Tensor, first: int, scoring: Scoring) -> torch.Tensor:
-    """The same tensor, -inf of padding columns made 0: their probability is 0, and 0 x -inf would be nan."""
-    log_values[:, max(scoring.vocab_size - first, 0) :] = 0.0
-    return log_values
-
-
-def _local_targets(targets: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether each target lies in this rank's columns, its column or a valid stand-in)."""
-    local = targets - first
-    return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
 def device_of(stage: torch.nn.Module) -> torch.device:

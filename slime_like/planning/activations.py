@@ -113,15 +113,15 @@ class ActivationSizes:
         """Most that is alive at once when only log-probs are computed: one layer's residual, input, and its widest part."""
         return self.width * (3 * self.model.hidden_size / self._split + 4 * self._widest())
 
-    def logits(self, tokens: int, *, chunk_tokens: int | None, backward: bool) -> float:
+    def logits(self, tokens: int, *, chunk_tokens: int | None) -> float:
         """Most bytes that are alive at once around `tokens` tokens' logits on the last stage, with our loss (megatron_backend/forward.py).
 
-        The logits and, in the backward pass, their gradient; for a chunk of the tokens, two fp32 tensors of that size: the scaled logits
-        and their probabilities.
+        The logits, whose place their gradient takes; for a chunk of the tokens, two fp32 tensors of that size: the scaled logits and their
+        probabilities.
         """
         tp = self.parallel.tensor_model_parallel_size
         chunk = min(tokens, chunk_tokens or tokens)
-        return self.model.padded_vocab_size(tp) / tp * (tokens * self.width * (1 + backward) + chunk * 4 * 2)
+        return self.model.padded_vocab_size(tp) / tp * (tokens * self.width + chunk * 4 * 2)
 
     def _widest(self) -> float:
         model, tp = self.model, self.parallel.tensor_model_parallel_size

@@ -123,17 +123,17 @@ class RoleBytes:
             return max(pack_tokens, share)
         return share * config.batch.micro_batch_size
 
-    def _logits(self, key: RankKey, tokens: int, *, backward: bool) -> int:
+    def _logits(self, key: RankKey, tokens: int) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
             return 0
         chunk = self._config.batch.log_probs_chunk_size
-        return int(self._sizes.logits(tokens, chunk_tokens=chunk if chunk > 0 else None, backward=backward))
+        return int(self._sizes.logits(tokens, chunk_tokens=chunk if chunk > 0 else None))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
         tokens = self._most_tokens(self._config.batch.log_probs_max_tokens_per_gpu or self._config.batch.max_tokens_per_gpu)
         return {
             prefix + "activations": int(tokens * self._sizes.forward_only()),
-            prefix + "logits": self._logits(key, tokens, backward=False),
+            prefix + "logits": self._logits(key, tokens),
         }
 
     def _training(self, key: RankKey, prefix: str) -> dict[str, int]:
@@ -150,7 +150,7 @@ class RoleBytes:
             batches = max(batches, stages)  # filled up with empty ones
             in_flight = min(2 * (stages - key.stage - 1) + (chunks - 1) * stages + 1, batches * chunks) / chunks
         every, once = self._sizes.kept(key.stage)
-        found = {prefix + "activations": int(self.tokens * (in_flight * every + once)), prefix + "logits": self._logits(key, self.tokens, backward=True)}
+        found = {prefix + "activations": int(self.tokens * (in_flight * every + once)), prefix + "logits": self._logits(key, self.tokens)}
         if self._precision.gradient == 2 and self._precision.state:  # the step works on an fp32 copy of the owned gradients
             found[prefix + "gradient copy"] = held_elements(key.held, self._precision) * 4
         return found

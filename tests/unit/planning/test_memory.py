@@ -148,7 +148,6 @@ def test_671b_on_512_gpus_and_10000_gpus_take_under_a_second():
 def test_logits_are_cut_into_chunks():
     config = plan_config(TINY)
     sizes = ActivationSizes(model=TINY, parallel=config.parallel, width=2)
-    # 11 rows: logits and gradient of 100 tokens in bf16, five fp32 tensors of all or of 10 of them.
-    assert sizes.logits(100, chunk_tokens=None, backward=True) == 11 * (100 * 4 + 100 * 8)
-    assert sizes.logits(100, chunk_tokens=10, backward=True) == 11 * (100 * 4 + 10 * 8)
-    assert sizes.logits(100, chunk_tokens=None, backward=False) == 11 * (100 * 2 + 100 * 8)
+    # 11 columns: logits of 100 tokens in bf16, whose place the gradient takes, two fp32 tensors of all or of 10 of them.
+    assert sizes.logits(100, chunk_tokens=None) == 11 * (100 * 2 + 100 * 8)
+    assert sizes.logits(100, chunk_tokens=10) == 11 * (100 * 2 + 10 * 8)
