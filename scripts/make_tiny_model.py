@@ -31,9 +31,11 @@ def make_model(out: Path, *, seed: int, model: Path = DEFAULT_MODEL, reward: boo
     out.mkdir(parents=True, exist_ok=True)
     network.save_pretrained(out)
     # The source's own files win over what transformers rewrote, so that the folder reads like its origin.
-    for path in sorted(model.glob("*.json")):
-        if not (reward and path.name == "config.json"):  # the origin's is a language model's
-            shutil.copyfile(path, out / path.name)
+    # All tiny models share one tokenizer.
+    files = {path.name: path for folder in (DEFAULT_MODEL, model) for path in sorted(folder.glob("*.json"))}
+    for name, path in files.items():
+        if not (reward and name == "config.json"):  # the origin's is a language model's
+            shutil.copyfile(path, out / name)
     return sum(parameter.numel() for parameter in network.parameters())
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="Folder to write.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the weights.")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Folder with config.json and tokenizer.")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Folder with config.json; without a tokenizer of its own it gets tiny-qwen3's.")
     parser.add_argument("--reward", action="store_true", help="A reward model: a sequence classifier with one output.")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()

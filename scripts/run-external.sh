@@ -106,7 +106,7 @@ MISC_ARGS=(
   --run-dir "${RUN_DIR}"
 )
 
-ensure_ray 4
+ensure_ray "${RAY_GPUS:-4}"
 submit \
   "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${REWARD_ARGS[@]}" \
   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" "${MISC_ARGS[@]}" "$@"

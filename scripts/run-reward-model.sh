@@ -11,10 +11,8 @@ export ACTOR_GPUS="${ACTOR_GPUS:-1}" ROLLOUT_GPUS="${ROLLOUT_GPUS:-1}" ENGINE_GP
 export RUN_DIR="${RUN_DIR:-${ROOT}/runs/$(date +%Y%m%d-%H%M%S)-reward-model}"
 
 source "${ROOT}/scripts/lib/run_common.sh"
-if [[ -z "${REWARD_MODEL}" ]]; then
-  REWARD_MODEL="${ROOT}/runs/tiny/reward-model"
-  [[ -n "${PLAN_ONLY}" || -f "${REWARD_MODEL}/model.safetensors" ]] || "${PYTHON}" "${ROOT}/scripts/make_tiny_model.py" "${REWARD_MODEL}" --reward --seed 1
-fi
+tiny_reward
 
 exec bash "${ROOT}/scripts/run-disaggregated.sh" \
-  --reward-load "${REWARD_MODEL}" --reward-num-gpus-per-node "${REWARD_GPUS}" --reward-model-weight "${REWARD_WEIGHT}" "$@"
+  --reward-load "${REWARD_MODEL}" --reward-num-gpus-per-node "${REWARD_GPUS}" --reward-model-weight "${REWARD_WEIGHT}" \
+  "${REWARD_ARGS[@]}" "$@"

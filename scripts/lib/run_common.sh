@@ -1,8 +1,9 @@
-# Sourced by the run-*.sh examples: what they share. Needs ROOT and MODEL; gives PYTHON, RAY, tiny_defaults, ensure_ray, submit.
+# Sourced by the run-*.sh examples: what they share. Needs ROOT and MODEL; gives PYTHON, RAY, TINY, tiny_defaults, tiny_reward, ensure_ray, submit.
 # With --plan among the script's arguments nothing is made, started or submitted: train.py prints the plan.
 PYTHON="${PYTHON:-${ROOT}/.venv/bin/python}"
 RAY="${RAY:-${ROOT}/.venv/bin/ray}"
 RAY_JOB_ADDRESS="${RAY_JOB_ADDRESS:-http://127.0.0.1:8265}"
+TINY="${TINY:-${ROOT}/runs/tiny}"  # where the tiny models and their data are made
 # Ray 2.60: once a local Ray has left a token here, `ray start` asks for one, but `ray job submit` sends it only in this mode.
 if [[ -z "${RAY_AUTH_MODE:-}" && -f "${HOME}/.ray/auth_token" ]]; then export RAY_AUTH_MODE=token; fi
 
@@ -11,26 +12,35 @@ if [[ -z "${RAY_AUTH_MODE:-}" && -f "${HOME}/.ray/auth_token" ]]; then export RA
 PLAN_ONLY=""
 for word in "$@"; do if [[ "${word}" == --plan ]]; then PLAN_ONLY=yes; fi; done
 
-# Without a checkpoint of your own: the tiny model and its data, made once.
+# Without a checkpoint of your own: a tiny model and its data, made once.
 tiny_defaults() {
-  TINY="${ROOT}/runs/tiny"
   if [[ -n "${PLAN_ONLY}" ]]; then
     HF_CHECKPOINT="${HF_CHECKPOINT:-/nowhere/${MODEL}}"  # a plan needs no file
     PROMPT_DATA="${PROMPT_DATA:-/nowhere/train.jsonl}"
     return
   fi
-  if [[ -z "${HF_CHECKPOINT}" && "${MODEL}" != tiny-qwen3 ]]; then
+  if [[ -z "${HF_CHECKPOINT}" && "${MODEL}" != tiny-* ]]; then
     printf 'set HF_CHECKPOINT to the folder of %s (or add --plan, which needs none).\n' "${MODEL}" >&2
     exit 2
   fi
   if [[ -z "${HF_CHECKPOINT}" ]]; then
-    HF_CHECKPOINT="${TINY}/model"
-    [[ -f "${HF_CHECKPOINT}/model.safetensors" ]] || "${PYTHON}" "${ROOT}/scripts/make_tiny_model.py" "${HF_CHECKPOINT}"
+    HF_CHECKPOINT="${TINY}/${MODEL}"
+    [[ -f "${HF_CHECKPOINT}/model.safetensors" ]] || "${PYTHON}" "${ROOT}/scripts/make_tiny_model.py" "${HF_CHECKPOINT}" --model "${ROOT}/models/${MODEL}"
   fi
   if [[ -z "${PROMPT_DATA}" ]]; then
     PROMPT_DATA="${TINY}/data/train.jsonl"
     [[ -f "${PROMPT_DATA}" ]] || "${PYTHON}" "${ROOT}/scripts/make_tiny_data.py" sort4 "${TINY}/data"
   fi
+}
+
+# Without a reward model of your own: REWARD_MODEL is a tiny one, made once, and REWARD_ARGS what it needs.
+tiny_reward() {
+  REWARD_ARGS=()
+  if [[ -n "${REWARD_MODEL}" ]]; then return; fi
+  REWARD_MODEL="${TINY}/reward-model"
+  REWARD_ARGS=(--rollout-max-context-len 1024)  # it reads no more
+  if [[ -n "${PLAN_ONLY}" || -f "${REWARD_MODEL}/model.safetensors" ]]; then return; fi
+  "${PYTHON}" "${ROOT}/scripts/make_tiny_model.py" "${REWARD_MODEL}" --reward --seed 1
 }
 
 # ensure_ray NUM_GPUS: start a Ray head on this host unless a cluster's job server answers already.

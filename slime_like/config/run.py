@@ -7,7 +7,7 @@ import json
 
 from slime_like.config.base import PluginArgs
 from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.not_yet import model_not_yet, training_not_yet
+from slime_like.config.not_yet import engine_not_yet, model_not_yet, training_not_yet
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.system import EngineConfig, ObservabilityConfig, PlacementConfig, SyncConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
@@ -132,7 +132,7 @@ class RunConfig:
 
     def not_yet(self) -> list[str]:
         """What the plan knows but a run cannot do yet; train.py adds it to the problems when not planning."""
-        return model_not_yet(self.model) + training_not_yet(self.loss, self.optimizer)
+        return model_not_yet(self.model) + training_not_yet(self.loss, self.optimizer) + (engine_not_yet(self.model) if self.uses_engines else [])
 
     def plugin_args(self) -> PluginArgs:
         """The flat, read-only view given to user plugins."""

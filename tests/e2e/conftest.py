@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
 
-from tests.e2e.runs import RAY_TOKEN, ROOT, environment, stop_group
+from tests.e2e.runs import RAY_TOKEN, ROOT, environment, our_processes, stop_group
 
 
 @dataclasses.dataclass
 class Cluster:
-    """`ray start --head --num-gpus 4`, on loopback."""
+    """`ray start --head`, on loopback."""
 
     address: str
     dashboard: str
@@ -42,10 +44,16 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ray")
+    with started_cluster(tmp_path_factory.mktemp("ray"), num_gpus=4) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def started_cluster(folder: Path, *, num_gpus: int) -> Iterator[Cluster]:
+    """A cluster whose log lies in `folder`; it ends with the block."""
     port, dashboard, agent, agent_grpc = free_ports(4)
     command = [
-        str(Path(sys.executable).parent / "ray"), "start", "--head", "--num-gpus", "4", "--node-ip-address", "127.0.0.1", "--port", str(port),
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--num-gpus", str(num_gpus), "--node-ip-address", "127.0.0.1", "--port", str(port),
         "--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard), "--disable-usage-stats", "--block",
         # At its default port the agent, which takes jobs, may meet one of a cluster that is just ending, and then goes on without listening.
         "--dashboard-agent-listen-port", str(agent), "--dashboard-agent-grpc-port", str(agent_grpc),
@@ -55,6 +63,7 @@ def ray_cluster(tmp_path_factory):
     try:
         cluster = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         wait_for_dashboard(cluster, process, folder / "ray.log")
+        wait_for_agents(folder / "ray.log")
         yield cluster
     finally:
         stop_group(process)
@@ -72,6 +81,14 @@ def wait_for_dashboard(cluster: Cluster, process: subprocess.Popen, log: Path) -
         except requests.RequestException:
             pass
         time.sleep(0.3)
+
+
+def wait_for_agents(log: Path) -> None:
+    """Wait for the last processes of the cluster, so that they do not pass for something that a run has left behind."""
+    deadline = time.monotonic() + 60
+    while not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {line.strip() for line in our_processes().values()}:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from slime_like.planning.parameters import model_parameters
 #: Parameters as the model cards and checkpoints state them, tied embeddings counted once.
 PUBLISHED = {
     "tiny-qwen3": 828_800,
+    "tiny-qwen3-moe": 1_856_896,
     "qwen2.5-0.5B": 494_032_768,
     "qwen2.5-1.5B": 1_543_714_304,
     "qwen2.5-3B": 3_085_938_688,
