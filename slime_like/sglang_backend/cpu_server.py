@@ -78,7 +78,8 @@ def main(argv: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(argv)
-    server_args.resolve_once()  # reads the checkpoint's configuration: a bad path ends here, before the slow imports
+    # Reads the checkpoint's configuration: a bad path ends here, before the slow imports. Older SGLang (0.5.17) has done so by now.
+    getattr(server_args, "resolve_once", lambda: None)()
     fork_children_after_imports()
     cpu_compat.keep_host_memory_pageable()
     try:

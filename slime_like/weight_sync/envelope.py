@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from slime_like.errors import SlimeLikeError, WeightSyncError
+from slime_like.errors import SlimeLikeError, WaitTimeout, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
 from slime_like.weight_sync.receiver_client import ReceiverClient
 from slime_like.weight_sync.shards import check_whole
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: After a failure each engine is told once, and not waited for long: it may be the reason.
 _ABANDON_TIMEOUT_S = 5.0
+#: Of the deadline, so that why the cache could not be flushed is heard of before nothing is.
+_SHARE_OF_FLUSH = 0.8
 #: Transports that leave the weights in a folder which the engine then loads.
 _FROM_FOLDER = ("disk", "delta")
 
@@ -116,8 +118,10 @@ class WeightUpdate:
         client.update_weight_version(str(version))
 
     def _flush(self, client: EngineClient) -> None:
-        if self._pause_mode != "in_place":
+        if self._pause_mode == "abort":
             client.flush_cache(self._timeout_s)
+        elif self._pause_mode == "retract":
+            self._flush_beside_retracted(client)
         elif not client.try_flush_cache():
             logger.warning(
                 "engine %d at %s: requests are running, so prefixes computed with the old weights stay in its cache, for new requests too. "
@@ -125,6 +129,12 @@ class WeightUpdate:
                 client.endpoint.index,
                 client.url,
             )
+
+    def _flush_beside_retracted(self, client: EngineClient) -> None:
+        try:
+            client.flush_cache(_SHARE_OF_FLUSH * self._timeout_s)
+        except WaitTimeout as error:
+            raise WeightSyncError(f"{error}. SGLang 0.5.17 does not flush while retracted requests wait. Fix: --update-weight-pause-mode abort.") from error
 
     def _on_all(self, action, phase: str) -> dict:
         tasks = {f"engine {c.endpoint.index} at {c.url}": (lambda c=c: action(c)) for c in self._clients}

@@ -124,6 +124,15 @@ def test_in_place_goes_on_where_running_requests_keep_the_cache(caplog):
     assert not caplog.records
 
 
+def test_a_server_that_does_not_flush_beside_retracted_requests_is_told_from_a_slow_one():
+    with engines({**engine_answers(), "/flush_cache": (400, {"message": "requests are waiting"})}) as servers:
+        update = WeightUpdate(clients(servers), "ipc", timeout_s=1, pause_mode="retract")
+        update.begin()
+        with pytest.raises(WeightSyncError, match="(?s)engine 0.*requests are waiting.*0.5.17.*--update-weight-pause-mode abort"):
+            update.finish(7)
+        assert "/continue_generation" not in servers[0].paths
+
+
 def test_first_failure_ends_the_waiting():
     import time
 
