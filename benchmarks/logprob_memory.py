@@ -4,7 +4,7 @@ usage: logprob_memory.py [--tokens 1024] [--chunk 128] [--output benchmarks/resu
 
 Bytes are counted, not sampled: every tensor that an operation makes is added while it lives (a TorchDispatchMode), so the numbers are
 the same on any host. The gradient takes the logits' place. Bound: one fp32 tensor of [chunk, vocabulary], which no method that makes
-the softmax of a whole chunk goes below. On the host a chunk is cut further, into blocks that a cache holds; the first two rows leave that
+the softmax of a whole chunk goes below. On the host a chunk is cut further, into blocks that a cache holds; the last two rows leave that
 out, as on a GPU.
 """
 

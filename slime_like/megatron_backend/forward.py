@@ -76,9 +76,9 @@ class _VocabParallelLogProb(torch.autograd.Function):
             torch.sum(probs.mul_(shifted), -1, out=mean_logit[rows])
             del scaled, shifted, probs  # else they live on while the next block's are made
         if group.size() > 1:
-            mine = highest.clone()
+            own = highest.clone()
             torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
-            below = mine.sub_(highest)  # where this rank counted from, seen from the highest of all
+            below = own.sub_(highest)  # where this rank counted from, seen from the highest of all
             at_target += torch.where(columns.find(targets)[0], below, 0.0)
             sums = torch.stack([total * below.exp(), at_target, (mean_logit + below * total) * below.exp()])
             torch.distributed.all_reduce(sums, group=group)

@@ -151,6 +151,15 @@ def _install_sgl_kernel() -> None:
     sys.modules["sgl_kernel"] = module
 
 
+def resolve(server_args) -> None:
+    """Fill in what the server's arguments leave open. Before it had resolve_once (0.5.17 has not), making the arguments did.
+
+    Remove when setup.py's range is the only one that a CPU host may meet.
+    """
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+
+
 def keep_host_memory_pageable() -> None:
     """Register an allocator for the device "cpu": sglang's default pins host memory with a call of the CUDA runtime (routed experts need it).
 

@@ -70,7 +70,10 @@ def main(argv: list[str]) -> None:
     for position, text in enumerate(argv):
         name, _, value = text.partition("=")
         if name == "--model-path":
-            import_only_needed_models(value or argv[position + 1])
+            model_path = value or argv[position + 1]
+            if os.path.isabs(model_path) and not os.path.exists(model_path):  # else it may be a hub's name
+                raise OSError(f"{model_path}: no such folder or file")
+            import_only_needed_models(model_path)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -78,8 +81,7 @@ def main(argv: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(argv)
-    # Reads the checkpoint's configuration: a bad path ends here, before the slow imports. Older SGLang (0.5.17) has done so by now.
-    getattr(server_args, "resolve_once", lambda: None)()
+    cpu_compat.resolve(server_args)  # reads the checkpoint's configuration: a bad one ends here, before the slow imports
     fork_children_after_imports()
     cpu_compat.keep_host_memory_pageable()
     try:

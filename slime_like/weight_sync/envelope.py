@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: After a failure each engine is told once, and not waited for long: it may be the reason.
 _ABANDON_TIMEOUT_S = 5.0
-#: Of the deadline, so that why the cache could not be flushed is heard of before nothing is.
-_SHARE_OF_FLUSH = 0.8
+#: How much of the deadline a flush beside retracted requests gets: why it failed must be heard before the wait for all engines ends.
+_FLUSH_SHARE = 0.8
 #: Transports that leave the weights in a folder which the engine then loads.
 _FROM_FOLDER = ("disk", "delta")
 
@@ -132,7 +132,7 @@ class WeightUpdate:
 
     def _flush_beside_retracted(self, client: EngineClient) -> None:
         try:
-            client.flush_cache(_SHARE_OF_FLUSH * self._timeout_s)
+            client.flush_cache(_FLUSH_SHARE * self._timeout_s)
         except WaitTimeout as error:
             raise WeightSyncError(f"{error}. SGLang 0.5.17 does not flush while retracted requests wait. Fix: --update-weight-pause-mode abort.") from error
 

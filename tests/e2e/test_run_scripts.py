@@ -12,17 +12,17 @@ from tests.e2e.runs import ROOT, Finished, assert_nothing_left, environment, our
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
-#: Script -> variables, and a metric of its train lines that only what the example shows can give.
+#: Script -> variables, how its weights travel, and one of the metrics that its flags ask for.
 EXAMPLES = {
-    "colocate": ({}, "train/kl_loss"),
-    "disaggregated": ({}, "train/kl_loss"),
-    "delta": ({}, "train/kl_loss"),
-    "interleaved": ({}, "train/kl_loss"),
-    "algorithms": ({}, "train/pg_loss"),
-    "reward-model": ({}, "train/kl_loss"),
-    "roles": ({}, "train/value_loss"),
-    "routing-replay": ({"REPLAY": "engine"}, "train/kl_loss"),
-    "routing-replay of the trainer": ({"REPLAY": "trainer"}, "train/kl_loss"),
+    "colocate": ({}, "ipc", "train/kl_loss"),
+    "disaggregated": ({}, "broadcast", "train/kl_loss"),
+    "delta": ({}, "delta", "train/kl_loss"),
+    "interleaved": ({}, "broadcast", "train/kl_loss"),
+    "algorithms": ({}, "ipc", "train/pg_loss"),
+    "reward-model": ({}, "broadcast", "reward/model"),
+    "roles": ({}, "broadcast", "train/value_loss"),
+    "routing-replay": ({"REPLAY": "engine"}, "ipc", "train/kl_loss"),
+    "routing-replay of the trainer": ({"REPLAY": "trainer"}, "ipc", "train/kl_loss"),
 }
 
 
@@ -48,13 +48,15 @@ def run_example(cluster, tmp_path_factory):
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_runs_as_it_stands(run_example, tmp_path, example):
-    variables, metric = EXAMPLES[example]
+    variables, transport, metric = EXAMPLES[example]
     before = our_processes()
     run = run_example(example.split()[0], tmp_path / "run", **variables)
     assert run.returncode == 0, run.logs()
     train = run.metrics("train")
     assert [line["step"] for line in train] == [0, 1, 2]
-    assert all(metric in line for line in train), sorted(train[0])
+    lines = train if metric.startswith("train/") else run.metrics("rollout")
+    assert len(lines) == 3 and all(metric in line for line in lines), sorted(lines[0])
+    assert {line["sync/transport"] for line in run.metrics("sync")} == {transport}
     assert max(line["train/logprob_abs_diff_max"] for line in train) <= 1e-4
     assert_nothing_left(before)
 

@@ -140,7 +140,7 @@ def all_rows() -> list[Row]:
 
 #: Layouts of the grid that every run of the tests has; the others carry the marker parity_table.
 QUICK = {
-    "dense": {"packed": ("one rank", "tp2 sp pp2", "tp2 dp2"), "padded": ("tp2 sp cp2", "pp2 dp2")},
+    "dense": {"packed": ("one rank", "tp2 sp pp2", "tp2 dp2", "cp4"), "padded": ("tp2 sp cp2", "pp2 dp2")},
     "experts": {
         "packed": ("one rank", "tp2 sp ep2 etp2", "ep2 pp2", "cp2 ep2"),
         "padded": ("tp2 sp ep2 etp1", "ep2 edp2"),
