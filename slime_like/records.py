@@ -129,6 +129,24 @@ class StepReport:
     metrics: dict[str, float]
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightsRef:
+    """Which weights: the base model, or an adapter over it, at one version. Carried by all that holds, sends, proves or was made by weights.
+
+    The name is what an engine serves the weights under; `base` is the whole model. Example: str(WeightsRef("policy", 7)) == "policy@7"
+    """
+
+    name: str = "base"
+    version: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+    def next(self) -> WeightsRef:
+        """The same weights after one more sync."""
+        return dataclasses.replace(self, version=self.version + 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineEndpoint:
     """How to reach one engine, and how many ranks it has."""
