@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from arguments import parse_args
 from slime_like.config.base import read_value
-from slime_like.config.file import config_paths
+from slime_like.config.file import config_paths, read_config_files
 from slime_like.config.run import GROUPS, RunConfig
 from slime_like.errors import ConfigError, UserError
 from slime_like.utils.files import RunDirectory
@@ -95,6 +96,14 @@ def problems(*parts: str) -> list[str]:
 @pytest.mark.parametrize("text", [TABLES, flat(TABLES)], ids=["tables", "flat"])
 def test_a_file_says_what_flags_say(tmp_path, text):
     assert command("--config", written(tmp_path, text)).config == command(FLAGS).config
+
+
+def test_the_example_of_the_documentation(tmp_path):
+    text = (Path(__file__).parents[3] / "docs/config-files.md").read_text()
+    settings = read_config_files([written(tmp_path, text.partition("```toml\n")[2].partition("```")[0])])
+    assert not settings.problems and settings.values["num_rollout"] == 100 and settings.sglang == {"mem_fraction_static": "0.7"}
+    tables = text.partition("- Tables: ")[2].partition(".\n")[0]
+    assert re.findall(r"`([a-z]+)`", tables) == [*GROUPS, "sglang"]
 
 
 def test_later_files_and_then_flags_win(tmp_path):
