@@ -112,9 +112,9 @@ def _given_back(path: str, tables: dict, settings: FileSettings) -> dict:
     if old and "run_dir" not in settings.values:
         settings.notes["--run-dir"] = path, f"{path} is of the run in {old}: this run gets a directory of its own"
     if sync.get("update_weight_transport") not in TRANSPORTS:  # a delta's has no name among the flags
-        sync.pop("update_weight_transport", None)
+        sync["update_weight_transport"] = None
     if old and str(sync.get("update_weight_disk_dir") or "").startswith(os.path.join(old, "")):
-        sync.pop("update_weight_disk_dir")
+        sync["update_weight_disk_dir"] = None
     for name in _WRITTEN:
         for table in tables.values():
             if isinstance(table, dict) and table.get(name):
