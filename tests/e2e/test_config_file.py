@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
 #: What SGLang writes at info when a server is up.
 READY = "ready to roll"

@@ -58,6 +58,14 @@ def test_nothing_heavy_is_imported(repo_root: Path, argv: list[str], status: int
     assert report == {"status": status, "heavy": []}
 
 
+@pytest.mark.parametrize(("flags", "level"), [([], "WARNING"), (["--log-level", "debug"], "DEBUG")])
+def test_the_driver_has_the_log_level(repo_root: Path, flags: list[str], level: str):
+    code = f"import logging, train; train.main({[*PLAN, *MODEL, '--plan', *flags]!r}); logger = logging.getLogger('slime_like.cluster'); "
+    code += "print(logging.getLevelName(logger.getEffectiveLevel()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=repo_root)
+    assert result.stdout.splitlines()[-1] == level
+
+
 def test_the_probe_sees_a_heavy_import(repo_root: Path, tmp_path: Path):
     (tmp_path / "train.py").write_text("import transformers\ndef main(argv):\n    return 0\n")
     assert "transformers" in probe(tmp_path, [])[0]["heavy"]
