@@ -36,10 +36,10 @@ need reward-model model.safetensors scripts/make_tiny_model.py runs/tiny/reward-
 # What an example needs beside its files; may add to FLAGS and set a trap.
 if [[ -f "${EXAMPLE}/before.sh" ]]; then
   source "${EXAMPLE}/before.sh"
-  "${PYTHON}" train.py "${FLAGS[@]}" &
+  # In the background, so that a signal to this script is passed on at once. What is started there ignores Ctrl-C: it gets TERM instead.
+  setpriv --pdeathsig TERM "${PYTHON}" train.py "${FLAGS[@]}" &
   RUN=$!
-  trap 'kill -TERM "${RUN}"' TERM
-  trap 'kill -INT "${RUN}"' INT
+  trap 'kill -TERM "${RUN}"' TERM INT
   status=0
   wait "${RUN}" || status=$?
   while kill -0 "${RUN}" 2>/dev/null; do wait "${RUN}" || status=$?; done  # a signal ends `wait`, not the run

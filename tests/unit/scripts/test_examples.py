@@ -6,16 +6,20 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from arguments import parse_args
 from slime_like.config.run import GROUPS
 from slime_like.planning.placement import cannot_run_yet
 from slime_like.planning.render import make_report
+from slime_like.utils.net import free_port
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -105,3 +109,52 @@ def test_larger_sizes_by_flags(tmp_path):
     flags = "--actor-num-gpus-per-node 4 --critic-num-gpus-per-node 4 --reward-num-gpus-per-node 4 --ref-num-gpus-per-node 2 --rollout-num-gpus 2"
     plan = json.loads(run_example("roles", *flags.split(), "--plan", "json", home=tmp_path).stdout)
     assert (plan["num_gpus"], plan["rollout_offset"]) == (16, 14)
+
+
+#: Instead of the interpreter: an engine that listens, a run that waits for its end, and nothing else.
+FAKE_PYTHON = """#!{python}
+import os, signal, socket, sys, time
+if "slime_like.sglang_backend.cpu_server" in sys.argv:
+    listening = socket.create_server(("127.0.0.1", int(os.environ["PORT"])))
+    kind = "engine"
+elif "train.py" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    kind = "run"
+else:
+    sys.exit(0)
+open({folder!r} + "/" + kind, "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_external_examples_engine_ends_with_it(tmp_path, number):
+    fake = tmp_path / "python"
+    fake.write_text(FAKE_PYTHON.format(python=sys.executable, folder=str(tmp_path)))
+    fake.chmod(0o755)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": str(fake), "PORT": str(free_port())}
+    # An ignored interrupt is inherited: this suite may run in the background.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(["bash", str(ROOT / "scripts/run_example.sh"), "external"], env=env, stdout=subprocess.DEVNULL)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        pids = [int(wait_for_text(tmp_path / kind)) for kind in ("engine", "run")]
+        process.send_signal(number)
+        assert process.wait(20) == (-number if number == signal.SIGKILL else 128 + signal.SIGTERM)
+        ends = time.monotonic() + 20
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            assert time.monotonic() < ends, "left behind"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+
+
+def wait_for_text(path: Path) -> str:
+    """What a file holds once it is there."""
+    ends = time.monotonic() + 30
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < ends, path
+        time.sleep(0.05)
+    return path.read_text()
