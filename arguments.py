@@ -9,12 +9,13 @@ import dataclasses
 import os
 
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
+from slime_like.config.file import config_paths, read_config_files
 from slime_like.config.hf_model import disagreements, hf_notes, model_from_hf, read_hf_config
 from slime_like.config.notices import notices
 from slime_like.config.refused import take_refused
 from slime_like.config.run import GROUPS, RunConfig
 from slime_like.errors import ConfigError
-from slime_like.sglang_backend.server_args import check_flags, present_names
+from slime_like.sglang_backend.server_args import check_flags, merge_flags, present_names
 
 DESCRIPTION = "Post-train a language model with RL: Megatron trains, SGLang generates, Ray places."
 
@@ -34,23 +35,35 @@ def build_parser() -> ProblemParser:
     for group in GROUPS.values():
         add_flags(parser, group)
     parser.add_argument(
+        "--config",
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="TOML file of flags (num-rollout = 3, flat or in tables named as in config.json), or the config.json of a run. Of several a later one wins, "
+        "and flags win over all. Paths in it are relative to the current directory.",
+    )
+    parser.add_argument(
         "--plan", nargs="?", const="text", choices=("text", "json"), help="Print what would run where, and exit. Starts nothing, needs no checkpoint."
     )
     return parser
 
 
 def parse_args(argv: list[str]) -> Command:
-    """Parse and check a command line. Raises ConfigError with every problem found."""
+    """Parse and check a command line and its config files. Raises ConfigError with every problem found."""
     parser = build_parser()
+    files, typed = read_config_files(config_paths(argv)), argv
+    parser.set_defaults(**files.values)
     known = {option for action in parser._actions for option in action.option_strings}
     argv, refused = take_refused(argv)
     argv, sglang_flags = _take_sglang_flags(argv, known)
     try:
         namespace = parse(parser, argv)
     except ConfigError as error:
-        raise ConfigError(refused + error.problems) from None
+        raise ConfigError(files.problems + refused + error.problems) from None
+    if files.problems:
+        raise ConfigError(files.problems + refused)
     groups = {name: from_namespace(group, namespace) for name, group in GROUPS.items()}
-    sglang_flags, renamed = present_names(sglang_flags)
+    sglang_flags, renamed = present_names(merge_flags(files.sglang, sglang_flags))
     groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
     config, problems, notes = _with_architecture(RunConfig(**groups))
     sglang_problems, sglang_notes = check_flags(sglang_flags)
@@ -58,8 +71,8 @@ def parse_args(argv: list[str]) -> Command:
     if namespace.plan is None:
         problems += config.missing_files()
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return Command(config, namespace.plan, tuple(notes + renamed + sglang_notes + notices(config)))
+        raise ConfigError(files.with_origins(list(dict.fromkeys(problems)), typed))
+    return Command(config, namespace.plan, tuple(files.notes_for(typed) + notes + renamed + sglang_notes + notices(config)))
 
 
 def _take_sglang_flags(argv: list[str], known: set[str]) -> tuple[list[str], dict]:

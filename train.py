@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import signal
 import sys
@@ -20,14 +19,15 @@ from arguments import Command, parse_args
 from slime_like.errors import ConfigError, RunError, UserError
 from slime_like.planning.placement import cannot_run_yet
 from slime_like.planning.render import PlanReport, as_json, make_report, render_plan
+from slime_like.utils.logs import start_logging
 
 
 def main(argv: list[str]) -> int:
     """Run a command line; returns the exit status."""
     signal.signal(signal.SIGTERM, _terminate)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         command = parse_args(argv)
+        start_logging(command.config.observability.log_level, line_format="%(levelname)s %(name)s: %(message)s")
         report = make_report(command.config, planning=command.plan is not None)
         if command.plan is not None:
             print(as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]), flush=True)

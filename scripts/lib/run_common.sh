@@ -1,4 +1,4 @@
-# Sourced by the run-*.sh examples: what they share. Needs ROOT and MODEL; gives PYTHON, RAY, TINY, tiny_defaults, tiny_reward, ensure_ray, submit.
+# Sourced by the run-*.sh examples: what they share. Needs ROOT and MODEL; gives PYTHON, RAY, TINY, tiny_defaults, ensure_ray, submit.
 # With --plan among the script's arguments nothing is made, started or submitted: train.py prints the plan.
 PYTHON="${PYTHON:-${ROOT}/.venv/bin/python}"
 RAY="${RAY:-${ROOT}/.venv/bin/ray}"
@@ -31,16 +31,6 @@ tiny_defaults() {
     PROMPT_DATA="${TINY}/data/train.jsonl"
     [[ -f "${PROMPT_DATA}" ]] || "${PYTHON}" "${ROOT}/scripts/make_tiny_data.py" sort4 "${TINY}/data"
   fi
-}
-
-# Without a reward model of your own: REWARD_MODEL is a tiny one, made once, and REWARD_ARGS what it needs.
-tiny_reward() {
-  REWARD_ARGS=()
-  if [[ -n "${REWARD_MODEL}" ]]; then return; fi
-  REWARD_MODEL="${TINY}/reward-model"
-  REWARD_ARGS=(--rollout-max-context-len 1024)  # it reads no more
-  if [[ -n "${PLAN_ONLY}" || -f "${REWARD_MODEL}/model.safetensors" ]]; then return; fi
-  "${PYTHON}" "${ROOT}/scripts/make_tiny_model.py" "${REWARD_MODEL}" --reward --seed 1
 }
 
 # ensure_ray NUM_GPUS: start a Ray head on this host unless a cluster's job server answers already.

@@ -179,3 +179,4 @@ class _Clock:
     def lap(self, name: str) -> None:
         now = time.monotonic()
         self._laps[name], self._last = now - self._last, now
+        logger.info("start, %s: %.1f s", name, self._laps[name])

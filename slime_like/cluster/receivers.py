@@ -31,7 +31,8 @@ class Receivers:
         number = len(self._starting)
         root = os.path.abspath(self._config.sync.update_weight_local_checkpoint_dir or os.path.join(self._run_dir, "receivers"))
         directory, log_path = os.path.join(root, f"receiver-{number}"), f"{self._run_dir}/logs/receiver-{number}.log"
-        self._starting[machine] = actor.start_receiver.remote(directory, host, log_path, self._config.engine.engine_start_timeout_s)
+        timeout, level = self._config.engine.engine_start_timeout_s, self._config.observability.log_level
+        self._starting[machine] = actor.start_receiver.remote(directory, host, log_path, timeout, level)
 
     def beside(self, endpoints: Sequence[EngineEndpoint]) -> tuple[EngineEndpoint, ...]:
         """The endpoints, each with its receiver: ours, once it has started, or the one of --rollout-external-receiver-addrs."""

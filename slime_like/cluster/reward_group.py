@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +23,17 @@ from slime_like.planning.placement import PlacementPlan
 from slime_like.records import Prompt, Sample
 from slime_like.reward_model.inputs import RewardInput
 from slime_like.rollout.data_source import context_tokens
+from slime_like.utils.logs import start_logging
+
+logger = logging.getLogger(__name__)
 
 
 class RewardActor:
     """One copy of the reward model in its own process; forwards to reward_model.model.RewardModel."""
 
-    def __init__(self, log_path: str, num_threads: int):
+    def __init__(self, log_path: str, num_threads: int, log_level: str | None):
         redirect_output(log_path)
+        start_logging(log_level)
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # before torch is imported; Ray's own value counts only this actor's CPU share
         self._model: Any = None  # RewardModel, whose import needs torch
 
@@ -35,6 +41,7 @@ class RewardActor:
         """Load the model; returns what it is like."""
         from slime_like.reward_model.model import RewardModel
 
+        started = time.monotonic()
         model = RewardModel(
             str(config.checkpoint.reward_load),
             policy_folder=str(config.checkpoint.hf_checkpoint),
@@ -42,6 +49,7 @@ class RewardActor:
             bf16=config.optimizer.bf16,
         )
         self._model = model
+        logger.info("reward model %s: %d parameters loaded in %.1f s", config.checkpoint.reward_load, model.num_parameters, time.monotonic() - started)
         return {"reads_tokens": model.reads_tokens, "context_tokens": model.context_tokens, "num_parameters": model.num_parameters}
 
     def score(self, inputs: Sequence[RewardInput]) -> np.ndarray:
@@ -76,7 +84,8 @@ class RewardGroup:
         self.actors = []
         for rank, index in enumerate(role.bundles):
             options = bundles.options(index, plan.bundles[index].roles["reward"])
-            self.actors.append(actor_class.options(**options).remote(f"{log_dir}/reward-{rank}.log", threads_of(nodes.count(nodes[rank]))))
+            threads, level = threads_of(nodes.count(nodes[rank])), config.observability.log_level
+            self.actors.append(actor_class.options(**options).remote(f"{log_dir}/reward-{rank}.log", threads, level))
         self._builds: dict = {}
         self._queue: asyncio.Queue[_Waiting] | None = None
         self._tasks: list[asyncio.Task] = []

@@ -24,6 +24,7 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.external import HealthWatch
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, host_has_cuda, launch_engine
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
+from slime_like.utils.logs import start_logging
 from slime_like.utils.net import free_port, host_port
 from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
@@ -41,8 +42,9 @@ _ANSWER_S = 2.0
 class EngineActor:
     """Holds an engine's GPUs on one machine and the SGLang server that runs on them as a child process."""
 
-    def __init__(self, name: str, log_dir: str):
+    def __init__(self, name: str, log_dir: str, log_level: str | None):
         redirect_output(f"{log_dir}/engine-actor-{name}.log")
+        start_logging(log_level)
         self._engine: Engine | None = None
         self._receiver: RunningReceiver | None = None
         self._receiver_directory = ""
@@ -56,12 +58,14 @@ class EngineActor:
         """Start the server and wait until it is healthy. Only node rank 0's endpoint takes requests."""
         if spec.dtype is None:  # the trainer's own rule
             spec = dataclasses.replace(spec, dtype="bfloat16" if host_has_cuda() else "float32")
+        started = time.monotonic()
         self._engine = launch_engine(spec, timeout_s)
+        logger.info("engine %d (pid %d) is healthy at %s after %.1f s", spec.index, self._engine.pid, self._engine.endpoint.url, time.monotonic() - started)
         return self._engine.endpoint
 
-    def start_receiver(self, directory: str, host: str, log_path: str, timeout_s: float) -> tuple[str, str]:
+    def start_receiver(self, directory: str, host: str, log_path: str, timeout_s: float, log_level: str | None) -> tuple[str, str]:
         """Start this machine's receiver of weight deltas; its URL and key. `directory` is removed at the end."""
-        self._receiver = start_receiver(directory, host=host, log_path=log_path, timeout_s=timeout_s)
+        self._receiver = start_receiver(directory, host=host, log_path=log_path, timeout_s=timeout_s, log_level=log_level or "info")
         self._receiver_directory = directory
         return self._receiver.url, self._receiver.key
 
@@ -117,7 +121,7 @@ class RolloutGroup:
                 here = [bundle for bundle, at in zip(engine.bundles, engine.node_ranks, strict=True) if at == rank]
                 name = f"{engine.index}" if rank == 0 else f"{engine.index}.{rank}"
                 options = self._bundles.options(here[0], self._plan.bundles[here[0]].roles["rollout"])
-                actor = actor_class.options(**options).remote(name, f"{self._run_dir}/logs")
+                actor = actor_class.options(**options).remote(name, f"{self._run_dir}/logs", self._config.observability.log_level)
                 self.actors.append(actor)
                 parts.append((engine, rank, here, actor))
         timeout = self._config.engine.engine_start_timeout_s
@@ -139,7 +143,13 @@ class RolloutGroup:
         if engine.sglang_router_ip:
             url = engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port))
             return attach_router(url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env))
-        return launch_router(policy=engine.sglang_router_policy, port=engine.sglang_router_port, log_path=log_path, timeout_s=engine.engine_start_timeout_s)
+        return launch_router(
+            policy=engine.sglang_router_policy,
+            port=engine.sglang_router_port,
+            log_path=log_path,
+            timeout_s=engine.engine_start_timeout_s,
+            log_level=self._config.observability.log_level or "warning",
+        )
 
     def _spec(self, engine: EnginePlan, host: str, node_rank: int, bundles: list[int]) -> EngineSpec:
         """One machine's server of an engine; `bundles` are the engine's there."""
@@ -157,6 +167,7 @@ class RolloutGroup:
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {}),
             memory_saver=config.offload_rollout,
+            log_level=config.observability.log_level,
             log_path=f"{self._run_dir}/logs/engine-{engine.index}{suffix}.log",
         )
 

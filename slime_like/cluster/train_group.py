@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,10 @@ from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.config.run import RunConfig
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
+from slime_like.utils.logs import start_logging
 from slime_like.utils.net import address_of_interface
+
+logger = logging.getLogger(__name__)
 
 
 class TrainActor:
@@ -24,6 +29,7 @@ class TrainActor:
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, local_rank: int, log_path: str, num_threads: int):
         redirect_output(log_path)
+        start_logging(config.observability.log_level)
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # before torch is imported; Ray's own value counts only this actor's CPU share
         interface = config.sync.update_weight_interface
         if interface:
@@ -45,12 +51,19 @@ class TrainActor:
         """Make the worker and start it."""
         from slime_like.megatron_backend.worker import TrainWorker
 
+        started = time.monotonic()
         self._worker = TrainWorker(self._config, **self._place, master_address=master_address, master_port=master_port)
-        return self._worker.start()
+        report = self._worker.start()
+        place, seconds = self._place, time.monotonic() - started
+        logger.info("%s rank %d of %d is up after %.1f s", _WHO[self._config.role], place["rank"], place["world_size"], seconds)
+        return report
 
     def call(self, method: str, *args):
         """Run one method of the worker."""
-        return getattr(self._worker, method)(*args)
+        started = time.monotonic()
+        answer = getattr(self._worker, method)(*args)
+        logger.debug("%s took %.3f s", method, time.monotonic() - started)
+        return answer
 
     def leave(self) -> None:
         """Remove what would outlive this process."""
@@ -63,8 +76,8 @@ class TrainActor:
 
     def score(self, method: str, samples: list[TrainSample]) -> list[np.ndarray] | None:
         """What a scoring method says of all samples, from rank 0; the others would only send the same."""
-        found = getattr(self._worker, method)(samples)
-        return found if self._place["rank"] == 0 else None
+        rows = self.call(method, samples)
+        return rows if self._place["rank"] == 0 else None
 
 
 #: How long the news of a failure may take from rank to rank.

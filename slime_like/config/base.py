@@ -101,6 +101,35 @@ def parse(parser: ProblemParser, argv: list[str]) -> argparse.Namespace:
     return namespace
 
 
+def read_value(field: dataclasses.Field, hint: typing.Any, value: typing.Any, problems: list[str]) -> typing.Any:
+    """What a flag's field becomes by a value of a config file: a number or text counts as the same text behind the flag.
+
+    hint: the field's type. A list is for flags that take several, true or false for switches, None (null in JSON) for fields that may be None.
+    What does not fit is added to `problems`, and the answer is None.
+    """
+    name = "--" + field.name.replace("_", "-")
+    base_type, is_list = _scalar_type(hint)
+    items = value if isinstance(value, list) else [value]
+    problem = ""
+    if value is None:
+        problem = "" if type(None) in typing.get_args(hint) else f"{name} needs a value."
+    elif base_type is bool:
+        if isinstance(value, bool):
+            return value
+        problem = f"{name} is a switch: true or false, not {value!r}."
+    elif isinstance(value, list) and not (is_list and value):
+        problem = f"{name} takes {'at least one value' if is_list else 'one value'}, not {value!r}."
+    elif any(isinstance(item, bool) or not isinstance(item, (str, int, float)) for item in items):
+        problem = f"{name} takes {'texts or numbers' if is_list else 'a text or a number'}, not {value!r}."
+    else:
+        convert = _Converter(name, base_type, field.metadata["choices"], problems)
+        values = [convert(str(item)) for item in items]
+        return values if is_list else values[0]
+    if problem:
+        problems.append(problem)
+    return None
+
+
 def from_namespace(group_class: type, namespace: argparse.Namespace):
     """Build the frozen group from the parsed flags."""
     names = [f.name for f in dataclasses.fields(group_class) if "help" in f.metadata]

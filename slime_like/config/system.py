@@ -7,6 +7,7 @@ import os
 from urllib.parse import urlsplit
 
 from slime_like.config.base import flag
+from slime_like.utils.logs import LOG_LEVELS
 
 TRANSPORTS = ("ipc", "broadcast", "disk")
 
@@ -296,6 +297,12 @@ class ObservabilityConfig:
     seed: int = flag(1234, help="Seed of everything random in the trainer.")
     run_name: str = flag("train", help="Last part of the default run directory.")
     run_dir: str | None = flag(None, help="Where metrics, logs and samples go. Default: runs/<time>-<name>.")
+    log_level: str | None = flag(
+        None,
+        choices=LOG_LEVELS,
+        help="Least level of what our own loggers write, in the driver and in every process of the run; receivers, the router and engines "
+        "(unless --sglang-log-level) are started with it too. Default: warning; of receivers and engines info.",
+    )
     use_tensorboard: bool = flag(True, help="Write TensorBoard event files into the run directory.")
     save_debug_rollout_data: str | None = flag(None, help="Write each rollout's samples to this path; '{rollout_id}' is replaced.")
     load_debug_rollout_data: str | None = flag(None, help="Train on samples saved with --save-debug-rollout-data instead of generating.")

@@ -44,6 +44,7 @@ class EngineSpec:
     context_length: int | None = None  # tokens; None: the model's
     seed: int = 0
     extra_flags: dict = dataclasses.field(default_factory=dict)
+    log_level: str | None = None  # None: SGLang's default, info
     memory_saver: bool = False  # release and resume really free memory; CUDA only
     log_path: str
     custom_weight_loader: str | None = WEIGHT_LOADER
@@ -170,6 +171,8 @@ def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
     defaults: dict = {} if cuda else _cpu_defaults(spec.context_length)
     if spec.dtype is not None:
         defaults["dtype"] = spec.dtype
+    if spec.log_level is not None:
+        defaults["log_level"] = spec.log_level
     if spec.context_length is not None:
         defaults["context_length"] = spec.context_length
     if spec.memory_saver and cuda:  # it needs torch_memory_saver, which is CUDA only

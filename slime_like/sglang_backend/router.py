@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _LOG_LINES = 30
 _REQUEST_TIMEOUT_S = 10.0
+#: Our names of levels -> the router's.
+_LOG_LEVELS = {"debug": "debug", "info": "info", "warning": "warn", "error": "error"}
 #: rustls, unlike OpenSSL, refuses a server certificate that says that it is an authority (`openssl req -x509` writes that by default).
 _HTTPS_HINT = "; over https it asks for a certificate with basicConstraints CA:FALSE, signed by (or being) one in REQUESTS_CA_BUNDLE"
 
@@ -139,6 +141,7 @@ def launch_router(
     host: str = "127.0.0.1",
     request_timeout_s: float = 3600.0,
     api_key: str | None = None,
+    log_level: str = "warning",
 ) -> Router:
     """Start sglang-router without engines and wait until it answers. It dies with us and asks for a key that we make up.
 
@@ -152,6 +155,7 @@ def launch_router(
 
     def launch() -> Router:
         arguments = _arguments(policy, host, port if port is not None else free_port(host), request_timeout_s)
+        arguments["log-level"] = _LOG_LEVELS[log_level]
         argv = [sys.executable, "-m", "slime_like.sglang_backend.router_server", *(f"--{name}={value}" for name, value in arguments.items())]
         package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -178,7 +182,6 @@ def _arguments(policy: str, host: str, port: int, request_timeout_s: float) -> d
         "health-check-interval-secs": 5,
         "request-timeout-secs": int(request_timeout_s),
         "shutdown-grace-period-secs": 1,
-        "log-level": "warn",
     }
     if trusted := certificates():
         arguments["ca-cert-paths"] = trusted  # for engines behind https

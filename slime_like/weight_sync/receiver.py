@@ -27,11 +27,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from slime_like.errors import WeightSyncError
+from slime_like.utils.logs import LOG_LEVELS, start_logging
 from slime_like.utils.net import host_port
 from slime_like.weight_sync.delta_codec import DeltaError
 from slime_like.weight_sync.delta_store import NotInStepError, VersionStore
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("slime_like.weight_sync.receiver")  # as a program, __name__ would be "__main__"
 
 MIN_KEY_CHARS = 16
 _MAX_JSON_BYTES = 64 << 10
@@ -190,8 +191,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, required=True, help="Port to listen at; 0: a free one, which is printed.")
     parser.add_argument("--api-key-file", required=True, help="File with the key that trainers must send, readable by its owner only.")
     parser.add_argument("--max-bytes", type=int, default=16 << 30, help="Largest request, and largest file made of one.")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="Least level of what is logged; info names every request.")
     options = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    start_logging(options.log_level, line_format="%(asctime)s %(levelname)s %(message)s")
     try:
         key = read_key(options.api_key_file)
         store = VersionStore(options.directory, max_shard_bytes=options.max_bytes)

@@ -169,7 +169,7 @@ class RunningReceiver:
             time.sleep(0.05)
 
 
-def start_receiver(directory: str, *, host: str = "127.0.0.1", log_path: str, timeout_s: float) -> RunningReceiver:
+def start_receiver(directory: str, *, host: str = "127.0.0.1", log_path: str, timeout_s: float, log_level: str = "info") -> RunningReceiver:
     """Start a receiver for `directory` on this host, with a key that we make up, and wait until it answers."""
     port, key = free_port(host), secrets.token_hex(24)
     private_dir = tempfile.mkdtemp(prefix="slime-like-receiver-")
@@ -178,6 +178,7 @@ def start_receiver(directory: str, *, host: str = "127.0.0.1", log_path: str, ti
         with os.fdopen(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key)
         argv = [sys.executable, "-m", "slime_like.weight_sync.receiver", "--directory", directory, "--host", host, "--port", str(port)]
+        argv += ["--log-level", log_level]
         environment = dict(os.environ)
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""The examples under scripts/ run as they stand: tiny models, a CPU host, jobs submitted to a Ray that is there."""
+"""The examples under scripts/ run as they stand: tiny models, a CPU host. run-*.sh submit jobs to a Ray that is there, run_example.sh has its own."""
 
 from __future__ import annotations
 
@@ -7,66 +7,94 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import started_cluster
+from tests.e2e.conftest import free_ports, started_cluster
 from tests.e2e.runs import ROOT, Finished, assert_nothing_left, environment, our_processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
-#: Script -> variables, how its weights travel, and one of the metrics that its flags ask for.
+#: Script -> how its weights travel.
+SCRIPTS = {"run-colocate.sh": "ipc", "run-disaggregated.sh": "broadcast"}
+
+#: Example, and a file laid over its run.toml -> how its weights travel, and one of the metrics that its flags ask for.
 EXAMPLES = {
-    "colocate": ({}, "ipc", "train/kl_loss"),
-    "disaggregated": ({}, "broadcast", "train/kl_loss"),
-    "delta": ({}, "delta", "train/kl_loss"),
-    "interleaved": ({}, "broadcast", "train/kl_loss"),
-    "algorithms": ({}, "ipc", "train/pg_loss"),
-    "reward-model": ({}, "broadcast", "reward/model"),
-    "roles": ({}, "broadcast", "train/value_loss"),
-    "routing-replay": ({"REPLAY": "engine"}, "ipc", "train/kl_loss"),
-    "routing-replay of the trainer": ({"REPLAY": "trainer"}, "ipc", "train/kl_loss"),
+    "colocate": ("ipc", "train/kl_loss"),
+    "disaggregated": ("broadcast", "train/kl_loss"),
+    "external": ("broadcast", "train/pg_loss"),
+    "delta": ("delta", "sync/delta_bytes"),
+    "interleaved": ("broadcast", "train/pg_loss"),
+    "reward-model": ("broadcast", "reward/model"),
+    "roles": ("broadcast", "train/value_loss"),
+    "routing-replay": ("ipc", "train/pg_loss"),
+    "routing-replay trainer": ("ipc", "train/pg_loss"),
+    "algorithms": ("ipc", "train/pg_loss"),
+    "algorithms reinforce++": ("ipc", "train/pg_loss"),
+    "algorithms reinforce++-baseline": ("ipc", "train/pg_loss"),
+    "algorithms dr-grpo": ("ipc", "train/pg_loss"),
+    "algorithms icepop": ("ipc", "train/mismatch_kl"),
+    "algorithms sequence-masking": ("ipc", "train/opsm_masked_ratio"),
+    "algorithms distillation": ("ipc", "train/opd_kl"),
 }
+
+#: They move no weights; the second trains on what the first kept.
+DEBUG_EXAMPLES = ("debug-rollout-only", "debug-train-only")
+
+
+def finish(command: list[str], run_dir: Path, **variables: str) -> Finished:
+    """Run a script of scripts/ to its end."""
+    command = ["bash", str(ROOT / "scripts" / command[0]), *command[1:]]
+    done = subprocess.run(command, cwd=ROOT, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    return Finished(done.returncode, done.stdout, run_dir)
+
+
+def assert_three_rollouts(run: Finished, transport: str, metric: str) -> None:
+    """Three rollouts, whose weights went out as they should; engine and trainer agree."""
+    assert run.returncode == 0, run.logs()
+    train = run.metrics("train")
+    assert [line["step"] for line in train] == [0, 1, 2]
+    kind = {"train": "train", "sync": "sync"}.get(metric.split("/")[0], "rollout")
+    assert any(metric in line for line in run.metrics(kind)), sorted(run.metrics(kind)[-1])
+    assert {line["sync/transport"] for line in run.metrics("sync")} == {transport}
+    assert max(line["train/logprob_abs_diff_max"] for line in train) <= 1e-4
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with started_cluster(tmp_path_factory.mktemp("ray"), num_gpus=5) as started:
+    with started_cluster(tmp_path_factory.mktemp("ray"), num_gpus=4) as started:
         yield started
 
 
-@pytest.fixture(scope="module")
-def run_example(cluster, tmp_path_factory):
-    """Run a script as it stands; tiny models are made in a folder of the tests."""
-    tiny = tmp_path_factory.mktemp("tiny")
-
-    def run(script: str, run_dir: Path, **variables: str) -> Finished:
-        extra = {"RAY_ADDRESS": cluster.dashboard, "RAY_JOB_ADDRESS": cluster.dashboard, "TINY": str(tiny), "RUN_DIR": str(run_dir)}
-        command = ["bash", str(ROOT / "scripts" / f"run-{script}.sh")]
-        done = subprocess.run(command, cwd=ROOT, env=environment(**extra | variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
-        return Finished(done.returncode, done.stdout, run_dir)
-
-    return run
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_example_runs_as_it_stands(run_example, tmp_path, example):
-    variables, transport, metric = EXAMPLES[example]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_submits_a_job_that_runs(cluster, tmp_path_factory, tmp_path, script):
+    tiny = tmp_path_factory.getbasetemp() / "tiny"
     before = our_processes()
-    run = run_example(example.split()[0], tmp_path / "run", **variables)
-    assert run.returncode == 0, run.logs()
-    train = run.metrics("train")
-    assert [line["step"] for line in train] == [0, 1, 2]
-    lines = train if metric.startswith("train/") else run.metrics("rollout")
-    assert len(lines) == 3 and all(metric in line for line in lines), sorted(lines[0])
-    assert {line["sync/transport"] for line in run.metrics("sync")} == {transport}
-    assert max(line["train/logprob_abs_diff_max"] for line in train) <= 1e-4
+    variables = {"RAY_ADDRESS": cluster.dashboard, "RAY_JOB_ADDRESS": cluster.dashboard, "TINY": str(tiny), "RUN_DIR": str(tmp_path / "run")}
+    run = finish([script], tmp_path / "run", **variables)
+    assert_three_rollouts(run, SCRIPTS[script], "train/kl_loss")
     assert_nothing_left(before)
 
 
-def test_kept_rollouts_are_trained_on_without_engines(run_example, tmp_path):
-    samples = {"SAMPLES": str(tmp_path / "samples")}
+def test_every_example_has_its_row():
+    """Each folder, and each file that is laid over its run.toml."""
+    there = {f"{path.parent.name} {path.stem}".removesuffix(" run") for path in (ROOT / "scripts/examples").glob("*/*.toml")}
+    assert there == {*EXAMPLES, *DEBUG_EXAMPLES}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_runs_as_it_stands(tmp_path, example):
+    name, _, overlay = example.partition(" ")
+    flags = ["--config", f"scripts/examples/{name}/{overlay}.toml"] if overlay else []
     before = our_processes()
-    kept = run_example("debug-rollout-only", tmp_path / "first", **samples)
+    run = finish(["run_example.sh", name, *flags, "--run-dir", str(tmp_path / "run")], tmp_path / "run", PORT=str(free_ports(1)[0]))
+    assert_three_rollouts(run, *EXAMPLES[example])
+    assert_nothing_left(before)
+
+
+def test_kept_rollouts_are_trained_on_without_engines(tmp_path):
+    samples = str(tmp_path / "samples/{rollout_id}.npz")
+    before = our_processes()
+    kept = finish(["run_example.sh", DEBUG_EXAMPLES[0], "--save-debug-rollout-data", samples, "--run-dir", str(tmp_path / "first")], tmp_path / "first")
     assert kept.returncode == 0, kept.logs()
-    trained = run_example("debug-train-only", tmp_path / "second", **samples)
+    trained = finish(["run_example.sh", DEBUG_EXAMPLES[1], "--load-debug-rollout-data", samples, "--run-dir", str(tmp_path / "second")], tmp_path / "second")
     assert trained.returncode == 0, trained.logs()
     assert len(list((tmp_path / "samples").glob("*.npz"))) == len(trained.metrics("train")) == 3
     assert not list((tmp_path / "second/logs").glob("engine*"))

@@ -27,6 +27,7 @@ print(json.dumps({{"status": status or 0, "heavy": heavy}}), file=sys.stderr)
 
 PLAN = ["--colocate", "--actor-num-gpus-per-node", "4", "--num-rollout", "1", "--rm-type", "math", "--rollout-batch-size", "4"]
 SIZES = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--vocab-size", "320"]
+FILE = ["--config", "scripts/examples/colocate/run.toml"]
 MODEL = [*SIZES, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
 
 
@@ -42,12 +43,27 @@ def probe(root: Path, argv: list[str]) -> tuple[dict, str, float]:
 
 @pytest.mark.parametrize(
     ("argv", "status"),
-    [(["--help"], 0), ([*PLAN, *MODEL, "--plan"], 0), ([*PLAN, *MODEL, "--plan", "json"], 0), (["--no-such-flag"], 2)],
-    ids=["help", "plan", "plan-json", "mistake"],
+    [
+        (["--help"], 0),
+        ([*PLAN, *MODEL, "--plan"], 0),
+        ([*PLAN, *MODEL, "--plan", "json"], 0),
+        ([*FILE, "--plan"], 0),
+        (["--no-such-flag"], 2),
+        (["--config", "nowhere.toml"], 2),
+    ],
+    ids=["help", "plan", "plan-json", "plan-of-a-file", "mistake", "mistake-in-a-file"],
 )
 def test_nothing_heavy_is_imported(repo_root: Path, argv: list[str], status: int):
     report, _, _ = probe(repo_root, argv)
     assert report == {"status": status, "heavy": []}
+
+
+@pytest.mark.parametrize(("flags", "level"), [([], "WARNING"), (["--log-level", "debug"], "DEBUG")])
+def test_the_driver_has_the_log_level(repo_root: Path, flags: list[str], level: str):
+    code = f"import logging, train; train.main({[*PLAN, *MODEL, '--plan', *flags]!r}); logger = logging.getLogger('slime_like.cluster'); "
+    code += "print(logging.getLevelName(logger.getEffectiveLevel()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=repo_root)
+    assert result.stdout.splitlines()[-1] == level
 
 
 def test_the_probe_sees_a_heavy_import(repo_root: Path, tmp_path: Path):
@@ -55,7 +71,7 @@ def test_the_probe_sees_a_heavy_import(repo_root: Path, tmp_path: Path):
     assert "transformers" in probe(tmp_path, [])[0]["heavy"]
 
 
-@pytest.mark.parametrize("argv", [["--help"], [*PLAN, *MODEL, "--plan"]], ids=["help", "plan"])
+@pytest.mark.parametrize("argv", [["--help"], [*PLAN, *MODEL, "--plan"], [*FILE, "--plan"]], ids=["help", "plan", "plan-of-a-file"])
 def test_it_answers_at_once(repo_root: Path, argv: list[str]):
     # The best of three: other tests and processes may hold the cores.
     seconds = []

@@ -98,6 +98,15 @@ def test_user_flags_win_over_defaults(tmp_path):
     assert argv[at + 1 : at + 3] == ["mine.load", "slime_like.weight_sync.shm_loader.load"]
 
 
+def test_log_level_is_ours_unless_sglang_has_one_of_its_own(tmp_path):
+    def levels(**kwargs):
+        return [text for text in _server_argv(spec(tmp_path, "", **kwargs), port=1, cuda=False) if text.startswith("--log-level")]
+
+    assert levels() == []
+    assert levels(log_level="debug") == ["--log-level=debug"]
+    assert levels(log_level="debug", extra_flags={"log_level": "error"}) == ["--log-level=error"]
+
+
 def test_gpus_and_cpu_cores(tmp_path):
     engine = spec(tmp_path, "", tp_size=2, gpu_ids=(2, 3), memory_saver=True)
     assert _environment(engine, cuda=True)["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -55,6 +55,16 @@ def test_a_started_receiver_answers_and_ends(tmp_path):
         client.state()
 
 
+@pytest.mark.parametrize(("level", "logged"), [({}, True), ({"log_level": "error"}, False)], ids=["default", "error"])
+def test_log_level(tmp_path, level, logged):
+    running = start_receiver(str(tmp_path / "copy"), log_path=str(tmp_path / "log"), timeout_s=20, **level)
+    try:
+        ReceiverClient(running.url, running.key, 5.0).state()
+    finally:
+        running.close()
+    assert ('"GET /state HTTP' in (tmp_path / "log").read_text()) is logged
+
+
 def test_it_needs_neither_torch_nor_sglang():
     code = "import sys, slime_like.weight_sync.receiver; print([name for name in ('torch', 'sglang', 'ray', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
