@@ -110,7 +110,7 @@ class RolloutConfig:
 
 
 #: Built-in rewards; rollout/rewards implements exactly these.
-REWARD_TYPES = ("math", "deepscaler", "exact", "remote_rm")
+REWARD_TYPES = ("math", "math_strict", "deepscaler", "deepscaler_strict", "exact", "remote_rm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
