@@ -178,6 +178,7 @@ class EvalConfig:
     eval_top_p: float | None = flag(None, help="Default: --rollout-top-p.")
     eval_top_k: int | None = flag(None, help="Default: --rollout-top-k.")
     eval_max_response_len: int | None = flag(None, help="Default: --rollout-max-response-len.")
+    eval_pass_threshold: float = flag(1.0, help="Least reward with which a sample passes, for eval/*/pass@k.")
 
     def datasets(self) -> dict[str, str]:
         """Name -> path; {} when there is no evaluation."""
@@ -200,6 +201,8 @@ class EvalConfig:
             found.append(f"--eval-interval {self.eval_interval}: must be at least 1.")
         if self.n_samples_per_eval_prompt < 1:
             found.append(f"--n-samples-per-eval-prompt {self.n_samples_per_eval_prompt}: must be at least 1.")
+        if not math.isfinite(self.eval_pass_threshold):
+            found.append(f"--eval-pass-threshold {self.eval_pass_threshold}: must be a finite number.")
         return found
 
     def missing_files(self) -> list[str]:

@@ -149,7 +149,7 @@ class Phases:
         return dataclasses.replace(receipt, probe_difference=found, probe_seconds=time.monotonic() - started)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """pass@1 on each evaluation set."""
+        """Mean reward and pass@k on each evaluation set."""
         with self.timers.phase("eval"):
             metrics = self.job.manager.evaluate(step, self.job.watch("eval"))
         self.log.log("eval", step, metrics)
