@@ -59,7 +59,7 @@ def pass_rates(groups: Sequence[SampleGroup], threshold: float) -> dict[str, flo
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """How likely at least one of k samples passes, drawn without replacement from a prompt's: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+    """How likely at least one of k samples passes: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
 
     1 - C(n - c, k) / C(n, k) of n samples of which c passed; needs k <= n. Example: 4, 1, 2 -> 1 - 3/6 = 0.5
     """
