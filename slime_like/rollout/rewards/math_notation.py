@@ -29,7 +29,8 @@ _REWRITTEN = [
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 _PLAIN = r"\d+(?:\.\d*)?|\.\d+"
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}([, ])\d{3}(?:\1\d{3})*(?:\.\d+)?")
+_NOT_BETWEEN_DIGITS = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _DECIMAL = re.compile(rf"(?P<digits>[+-]?(?:{_PLAIN}))(?:(?:[eE]|(?:\\times|\\cdot|\*)10\^)\{{?(?P<power>[+-]?\d{{1,4}})\}}?)?")
 _POWER_OF_TEN = re.compile(r"(?P<sign>[+-]?)10\^\{?(?P<power>[+-]?\d{1,4})\}?")
 _RATIO = re.compile(rf"(?P<sign>[+-]?)(?:(?P<whole>\d+)(?:\s+|(?=\\frac)))?(?:\\frac\{{(?P<a>-?(?:{_PLAIN}))\}}\{{(?P<b>{_PLAIN})\}}|(?P<c>\d+)/(?P<d>\d+))")
@@ -86,8 +87,8 @@ def _closes_at(text: str, start: int) -> int:
 
 
 def compact(text: str) -> str:
-    """Without blanks, except where one keeps a command from a letter."""
-    return re.sub(r"\s+", "", re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0", text)).replace("\0", " ")
+    """Without blanks, except where one keeps a command from a letter or a digit from another."""
+    return _NOT_BETWEEN_DIGITS.sub("", re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0", text)).replace("\0", " ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +108,8 @@ def number(text: str) -> Number | None:
     """
     text = text.strip()
     if _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    tight = re.sub(r"\s+", "", text)
+        text = text.replace(",", "").replace(" ", "")
+    tight = _NOT_BETWEEN_DIGITS.sub("", text)
     if match := _DECIMAL.fullmatch(tight):
         power = int(match["power"] or 0)
         if abs(power) > _MOST_POWER:
