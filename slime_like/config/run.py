@@ -240,6 +240,8 @@ class RunConfig:
 
     def _sampling_problems(self) -> list[str]:
         """Samples that are not what training takes them for."""
+        if self.is_sft and (self.rollout.mask_truncated_samples or self.reward.overlong_buffer_len is not None):
+            return ["--mask-truncated-samples and --overlong-buffer-len are about sampled responses; --loss-type sft_loss samples none. Fix: drop them."]
         if not self.uses_engines:
             return []
         found, rollout, buffer = [], self.rollout, self.reward.overlong_buffer_len

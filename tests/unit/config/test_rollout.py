@@ -59,3 +59,9 @@ def test_a_buffer_is_the_end_of_the_response():
     assert said(RunConfig(rollout=rollout, reward=RewardConfig(overlong_buffer_len=100)), "overlong") == []
     (problem,) = said(RunConfig(rollout=rollout, reward=RewardConfig(overlong_buffer_len=101)), "overlong")
     assert problem.startswith("--overlong-buffer-len 101 is above --rollout-max-response-len 100")
+
+
+@pytest.mark.parametrize("groups", [{"rollout": RolloutConfig(mask_truncated_samples=True)}, {"reward": RewardConfig(overlong_buffer_len=4)}])
+def test_supervised_rows_are_never_overlong(groups):
+    (problem,) = said(RunConfig(loss=LossConfig(loss_type="sft_loss"), **groups), "overlong")
+    assert "--loss-type sft_loss samples none" in problem

@@ -141,6 +141,10 @@ def test_a_custom_function_must_pass_them_on():
     async def passes_on(args, prompt, sampling_params, engine):
         return sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
 
+    async def trains_nothing(args, prompt, sampling_params, engine):
+        made = await forgets(args, prompt, sampling_params, engine)
+        return dataclasses.replace(made, loss_mask=np.zeros_like(made.loss_mask))
+
     async def run(function, engine):
         endpoint = EngineEndpoint(index=0, url=engine.url)
         client = GenerationClient("http://127.0.0.1:1", None, RolloutConfig(), concurrency=1, weight_version=lambda: 0, routing=SHAPE, engines=[endpoint])
@@ -152,5 +156,6 @@ def test_a_custom_function_must_pass_them_on():
 
     with telling() as engine:
         assert asyncio.run(run(passes_on, engine)).routed_experts.shape == (5, 2, 2)
+        assert (asyncio.run(run(trains_nothing, engine)).routed_experts == np.full((5, 2, 2), -1)).all()
         with pytest.raises(RunError, match=r"no routed_experts, which --use-rollout-routing-replay trains with"):
             asyncio.run(run(forgets, engine))
