@@ -85,8 +85,8 @@ class RolloutConfig:
     rollout_max_response_len: int = flag(1024, help="Most new tokens.")
     rollout_max_context_len: int | None = flag(None, help="Most tokens of prompt and response together. Default: the model's.")
     rollout_temperature: float = flag(1.0, help="Sampling temperature; the trainer's log-probs use it too.")
-    rollout_top_p: float = flag(1.0, help="Nucleus sampling.")
-    rollout_top_k: int = flag(-1, help="Sample among the k most likely; -1: all.")
+    rollout_top_p: float = flag(1.0, help="Nucleus sampling. Below 1 a run that trains needs --rollout-allow-filtered-sampling; --eval-top-p does not.")
+    rollout_top_k: int = flag(-1, help="Sample among the k most likely; -1: all. As --rollout-top-p.")
     rollout_allow_filtered_sampling: bool = flag(
         False, help="Train although --rollout-top-p or --rollout-top-k draws from another distribution than the one whose log-probs are trained on."
     )
