@@ -52,14 +52,14 @@ ROLLOUT_ARGS=(
   --rollout-temperature 1
 )
 
+read -r -a CLIP_ARGS <<<"${CLIP_FLAGS---eps-clip 0.2 --eps-clip-high 0.28}"    # empty for a policy loss without bounds
 GRPO_ARGS=(
   --advantage-estimator grpo
   --use-kl-loss
   --kl-loss-coef 0.00
   --kl-loss-type low_var_kl
   --entropy-coef 0.00
-  --eps-clip 0.2
-  --eps-clip-high 0.28
+  "${CLIP_ARGS[@]}"
 )
 
 OPTIMIZER_ARGS=(

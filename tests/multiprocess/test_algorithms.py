@@ -42,7 +42,7 @@ CASES = {
     "sequence masking, token advantages": ENGINE | {"use_opsm": True, "opsm_delta": 0.1, "use_opd": True, "opd_kl_coef": 0.5},
     "tis, sequence": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.5, "tis_clip_low": 0.5},
     "tis, geometric mask": {"use_tis": True, "tis_level": "geometric", "tis_mode": "mask", "tis_clip": 1.5, "tis_clip_low": 0.7},
-    "tis, rejection": {"use_tis": True, "tis_clip": 1.5, "tis_reject_level": "geometric", "tis_reject_low": 0.8, "tis_reject_high": 1.25},
+    "tis, rejection": {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5, "tis_reject_level": "geometric", "tis_reject_low": 0.8, "tis_reject_high": 1.25},
     "icepop": {"use_tis": True, "tis_mode": "mask", "tis_clip": 2.0, "tis_clip_low": 0.5},
     "unbiased kl": ENGINE | {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.1, "use_unbiased_kl": True},
     "constant": {"loss_reduction": "constant", "loss_divisor": 16, "entropy_coef": 0.01},

@@ -93,6 +93,8 @@ PLANS = [
         {"num_gpus": 16, "rollout_offset": 14},
     ),
     ("run-algorithms.sh", "qwen3-4B", {"ALGORITHM": "icepop", "ACTOR_GPUS": "8"}, {"mode": "colocate", "num_gpus": 8}),
+    ("run-algorithms.sh", "tiny-qwen3", {"ALGORITHM": "sapo"}, {"mode": "colocate", "num_gpus": 2}),
+    ("run-algorithms.sh", "tiny-qwen3", {"ALGORITHM": "clip-cov"}, {"mode": "colocate", "num_gpus": 2}),
     ("run-algorithms.sh", "tiny-qwen3", {"ALGORITHM": "distillation", "TEACHER": "/nowhere/teacher"}, {"mode": "colocate", "num_gpus": 2}),
     ("run-reward-model.sh", "tiny-qwen3", {}, {"mode": "disaggregated", "num_gpus": 3, "rollout_offset": 2}),
     ("run-reward-model.sh", "qwen3-8B", {"TP": "4", "ACTOR_GPUS": "4", "ROLLOUT_GPUS": "4", "REWARD_GPUS": "2"}, {"num_gpus": 10, "rollout_offset": 6}),
