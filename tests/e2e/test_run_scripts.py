@@ -19,6 +19,7 @@ EXAMPLES = {
     "delta": ({}, "delta", "train/kl_loss"),
     "interleaved": ({}, "broadcast", "train/kl_loss"),
     "algorithms": ({}, "ipc", "train/pg_loss"),
+    "algorithms by covariance": ({"ALGORITHM": "clip-cov"}, "ipc", "train/picked_ratio"),
     "reward-model": ({}, "broadcast", "reward/model"),
     "roles": ({}, "broadcast", "train/value_loss"),
     "routing-replay": ({"REPLAY": "engine"}, "ipc", "train/kl_loss"),
