@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 
 from slime_like.config.training import LossConfig
@@ -39,21 +41,38 @@ def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
     return centered * len(centered) / (len(centered) - 1)
 
 
-def normalize(rewards: np.ndarray, loss: LossConfig) -> np.ndarray:
-    """Advantages [G] of one group as the loss flags ask for, whatever its size.
+def _centered(rewards: np.ndarray) -> np.ndarray:
+    return group_advantages(rewards, normalize_std=False)
 
-    A group of one has no baseline and returns its raw reward, as does --disable-rewards-normalization; with ppo the critic
-    is the baseline, with reinforce_plus_plus the whole batch (token_advantages). reinforce_plus_plus_baseline (arXiv:2501.03262,
-    sec. 3.2) subtracts the group's mean here; its scale is the whole batch's, too.
+
+#: Estimator.baseline -> rewards of a group [G >= 2] minus it.
+BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"mean": _centered, "others": leave_one_out_advantages}
+
+
+def batch_deviation(groups: Iterable[np.ndarray]) -> float:
+    """Standard deviation of the rewards of a whole rollout, with their number - 1 in its denominator; 0 for fewer than two."""
+    rewards = np.concatenate([np.zeros(0), *groups])
+    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
+
+
+def normalize(rewards: np.ndarray, loss: LossConfig, *, group_size: int = 1, deviation: float = 0.0) -> np.ndarray:
+    """Advantages [G] of one group as the estimator's row says (config/algorithms.py), whatever the group's size.
+
+    group_size: how many samples of a prompt were asked for. A single one that is left of several, as the others failed, has nothing to be compared
+    with and teaches nothing: 0. Where one was asked for, its raw reward is its advantage: plain REINFORCE. So it is with
+    --disable-rewards-normalization, and with estimators that compare with a critic or the whole batch (token_advantages).
+    deviation: that of the rollout's rewards, for estimators whose scale it is (arXiv:2508.08221: the group's mean, the batch's deviation).
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    estimator = loss.advantage_estimator
-    if loss.disable_rewards_normalization or len(rewards) == 1 or estimator in ("ppo", "reinforce_plus_plus"):
-        _check_finite(rewards)
+    rewards, row = np.asarray(rewards, dtype=np.float64), loss.estimator
+    _check_finite(rewards)
+    if loss.disable_rewards_normalization or row.baseline is None:
         return rewards.copy()
-    if estimator == "rloo":
-        return leave_one_out_advantages(rewards)
-    return group_advantages(rewards, normalize_std=not loss.disable_grpo_std_normalization and estimator != "reinforce_plus_plus_baseline")
+    if len(rewards) == 1:
+        return rewards.copy() if group_size == 1 else np.zeros(1)
+    compared = BASELINES[row.baseline](rewards)
+    if row.scale == "group" and not loss.disable_grpo_std_normalization:
+        return compared / (rewards.std(ddof=1) + STD_EPSILON)
+    return compared / (deviation + STD_EPSILON) if row.scale == "batch" else compared
 
 
 def checked(advantages: object, num_samples: int, path: str) -> np.ndarray:

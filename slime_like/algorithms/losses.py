@@ -1,4 +1,4 @@
-"""Loss per token: PPO's clipped surrogate and its relatives, a critic's clipped error and estimators of the KL divergence.
+"""Loss per token: a critic's clipped error and estimators of the KL divergence. Those of the policy are in policy_losses.py.
 
 All tensors are [K]: the trained tokens of a micro-batch. Means are taken in algorithms/reduce.py.
 """
@@ -13,75 +13,6 @@ import torch
 LOW_VAR_KL_LIMIT = 10.0
 #: exp() of a larger log-ratio overflows fp32's useful range and would turn one token into inf.
 LOG_RATIO_LIMIT = 20.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
-    """PPO's loss per token and what it did; every field is [K]."""
-
-    loss: torch.Tensor
-    ratio: torch.Tensor  # detached: new / old probability
-    clipped: torch.Tensor  # detached: 1.0 where a bound was active
-
-
-def ppo_clip(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
-    """PPO's clipped surrogate, negated (arXiv:1707.06347, eq. 7).
-
-    The ratio is bounded to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO, arXiv:2503.14476). dual_clip: for negative
-    advantages the loss is at most dual_clip x |advantage| (arXiv:1912.09729). old_log_probs carry no gradient.
-    """
-    return _clipped_surrogate(log_probs - old_log_probs.detach(), advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-
-
-def gspo(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, sequences: torch.Tensor, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
-    """PPO's surrogate with one ratio per sample: the geometric mean of its tokens' ratios (GSPO, arXiv:2507.18071, eq. 5 and 7).
-
-    sequences: [K] int64, which sample each token belongs to; a sample's tokens must all be here. The loss of a sample
-    stands at each of its tokens, so that a mean over tokens and then samples gives the paper's objective.
-    """
-    log_ratio = log_probs - old_log_probs.detach()
-    count = int(sequences.max()) + 1 if len(sequences) else 0
-    totals = log_ratio.new_zeros(count).index_add(0, sequences, log_ratio)
-    tokens = log_ratio.new_zeros(count).index_add(0, sequences, torch.ones_like(log_ratio))
-    mean = (totals / tokens.clamp(min=1))[sequences]
-    return _clipped_surrogate(mean, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
-
-
-def cispo(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float) -> PolicyLoss:
-    """REINFORCE weighted by a clipped, detached ratio, so that no token loses its gradient (CISPO, arXiv:2506.13585, eq. 4 and 5)."""
-    ratio = torch.exp((log_probs.detach() - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return PolicyLoss(loss=-weight * advantages * log_probs, ratio=ratio, clipped=(weight != ratio).to(log_probs.dtype))
-
-
-def reinforce(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor) -> PolicyLoss:
-    """The plain policy gradient: -advantage x log-prob, whatever the ratio is (REINFORCE, Williams 1992, eq. 11). The ratio is only reported."""
-    ratio = torch.exp((log_probs.detach() - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    return PolicyLoss(loss=-advantages * log_probs, ratio=ratio, clipped=torch.zeros_like(ratio))
-
-
-def _clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None) -> PolicyLoss:
-    ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    unbounded = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    loss = torch.maximum(unbounded, bounded)
-    clipped = bounded > unbounded
-    if dual_clip is not None:
-        limit = -dual_clip * advantages
-        beyond = (advantages < 0) & (loss > limit)
-        loss = torch.where(beyond, limit, loss)
-        clipped = clipped | beyond
-    return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=clipped.detach().to(loss.dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +41,9 @@ def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind
     """Estimate KL(policy || reference) per token from samples of the policy (Schulman, joschu.net/blog/kl-approx.html).
 
     kind: k1 = log p/q, unbiased and often negative; k2 = half its square; k3 = q/p - 1 - log q/p, unbiased and never
-    negative; low_var_kl = k3 clamped to +-10. Differentiable in log_probs. Raises ValueError for another kind.
+    negative; low_var_kl = k3 clamped to +-10. Differentiable in log_probs; k3 without gradient where log q/p > 20, which is held there.
+    As a loss on policy, where tokens come from p itself, k1's gradient is 0 on average, k2's is the KL's, and k3's is that of KL(q || p).
+    Raises ValueError for another kind.
     """
     reference_log_probs = reference_log_probs.detach()
     if kind == "k1":
@@ -118,7 +51,8 @@ def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, kind
     if kind == "k2":
         return 0.5 * (log_probs - reference_log_probs).square()
     if kind in ("k3", "low_var_kl"):
-        log_ratio = (reference_log_probs - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        # Held on the side where exp() overflows only: on the other k3 goes on like log p/q, and so does its gradient, 1.
+        log_ratio = (reference_log_probs - log_probs).clamp(max=LOG_RATIO_LIMIT)
         estimate = torch.expm1(log_ratio) - log_ratio
         return estimate.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else estimate
     raise ValueError(f"KL estimator {kind!r} is unknown. Known: k1, k2, k3, low_var_kl.")
@@ -128,8 +62,16 @@ def unbiased_kl_estimate(log_probs: torch.Tensor, old_log_probs: torch.Tensor, r
     """kl_estimate of tokens that older weights chose: times new / old probability, which carries gradient (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
 
     Its mean over the old policy's tokens is the KL of the new one, and so is its gradient's, which kl_estimate's is not even at ratio 1.
-    low_var_kl is clamped after the weight.
+    low_var_kl is clamped after the weight. Where log new/old > 20 the ratio is held, and there is no gradient.
     """
-    ratio = torch.exp((log_probs - old_log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    reference_log_probs = reference_log_probs.detach()
+    distance = log_probs - old_log_probs.detach()
+    ratio = torch.exp(distance.clamp(max=LOG_RATIO_LIMIT))
     estimate = ratio * kl_estimate(log_probs, reference_log_probs, "k3" if kind == "low_var_kl" else kind)
+    if kind in ("k3", "low_var_kl"):
+        # d/dlog p of r (q/p - 1 - log q/p) is -r log q/p: r q/p depends on old and q alone. Left to autograd it is a difference of two numbers
+        # as large as q/p, which fp32 cannot tell from 0 long before exp() overflows, and wholly wrong where the clamp takes one of them away.
+        straight = -ratio * (1 + reference_log_probs - log_probs)
+        estimate = estimate.detach() + (straight - straight.detach())
+    estimate = torch.where(distance <= LOG_RATIO_LIMIT, estimate, estimate.detach())
     return estimate.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else estimate

@@ -24,9 +24,9 @@ def importance_weights(
     """
     log_ratio = (trainer_log_probs - engine_log_probs).detach()
     if level == "sequence":
-        log_ratio = _per_sample(log_ratio, sequences, mean=False)
+        log_ratio = per_sample(log_ratio, sequences, mean=False)
     elif level == "geometric":
-        log_ratio = _per_sample(log_ratio, sequences, mean=True)
+        log_ratio = per_sample(log_ratio, sequences, mean=True)
     elif level != "token":
         raise ValueError(f"level {level!r} is unknown. Known: token, sequence, geometric.")
     ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
@@ -39,15 +39,31 @@ def importance_weights(
     raise ValueError(f"mode {mode!r} is unknown. Known: truncate, mask.")
 
 
+def rejected_samples(
+    trainer_log_probs: torch.Tensor, engine_log_probs: torch.Tensor, sequences: torch.Tensor, *, level: str, low: float, high: float
+) -> torch.Tensor:
+    """1.0 at every token of a sample whose trainer / engine probability is outside [low, high]; no gradient.
+
+    level: sequence (the product over its tokens) or geometric (that product's mean per token), as in importance_weights. The sample counts in
+    the mean all the same, as what IcePop and OPSM make 0 does. Raises ValueError for another level. Returns [K].
+    """
+    if level not in ("sequence", "geometric"):
+        raise ValueError(f"level {level!r} is unknown. Known: sequence, geometric.")
+    log_ratio = per_sample((trainer_log_probs - engine_log_probs).detach(), sequences, mean=level == "geometric")
+    ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return ((ratio < low) | (ratio > high)).to(ratio.dtype)
+
+
 def off_policy_sequence_mask(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, sequences: torch.Tensor, *, delta: float
+    log_probs: torch.Tensor, sampling_log_probs: torch.Tensor, advantages: torch.Tensor, sequences: torch.Tensor, *, delta: float
 ) -> torch.Tensor:
     """0.0 at tokens with negative advantage of samples that the policy moved away from, else 1.0 (DeepSeek-V3.2, arXiv:2512.02556, eq. 8 and 9).
 
-    Moved away: the mean over the sample's tokens of old - new log-prob is above delta. What was chosen by other weights and is bad
-    anyway teaches little and destabilises. Returns [K], no gradient.
+    Moved away: the mean over the sample's tokens of sampling - new log-prob is above delta. sampling_log_probs are those of who chose the
+    tokens (the paper's old policy is what the inference framework returns), so that both other weights and other kernels count. What is bad
+    and far away teaches little and destabilises. Returns [K], no gradient.
     """
-    distance = _per_sample((old_log_probs - log_probs).detach(), sequences, mean=True)
+    distance = per_sample((sampling_log_probs - log_probs).detach(), sequences, mean=True)
     return 1.0 - ((advantages < 0) & (distance > delta)).to(log_probs.dtype)
 
 
@@ -63,8 +79,8 @@ def mismatch(trainer_log_probs: torch.Tensor, engine_log_probs: torch.Tensor, *,
     return {"kl": -log_ratio, "k3_kl": torch.expm1(log_ratio) - log_ratio, "ratio": ratio, "chi2": ratio.square() - 1, "clip_ratio": outside}
 
 
-def _per_sample(values: torch.Tensor, sequences: torch.Tensor, *, mean: bool) -> torch.Tensor:
-    """[K]: at each token the sum, or mean, over the tokens of its sample."""
+def per_sample(values: torch.Tensor, sequences: torch.Tensor, *, mean: bool) -> torch.Tensor:
+    """[K]: at each token the sum, or mean, over the tokens of its sample. Differentiable."""
     count = int(sequences.max()) + 1 if len(sequences) else 0
     totals = values.new_zeros(count).index_add(0, sequences, values)
     if mean:

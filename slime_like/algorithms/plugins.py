@@ -14,7 +14,8 @@ class LossPlugins:
     """None where the flag is not given."""
 
     advantage: Callable | None = None  # (args, samples of a group) -> [G] advantages; runs on the rollout side, gets records.Sample
-    loss: Callable | None = None  # (args, batch, reduce) -> (loss, {name: scalar}); megatron_backend.objective.LossBatch
+    loss: Callable | None = None  # (args, batch, reduce) -> (loss, {name: scalar}); algorithms.policy_losses.LossBatch
+    policy_loss: Callable | None = None  # (args, batch) -> (loss [K], {name: [K]}); the same LossBatch
     tis: Callable | None = None  # (args, pg_loss, train_log_probs, rollout_log_probs, sample_of_token) -> (pg_loss, {name: [K]})
     pg_reducer: Callable | None = None  # (args, samples of a train step) -> [N] weights of a trained token of each; gets records.TrainSample
 
@@ -24,6 +25,7 @@ def load_loss_plugins(loss: LossConfig) -> LossPlugins:
     return LossPlugins(
         advantage=_load(loss.custom_advantage_function_path, 2, "--custom-advantage-function-path"),
         loss=_load(loss.custom_loss_function_path, 3, "--custom-loss-function-path"),
+        policy_loss=_load(loss.custom_policy_loss_function_path, 2, "--custom-policy-loss-function-path"),
         tis=_load(loss.custom_tis_function_path, 5, "--custom-tis-function-path"),
         pg_reducer=_load(loss.custom_pg_loss_reducer_function_path, 2, "--custom-pg-loss-reducer-function-path"),
     )

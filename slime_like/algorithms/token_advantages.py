@@ -7,6 +7,7 @@ trajectory, and what comes after them is the next step of what came before.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -82,32 +83,60 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, sum_across_ranks: SumAc
     return (centered / torch.sqrt(variance + WHITEN_EPSILON)).to(advantages.dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Samples as rows."""
+
+    samples: Sequence[TrainSample]
+    mask: torch.Tensor  # [N, T] bool
+    rewards: torch.Tensor  # [N] float64
+    kl: torch.Tensor  # [N, T] float64; zeros without --kl-coef
+
+
+def _padded_batch(samples: Sequence[TrainSample], loss: LossConfig) -> _Batch:
+    longest = max((len(sample.tokens) for sample in samples), default=1)
+    mask = np.zeros((len(samples), longest), dtype=bool)
+    for row, sample in enumerate(samples):
+        mask[row, 1 : len(sample.tokens)] = sample.loss_mask[1:] != 0  # nothing predicts the first token
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    return _Batch(samples=samples, mask=torch.from_numpy(mask), rewards=rewards, kl=_padded(samples, "kl", longest, wanted=loss.kl_coef > 0))
+
+
+def _gae(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards, values = token_rewards(batch.rewards, batch.mask, kl=batch.kl, kl_coef=loss.kl_coef), _padded(batch.samples, "values", batch.mask.size(1))
+    return gae(rewards, values, batch.mask, gamma=loss.gamma, lambd=loss.lambd)
+
+
+def _returns(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards = token_rewards(batch.rewards, batch.mask, kl=batch.kl, kl_coef=loss.kl_coef)
+    found = discounted_returns(rewards, batch.mask, gamma=loss.gamma)
+    return found, found
+
+
+def _of_samples(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    own = torch.tensor([sample.advantage for sample in batch.samples], dtype=torch.float64)[:, None] - loss.kl_coef * batch.kl
+    found = torch.where(batch.mask, own, 0.0)
+    return found, found
+
+
+#: Estimator.tokens -> (advantages, returns), [N, T] float64 each, 0 where the mask is not.
+TOKEN_ADVANTAGES: dict[str | None, Callable[[_Batch, LossConfig], tuple[torch.Tensor, torch.Tensor]]] = {"gae": _gae, "returns": _returns, None: _of_samples}
+
+
 def sample_advantages(samples: Sequence[TrainSample], loss: LossConfig, sum_across_ranks: SumAcrossRanks) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(advantages, returns) of samples: [T] float32 each, laid out as in records.Sample. They carry what the loss flags ask for:
     `values` (ppo), `kl` (--kl-coef) and `distillation` (--use-opd).
 
-    ppo: GAE. reinforce_plus_plus: discounted returns. Others: the sample's advantage at each trained token, for reinforce_plus_plus_baseline
-    minus --kl-coef x KL. Then --use-opd subtracts its penalty (the reverse KL per token; Agarwal et al., arXiv:2306.13649), and with
+    The estimator's row says how (config/algorithms.py): GAE, discounted returns, or the sample's advantage at each trained token, minus
+    --kl-coef x KL where that is asked for. Then --use-opd subtracts its penalty (the reverse KL per token; Agarwal et al., arXiv:2306.13649), and with
     --normalize-advantages the advantages are whitened over the samples of all ranks: every rank must call, with its own share.
 
     Computed in float64, so that a sample's numbers do not depend on what it was batched with. Raises DataError naming a
     sample without the arrays that it needs.
     """
-    longest = max((len(sample.tokens) for sample in samples), default=1)
-    mask = np.zeros((len(samples), longest), dtype=bool)
-    for row, sample in enumerate(samples):
-        mask[row, 1 : len(sample.tokens)] = sample.loss_mask[1:] != 0  # nothing predicts the first token
-    where = torch.from_numpy(mask)
-    kl = _padded(samples, "kl", longest, wanted=loss.kl_coef > 0)
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    if loss.advantage_estimator == "ppo":
-        values = _padded(samples, "values", longest)
-        advantages, returns = gae(token_rewards(rewards, where, kl=kl, kl_coef=loss.kl_coef), values, where, gamma=loss.gamma, lambd=loss.lambd)
-    elif loss.advantage_estimator == "reinforce_plus_plus":
-        advantages = returns = discounted_returns(token_rewards(rewards, where, kl=kl, kl_coef=loss.kl_coef), where, gamma=loss.gamma)
-    else:
-        own = torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)[:, None] - loss.kl_coef * kl
-        advantages = returns = torch.where(where, own, 0.0)
+    batch = _padded_batch(samples, loss)
+    where, longest = batch.mask, batch.mask.size(1)
+    advantages, returns = TOKEN_ADVANTAGES[loss.estimator.tokens](batch, loss)
     if loss.use_opd:
         advantages = torch.where(where, advantages - loss.opd_kl_coef * _padded(samples, "distillation", longest), 0.0)
     if loss.normalize_advantages:

@@ -103,7 +103,7 @@ class RunConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained."""
-        return self.loss.advantage_estimator == "ppo" and not self.is_sft
+        return self.loss.estimator.compares_with == "critic" and not self.is_sft
 
     @property
     def needs_reward_model(self) -> bool:

@@ -56,7 +56,8 @@ class Phases:
             return supervised_samples(self.job.data, config.rollout.rollout_batch_size), {}
         path = config.observability.load_debug_rollout_data
         groups, metrics = (load_rollout(path, step), {}) if path else self.generate(step)
-        return to_train_samples(groups, config.loss, custom_advantages(config), mask_truncated=config.rollout.mask_truncated_samples), metrics
+        options = {"mask_truncated": config.rollout.mask_truncated_samples, "group_size": config.rollout.n_samples_per_prompt}
+        return to_train_samples(groups, config.loss, custom_advantages(config), **options), metrics
 
     def train(self, step: int, samples: list[TrainSample]) -> tuple[StepReport, dict[str, float]]:
         """Train on one rollout's samples."""

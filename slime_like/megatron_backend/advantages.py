@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from slime_like.algorithms.covariance import Ranks, draws, picked
 from slime_like.algorithms.token_advantages import sample_advantages
 from slime_like.config.training import LossConfig
 from slime_like.megatron_backend.packing import packed_rows, record_layout
@@ -57,6 +58,21 @@ def with_token_advantages(parts: Parts, batches: Sequence[StepBatch], loss: Loss
     return found
 
 
+def with_picked_tokens(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[Scores]) -> list[StepBatch]:
+    """The batches of one rollout with the tokens that the policy loss treats apart. Collective over data parallel ranks; see with_token_advantages."""
+    if not parallel_state.is_pipeline_last_stage():
+        return list(batches)
+    found = []
+    for part, batch, score in zip(parts, batches, scores, strict=True):
+        assert score.old is not None, "tokens are picked by the policy's own log-probs before the step"
+        old = torch.cat([row[pack_.trained] for row, pack_ in zip(score.old, batch.packs, strict=True)])
+        advantages = torch.cat([pack_.advantages for pack_ in batch.packs])
+        ties = torch.as_tensor(np.concatenate([draws(part, pack_.samples) for pack_ in batch.packs]), device=old.device)
+        chosen = picked(old, advantages, ties, loss, Ranks(sum=_sum_over_data_ranks, gather=_gathered_over_data_ranks))
+        found.append(dataclasses.replace(batch, picked=chosen.split([len(pack_.trained) for pack_ in batch.packs])))
+    return found
+
+
 def _with_scores(part: Sequence[TrainSample], batch: StepBatch, loss: LossConfig, scores: Scores) -> list[TrainSample]:
     """This rank's samples of a train step with the KL and the distance to the teacher that their advantages need; others as they were."""
     found = list(part)
@@ -77,3 +93,11 @@ def _sum_over_data_ranks(tensor: torch.Tensor) -> torch.Tensor:
     total = tensor.to(device, copy=True).contiguous()
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total.to(tensor.device)
+
+
+def _gathered_over_data_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mine, group = tensor.to(device).contiguous(), parallel_state.get_data_parallel_group()
+    parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, mine, group=group)
+    return torch.cat(parts).to(tensor.device)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from slime_like.algorithms.losses import PolicyLoss, cispo, gspo, kl_estimate, ppo_clip, reinforce, unbiased_kl_estimate
-from slime_like.algorithms.off_policy import importance_weights, mismatch, off_policy_sequence_mask
+from slime_like.algorithms.losses import kl_estimate, unbiased_kl_estimate
+from slime_like.algorithms.off_policy import importance_weights, mismatch, off_policy_sequence_mask, rejected_samples
 from slime_like.algorithms.plugins import LossPlugins
+from slime_like.algorithms.policy_losses import LOG_RATIO_LIMIT, POLICY_LOSSES, LossBatch, TokenLoss
 from slime_like.algorithms.reduce import weighted_sum
 from slime_like.config.base import PluginArgs
 from slime_like.config.training import LossConfig
@@ -17,27 +18,6 @@ from slime_like.errors import RunError
 
 #: These sums are divided by the number of trained tokens of the whole train step; all others already are means.
 TOKEN_MEANS = "train/logprob_abs_diff", "train/mismatch_"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossBatch:
-    """The K trained tokens of one micro-batch, every sample whole; all [K]. What a function of --custom-loss-function-path gets.
-
-    K is 0 for a filler on a rank that has no samples left: the function is called all the same, and must give the same metrics.
-    """
-
-    log_probs: torch.Tensor  # of the present weights, with gradient
-    entropy: torch.Tensor  # nats, with gradient
-    old_log_probs: torch.Tensor  # what the ratio is taken against: the trainer's before the rollout's first step, or the engine's
-    trainer_log_probs: torch.Tensor  # the trainer's before the rollout's first step, where it was computed; else the present ones, detached
-    engine_log_probs: torch.Tensor
-    advantages: torch.Tensor
-    sample_of_token: torch.Tensor  # int64
-    weights: torch.Tensor  # what each token weighs in a mean over the train step
-    policy_weights: torch.Tensor  # the same for the policy loss; differ with --custom-pg-loss-reducer-function-path only
-    reference_log_probs: torch.Tensor | None = None
-    distillation: torch.Tensor | None = None  # log-prob - teacher's before the rollout's first step
-    metadata: tuple[dict, ...] = ()  # records.Sample.metadata of each sample that sample_of_token counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,11 +50,11 @@ class Objective:
         def mean(values: torch.Tensor) -> torch.Tensor:
             return weighted_sum(values, batch.weights)
 
-        policy = self._policy_loss(batch)
-        corrected, corrections = self._correct(policy.loss, batch)
+        policy_loss, reported = self._policy_loss(batch)
+        corrected, corrections = self._correct(policy_loss, batch)
         pg_loss, entropy = weighted_sum(corrected, batch.policy_weights), mean(batch.entropy)
         loss = pg_loss - self._loss.entropy_coef * entropy
-        sums = {"train/pg_loss": pg_loss, "train/entropy": entropy, "train/clip_ratio": mean(policy.clipped), "train/ratio_mean": mean(policy.ratio)}
+        sums = {"train/pg_loss": pg_loss, "train/entropy": entropy, **{name: mean(values) for name, values in reported.items()}}
         sums |= {"train/ppo_kl": mean(batch.old_log_probs - batch.log_probs), **corrections}
         if batch.reference_log_probs is not None:
             kl_loss = mean(self._kl(batch, batch.reference_log_probs))
@@ -95,16 +75,18 @@ class Objective:
             maxima["train/mismatch_ratio_max"] = _largest(found["ratio"])
         return LossParts(loss=loss, sums=_plain(sums), maxima=_plain(maxima))
 
-    def _policy_loss(self, batch: LossBatch) -> PolicyLoss:
-        log_probs, old, advantages = batch.log_probs, batch.old_log_probs, batch.advantages
-        bounds = {"clip_low": self._loss.eps_clip, "clip_high": self._loss.clip_high}
-        if self._loss.policy_loss_type == "reinforce":
-            return reinforce(log_probs, old, advantages)
-        if self._loss.advantage_estimator == "gspo":
-            return gspo(log_probs, old, advantages, batch.sample_of_token, **bounds)
-        if self._loss.advantage_estimator == "cispo":
-            return cispo(log_probs, old, advantages, **bounds)
-        return ppo_clip(log_probs, old, advantages, **bounds, dual_clip=self._loss.eps_clip_c)
+    def _policy_loss(self, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of each token, and what is reported of it: [K] each."""
+        if self._plugins.policy_loss is None:
+            row: TokenLoss = POLICY_LOSSES[self._loss.policy_loss_name](batch, self._loss)
+            reported = {"train/clip_ratio": row.clipped, "train/ratio_mean": row.ratio}
+            return row.loss, reported if batch.picked is None else reported | {"train/picked_ratio": batch.picked}
+        where = f"--custom-policy-loss-function-path {self._loss.custom_policy_loss_function_path}"
+        loss, metrics = _per_token(self._plugins.policy_loss(self._args, batch), where, batch.log_probs.shape)
+        if batch.log_probs.requires_grad and not loss.requires_grad:
+            raise RunError(f"{where}: the loss has no gradient. Fix: compute it from batch.log_probs or batch.entropy.")
+        ratio = torch.exp((batch.log_probs.detach() - batch.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        return loss, {"train/ratio_mean": ratio, **metrics}
 
     def _correct(self, policy_loss: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss per token corrected for who chose the tokens, and the metrics of that."""
@@ -124,8 +106,19 @@ class Objective:
             )
             policy_loss = policy_loss * factors
             sums = {"train/tis": weighted_sum(factors, batch.weights), "train/tis_clip_ratio": weighted_sum(bounded, batch.weights)}
+        if options.tis_reject_level is not None:
+            rejected = rejected_samples(
+                batch.trainer_log_probs,
+                batch.engine_log_probs,
+                batch.sample_of_token,
+                level=options.tis_reject_level,
+                low=options.tis_reject_low or 0.0,
+                high=options.tis_reject_high or float("inf"),
+            )
+            policy_loss = policy_loss * (1.0 - rejected)
+            sums["train/tis_rejected_ratio"] = weighted_sum(rejected, batch.weights)
         if options.use_opsm:
-            kept = off_policy_sequence_mask(batch.log_probs, batch.old_log_probs, batch.advantages, batch.sample_of_token, delta=options.opsm_delta)
+            kept = off_policy_sequence_mask(batch.log_probs, batch.engine_log_probs, batch.advantages, batch.sample_of_token, delta=options.opsm_delta)
             policy_loss = policy_loss * kept
             sums["train/opsm_masked_ratio"] = weighted_sum(1.0 - kept, batch.weights)
         return policy_loss, sums
@@ -138,11 +131,8 @@ class Objective:
     def _custom_correction(self, function: Callable, policy_loss: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         where = f"--custom-tis-function-path {self._loss.custom_tis_function_path}"
         given = function(self._args, policy_loss, batch.trainer_log_probs, batch.engine_log_probs, batch.sample_of_token)
-        corrected, metrics = _pair(given, where, "(pg_loss, metrics)")
-        for name, values in {"pg_loss": corrected, **metrics}.items():
-            if not isinstance(values, torch.Tensor) or values.shape != policy_loss.shape:
-                raise RunError(f"{where}: {name} is {_shape(values)}; it must be a tensor of shape {list(policy_loss.shape)}, one value a token.")
-        return corrected, {f"train/{name}": weighted_sum(values, batch.weights) for name, values in metrics.items()}
+        corrected, metrics = _per_token(given, where, policy_loss.shape)
+        return corrected, {name: weighted_sum(values, batch.weights) for name, values in metrics.items()}
 
     def _custom_loss(self, batch: LossBatch) -> LossParts:
         where = f"--custom-loss-function-path {self._loss.custom_loss_function_path}"
@@ -164,6 +154,15 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 
 def _plain(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().double() for name, value in values.items()}
+
+
+def _per_token(given: object, where: str, shape: torch.Size) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a user's function of tokens gave: (loss [K], {"train/<name>": [K]}). Raises RunError if it is anything else."""
+    loss, metrics = _pair(given, where, "(pg_loss, metrics)")
+    for name, values in {"pg_loss": loss, **metrics}.items():
+        if not isinstance(values, torch.Tensor) or values.shape != shape:
+            raise RunError(f"{where}: {name} is {_shape(values)}; it must be a tensor of shape {list(shape)}, one value a token.")
+    return loss, {f"train/{name}": values for name, values in metrics.items()}
 
 
 def _pair(given: object, where: str, wanted: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime_like.algorithms.flops import forward_flops
 from slime_like.algorithms.micro_batches import plan_micro_batches
 from slime_like.algorithms.plugins import load_loss_plugins
+from slime_like.algorithms.policy_losses import LossBatch
 from slime_like.algorithms.reduce import checked_weights, token_weights
 from slime_like.config.base import PluginArgs
 from slime_like.config.model import ModelConfig, ParallelConfig
@@ -23,7 +24,7 @@ from slime_like.megatron_backend.balancing import has_balancing_loss, take_balan
 from slime_like.megatron_backend.context_parallel import ContextShare, whole
 from slime_like.megatron_backend.forward import Scoring, device_of, log_probs_and_entropy, run_model
 from slime_like.megatron_backend.model_provider import unwrap
-from slime_like.megatron_backend.objective import TOKEN_MEANS, LossBatch, Objective
+from slime_like.megatron_backend.objective import TOKEN_MEANS, Objective
 from slime_like.megatron_backend.packing import PackedBatch, PackLayout, laid_out_as, num_trained_tokens, pack
 from slime_like.megatron_backend.routing_replay import Routing, RoutingReplay
 from slime_like.records import TrainSample
@@ -41,6 +42,7 @@ class StepBatch:
     num_tokens: int
     num_trained_tokens: int
     policy_weights: tuple[torch.Tensor, ...] | None = None  # [K] a pack: what tokens weigh in the policy loss; None: the packs' own weights
+    picked: tuple[torch.Tensor, ...] | None = None  # [K] a pack: LossBatch.picked
     scoring_packs: tuple[PackedBatch, ...] | None = None  # the same samples in larger packs, for passes without gradients; None: packs
 
 
@@ -186,7 +188,8 @@ class StepRunner:
             log_probs, entropy = self._score(logits, pack_)
             chosen = {name: rows[index][pack_.trained] if rows else None for name, rows in (("old", old), ("reference", reference), ("teacher", teacher))}
             policy_weights = pack_.weights if batch.policy_weights is None else batch.policy_weights[index]
-            parts = self._objective(self._loss_batch(log_probs[pack_.trained], entropy[pack_.trained], pack_, policy_weights, **chosen))
+            tokens = self._loss_batch(log_probs[pack_.trained], entropy[pack_.trained], pack_, policy_weights, **chosen)
+            parts = self._objective(tokens if batch.picked is None else dataclasses.replace(tokens, picked=batch.picked[index]))
             # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks. That these
             # include the context parallel ones, whose gradients are to be summed, the schedule makes good.
             return parts.loss * scale, (parts.sums, parts.maxima)

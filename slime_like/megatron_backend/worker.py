@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.megatron_backend import checkpoint, hf_convert
-from slime_like.megatron_backend.advantages import Scores, with_token_advantages
+from slime_like.megatron_backend.advantages import Scores, with_picked_tokens, with_token_advantages
 from slime_like.megatron_backend.async_save import PendingSave
 from slime_like.megatron_backend.checkpoint_folder import find, is_megatron_folder, read_client_state
 from slime_like.megatron_backend.critic import ValueRunner, critic_config, value_targets
@@ -329,12 +329,13 @@ class TrainWorker:
         if self.config.is_sft:
             return batches, [Scores()] * len(batches)
         drifts = len(batches) > 1 and (loss.get_mismatch_metrics or not loss.use_rollout_logprobs or loss.use_routing_replay)
-        needs_old = drifts or loss.kl_in_trainer or loss.use_opd
+        needs_old = drifts or loss.kl_in_trainer or loss.use_opd or loss.picks_tokens
         old, batches = self.runner.old_log_probs(batches) if needs_old else ([None] * len(batches), batches)
         reference = self._reference_of(parts, batches)
         teacher = self._log_probs_under(self._teacher, batches) if loss.use_opd and self._teacher is not None else [None] * len(batches)
         scores = [Scores(old=o, reference=r, teacher=t) for o, r, t in zip(old, reference, teacher, strict=True)]
-        return with_token_advantages(parts, batches, loss, scores) if loss.has_token_advantages else batches, scores
+        batches = with_token_advantages(parts, batches, loss, scores) if loss.has_token_advantages else batches
+        return with_picked_tokens(parts, batches, loss, scores) if loss.picks_tokens else batches, scores
 
     def _log_probs_under(self, weights: dict[str, torch.Tensor], batches: Sequence[StepBatch]) -> list[LogProbs]:
         with swapped(self.stage, weights):

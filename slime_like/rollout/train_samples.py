@@ -32,21 +32,28 @@ def custom_advantages(config: RunConfig) -> Callable[[list[Sample]], object] | N
 
 
 def to_train_samples(
-    groups: Iterable[SampleGroup], loss: LossConfig, custom: Callable[[list[Sample]], object] | None = None, *, mask_truncated: bool = False
+    groups: Iterable[SampleGroup],
+    loss: LossConfig,
+    custom: Callable[[list[Sample]], object] | None = None,
+    *,
+    group_size: int = 1,
+    mask_truncated: bool = False,
 ) -> list[TrainSample]:
-    """The groups' samples in order, each with its advantage; rewards are normalised within one group only, however many it has.
+    """The groups' samples in order, each with its advantage; rewards are compared within one group only, however many it has.
 
+    group_size: --n-samples-per-prompt; one sample that is left of several teaches nothing.
     custom: samples of a group -> their advantages (--custom-advantage-function-path); raises DataError if it gives something else.
     A failed sample has nothing to train on: it is left out, of the group's baseline too. A sample whose loss mask is all zero, or a truncated one
     with mask_truncated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4), trains nothing, but its reward is a part of the baseline.
     """
     train_samples = []
-    for group in groups:
-        kept = SampleGroup(prompt=group.prompt, samples=tuple(sample for sample in group.samples if sample.status != FAILED))
+    left = [SampleGroup(prompt=group.prompt, samples=tuple(sample for sample in group.samples if sample.status != FAILED)) for group in groups]
+    deviation = group_advantages.batch_deviation(kept.rewards for kept in left if kept.samples) if loss.estimator.scale == "batch" else 0.0
+    for kept in left:
         if not kept.samples:
             continue
         if custom is None:
-            advantages = group_advantages.normalize(kept.rewards, loss)
+            advantages = group_advantages.normalize(kept.rewards, loss, group_size=group_size, deviation=deviation)
         else:
             advantages = group_advantages.checked(custom(list(kept.samples)), len(kept.samples), str(loss.custom_advantage_function_path))
         for sample, reward, advantage in zip(kept.samples, kept.rewards, advantages, strict=True):

@@ -33,6 +33,7 @@ EXAMPLES = {
     "algorithms icepop": ("ipc", "train/mismatch_kl"),
     "algorithms sequence-masking": ("ipc", "train/opsm_masked_ratio"),
     "algorithms distillation": ("ipc", "train/opd_kl"),
+    "algorithms clip-cov": ("ipc", "train/picked_ratio"),
 }
 
 #: They move no weights; the second trains on what the first kept.

@@ -24,26 +24,40 @@ LAYOUTS = {
 }
 HERE = "tests.multiprocess.test_algorithms"
 ENGINE = {"use_rollout_logprobs": True, "eps_clip": 0.2, "eps_clip_high": 0.4}
+REJECTION = {"tis_reject_level": "geometric", "tis_reject_low": 0.8, "tis_reject_high": 1.25}
 CASES = {
     "reinforce++": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1, "normalize_advantages": True},
     "reinforce++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, "normalize_advantages": True},
     "grpo, whitened": {"normalize_advantages": True},
     "distillation": {"use_opd": True, "opd_kl_coef": 0.5},
     "distillation, whitened": {"use_opd": True, "opd_kl_coef": 2.0, "normalize_advantages": True, "advantage_estimator": "cispo"},
-    "plain policy gradient": {"policy_loss_type": "reinforce"},
+    "plain policy gradient": {"policy_loss": "reinforce"},
     "ratio to the engine": ENGINE | {"get_mismatch_metrics": True, "tis_clip_low": 0.5},
     "ratio to the engine, gspo": ENGINE | {"advantage_estimator": "gspo"},
-    "sequence masking": ENGINE | {"use_opsm": True, "opsm_delta": 0.1},
-    "sequence masking, token advantages": ENGINE | {"use_opsm": True, "opsm_delta": 0.1, "use_opd": True, "opd_kl_coef": 0.5},
+    "clip-cov": ENGINE | {"policy_loss": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.5},
+    "sequence masking": {"use_opsm": True, "opsm_delta": 0.1},
+    "sequence masking, gspo, token advantages": ENGINE | {"policy_loss": "gspo", "use_opsm": True, "opsm_delta": 0.1, "use_opd": True, "opd_kl_coef": 0.5},
     "tis, sequence": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.5, "tis_clip_low": 0.5},
     "tis, geometric mask": {"use_tis": True, "tis_level": "geometric", "tis_mode": "mask", "tis_clip": 1.5, "tis_clip_low": 0.7},
-    "icepop": {"use_tis": True, "tis_mode": "mask", "tis_clip": 2.0, "tis_clip_low": 0.5},
+    "icepop": {"use_tis": True, "tis_mode": "mask", "tis_clip": 2.0, "tis_clip_low": 0.5} | REJECTION,
     "unbiased kl": ENGINE | {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.1, "use_unbiased_kl": True},
-    "constant": {"loss_reduction": "constant", "loss_divisor": 16, "entropy_coef": 0.01},
-    "rollout": {"loss_reduction": "rollout", "entropy_coef": 0.01},
-    "token": {"loss_reduction": "token", "entropy_coef": 0.01},
-    "own reducer": {"custom_pg_loss_reducer_function_path": f"{HERE}.sum_over_tokens", "entropy_coef": 0.01},
+    "constant, sapo": {"loss_reduction": "constant", "loss_divisor": 16, "policy_loss": "sapo", "use_rollout_logprobs": True},
+    "rollout, gmpo": ENGINE | {"loss_reduction": "rollout", "policy_loss": "gmpo", "entropy_coef": 0.01},
+    "token, kl-cov": {"loss_reduction": "token", "policy_loss": "kl_cov", "kl_cov_ratio": 0.2, "use_rollout_logprobs": True},
     "own correction": {"use_tis": True, "custom_tis_function_path": f"{HERE}.halved_where_the_engine_is_surer"},
+    "own policy loss and mean": {
+        "custom_policy_loss_function_path": f"{HERE}.squashed",
+        "use_tis": True,
+        "use_opsm": True,
+        "opsm_delta": 0.1,
+        "entropy_coef": 0.01,
+        "use_kl_loss": True,
+        "kl_loss_type": "k3",
+        "kl_loss_coef": 0.1,
+        "tis_clip": 1.5,
+        "tis_clip_low": 0.5,
+        "custom_pg_loss_reducer_function_path": f"{HERE}.sum_over_tokens",
+    },
     "own loss": {"loss_type": "custom_loss", "custom_loss_function_path": f"{HERE}.squared", "use_kl_loss": True},
 }
 
@@ -56,6 +70,11 @@ def sum_over_tokens(args, samples):
 def halved_where_the_engine_is_surer(args, pg_loss, train_log_probs, rollout_log_probs, sample_of_token):
     halved = (rollout_log_probs > train_log_probs).to(pg_loss.dtype)
     return pg_loss * (1 - 0.5 * halved), {"halved": halved}
+
+
+def squashed(args, batch):
+    """A user's loss of a token; means, KL, entropy and corrections stay the flags'."""
+    return -batch.advantages * torch.tanh(batch.log_probs), {"tanh": torch.tanh(batch.log_probs.detach())}
 
 
 def squared(args, batch, reduce):
@@ -209,11 +228,13 @@ def test_loss_and_gradient_norm_are_those_of_the_loops(outcomes, expected, layou
 
 def test_what_a_case_is_about_is_reported(outcomes):
     about = {"sequence masking": "train/opsm_masked_ratio", "icepop": "train/tis_clip_ratio", "distillation": "train/opd_kl", "own correction": "train/halved"}
+    about |= {"clip-cov": "train/picked_ratio", "token, kl-cov": "train/picked_ratio", "own policy loss and mean": "train/tanh"}
     about |= {"tis, sequence": "train/tis_clip_ratio", "tis, geometric mask": "train/tis", "own loss": "train/square", "unbiased kl": "train/kl_loss"}
     for case, name in about.items():
         assert outcomes[0]["one rank", case][name] != 0, case
-    for case in ("sequence masking", "icepop", "tis, sequence", "own correction"):
+    for case in ("sequence masking", "icepop", "tis, sequence", "own correction", "clip-cov", "token, kl-cov"):
         assert 0 < outcomes[0]["one rank", case][about[case]] < 1, case
+    assert 0 < outcomes[0]["one rank", "icepop"]["train/tis_rejected_ratio"] < 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

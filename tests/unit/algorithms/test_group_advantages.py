@@ -4,7 +4,9 @@ import sys
 import numpy as np
 import pytest
 
-from slime_like.algorithms.group_advantages import group_advantages, normalize
+from slime_like.algorithms.group_advantages import BASELINES, batch_deviation, group_advantages, normalize
+from slime_like.algorithms.token_advantages import TOKEN_ADVANTAGES
+from slime_like.config.algorithms import ESTIMATORS
 from slime_like.config.training import LossConfig
 from slime_like.errors import DataError
 
@@ -44,8 +46,38 @@ def test_flags_choose():
     np.testing.assert_allclose(normalize(rewards, LossConfig()), [0.7071063, -0.7071063], atol=1e-6)
 
 
-def test_group_of_one_keeps_its_reward():
-    assert normalize(np.array([2.5]), LossConfig()).tolist() == [2.5]
+COMPARING = [name for name, row in ESTIMATORS.items() if row.baseline]
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_one_sample_teaches_its_reward_where_one_was_asked_for_and_nothing_where_the_others_failed(name):
+    loss = LossConfig(advantage_estimator=name)
+    assert normalize(np.array([2.5]), loss, deviation=2.0).tolist() == [2.5]
+    assert normalize(np.array([2.5]), loss, group_size=4, deviation=2.0).tolist() == [0]
+    raw = LossConfig(advantage_estimator=name, disable_rewards_normalization=True)
+    assert normalize(np.array([2.5]), raw, group_size=4).tolist() == [2.5]
+
+
+def test_every_row_has_its_function():
+    assert {row.baseline for row in ESTIMATORS.values()} == {None, *BASELINES}
+    assert {row.tokens for row in ESTIMATORS.values()} == set(TOKEN_ADVANTAGES)
+    assert {row.scale for row in ESTIMATORS.values()} == {None, "group", "batch"}
+
+
+def test_dr_grpo_centres_only():
+    assert normalize(np.array([3.0, 1.0]), LossConfig(advantage_estimator="dr_grpo")).tolist() == [1, -1]
+
+
+def test_batch_deviation_by_hand():
+    """Groups 1, 0 and 3, 3, 2: a mean of 1.8, squares of .64, 3.24, 1.44, 1.44, .04 over 4. Each group keeps its own mean."""
+    groups = [np.array([1.0, 0.0]), np.array([3.0, 3.0, 2.0])]
+    deviation = batch_deviation(groups)
+    assert deviation == pytest.approx((6.8 / 4) ** 0.5)
+    loss = LossConfig(advantage_estimator="grpo_batch_std")
+    assert normalize(groups[0], loss, deviation=deviation) == pytest.approx(np.array([0.5, -0.5]) / (deviation + 1e-6))
+    assert normalize(groups[1], loss, deviation=deviation) == pytest.approx(np.array([1, 1, -2]) / 3 / (deviation + 1e-6))
+    assert batch_deviation([]) == batch_deviation([np.ones(1)]) == 0
+    assert normalize(np.ones(3), loss, deviation=batch_deviation([np.ones(3)])).tolist() == [0, 0, 0]
 
 
 def test_needs_no_torch():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.algorithms.losses import kl_estimate, ppo_clip, unbiased_kl_estimate
+from slime_like.algorithms.losses import kl_estimate, unbiased_kl_estimate
+from slime_like.algorithms.policy_losses import ppo_clip
 
 LOG2 = math.log(2.0)
 
@@ -113,3 +114,78 @@ def test_unbiased_low_var_kl_is_clamped_after_the_weight():
     far = torch.tensor([-2.0]), torch.tensor([-2.0 - math.log(4)]), torch.tensor([0.0])
     assert unbiased_kl_estimate(*far, "low_var_kl").item() == 10.0
     assert unbiased_kl_estimate(*far, "k3").item() == pytest.approx(4 * (math.exp(2) - 3), rel=1e-6)
+
+
+def closed_forms(log_p, old, log_q, kind, unbiased):
+    """(estimate, its derivative in log p) in float64, from the definitions; k3's is written so that nothing large is taken from something large."""
+    gap, ratio = log_q - log_p, math.exp(log_p - old)
+    if kind == "k1":
+        return (ratio * -gap, ratio * (1 - gap)) if unbiased else (-gap, 1.0)
+    if kind == "k2":
+        return gap**2 / 2, -gap
+    if unbiased:
+        return math.exp(log_q - old) - ratio * (1 + gap), -ratio * gap
+    return math.expm1(gap) - gap, -math.expm1(gap)
+
+
+#: log q/p (reference to policy) and log p/old, far beyond where exp() overflows fp32 on both sides.
+GAPS = [-200.0, -60.0, -21.0, -19.5, -3.0, -0.1, 0.0, 0.1, 3.0, 9.0, 16.0, 19.5, 20.5, 21.0, 40.0]
+DISTANCES = [-60.0, -21.0, -5.0, -0.1, 0.0, 0.1, 5.0, 19.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_kl_against_closed_forms(kind, dtype):
+    for gap in GAPS:
+        log_probs = torch.tensor([-30.0], dtype=dtype, requires_grad=True)
+        estimate = kl_estimate(log_probs, torch.tensor([-30.0 + gap], dtype=dtype), kind)
+        (gradient,) = torch.autograd.grad(estimate.sum(), log_probs)
+        value, slope = closed_forms(-30.0, 0.0, -30.0 + gap, kind, unbiased=False)
+        if kind == "low_var_kl" and value > 10:
+            value, slope = 10.0, 0.0
+        elif kind == "k3" and gap > 20:
+            value, slope = math.expm1(20) - 20, 0.0  # held: nobody can take a step of e^20
+        assert estimate.item() == pytest.approx(value, rel=2e-5, abs=1e-6), gap
+        assert gradient.item() == pytest.approx(slope, rel=2e-5, abs=1e-6), gap
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+def test_unbiased_kl_against_closed_forms(kind, dtype):
+    """The gradient of k3 is -ratio x log q/p wherever the ratio is not held: -21 at 21, not 4.85e8; fp32 has it as exactly as fp64."""
+    for gap in GAPS:
+        for distance in DISTANCES:
+            log_probs = torch.tensor([-4.0], dtype=dtype, requires_grad=True)
+            estimate = unbiased_kl_estimate(log_probs, torch.tensor([-4.0 - distance], dtype=dtype), torch.tensor([-4.0 + gap], dtype=dtype), kind)
+            (gradient,) = torch.autograd.grad(estimate.sum(), log_probs)
+            value, slope = closed_forms(-4.0, -4.0 - distance, -4.0 + gap, kind, unbiased=True)
+            if kind != "k1" and gap > 20:  # the value is held, the gradient is not
+                value = math.exp(distance) * (math.expm1(20) - 20)
+            if kind == "low_var_kl" and value > 10:
+                value, slope = 10.0, 0.0
+            assert estimate.item() == pytest.approx(value, rel=5e-5, abs=1e-6), (gap, distance)
+            assert gradient.item() == pytest.approx(slope, rel=5e-5, abs=1e-6), (gap, distance)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+def test_a_held_ratio_has_no_gradient(kind):
+    """Where the ratio itself is held, at e^20, half a gradient would point anywhere."""
+    log_probs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    unbiased_kl_estimate(log_probs, torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double(), kind).sum().backward()
+    assert log_probs.grad.item() == 0
+
+
+def test_what_each_estimator_teaches_on_policy():
+    """Mean gradients over the policy's own tokens: k1's is 0; k2's is that of KL(p || q), k3's that of KL(q || p)."""
+    logits, reference = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True), torch.tensor([0.5, 0.3, 0.2]).double()
+
+    def gradient(objective):
+        log_policy = torch.log_softmax(logits, 0)
+        return torch.autograd.grad(objective(log_policy, log_policy.exp().detach()), logits)[0].tolist()
+
+    def of(kind):
+        return gradient(lambda log_p, p: (p * kl_estimate(log_p, reference.log(), kind)).sum())
+
+    assert of("k1") == pytest.approx([0, 0, 0], abs=1e-12)
+    assert of("k2") == pytest.approx(gradient(lambda log_p, _: (log_p.exp() * (log_p - reference.log())).sum()), rel=1e-9)
+    assert of("k3") == pytest.approx(gradient(lambda log_p, _: (reference * (reference.log() - log_p)).sum()), rel=1e-9)

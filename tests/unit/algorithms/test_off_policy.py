@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.algorithms.off_policy import importance_weights, mismatch, off_policy_sequence_mask
+from slime_like.algorithms.off_policy import importance_weights, mismatch, off_policy_sequence_mask, rejected_samples
 
 ONE_EACH = torch.arange(3)
 
@@ -123,3 +123,21 @@ def test_mismatch_averages_to_the_divergences():
     assert means["ratio"] == pytest.approx(1.0)
     assert means["chi2"] == pytest.approx(sum((p - q) ** 2 / q for p, q in zip(trainer, engine, strict=True)))
     assert means["clip_ratio"] == pytest.approx(0.2)
+
+
+def test_rejection_by_hand():
+    # Sample 0 has ratios 1/2 and 1/2, sample 1 has 1.5: products 1/4 and 1.5, means per token 1/2 and 1.5.
+    trainer, engine, owner = torch.tensor([0.25, 0.9, 0.1]).log(), torch.tensor([0.5, 0.6, 0.2]).log(), torch.tensor([0, 1, 0])
+    assert rejected_samples(trainer, engine, owner, level="sequence", low=0.3, high=2.0).tolist() == [1, 0, 1]
+    assert rejected_samples(trainer, engine, owner, level="geometric", low=0.3, high=1.4).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="sequence, geometric"):
+        rejected_samples(trainer, engine, owner, level="token", low=0.0, high=2.0)
+    assert rejected_samples(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), level="sequence", low=0.0, high=2.0).shape == (0,)
+
+
+@pytest.mark.parametrize(("level", "low", "high"), [("sequence", 0.5, 1.6), ("geometric", 0.95, 1.05)])
+def test_rejection_against_float64(level, low, high):
+    trainer, engine, owner, _ = batch(2)
+    ours = rejected_samples(torch.tensor(trainer), torch.tensor(engine), torch.tensor(owner), level=level, low=low, high=high).tolist()
+    theirs = [oracle_weight(trainer, engine, owner, token, level=level, mode="mask", low=low, high=high)[1] for token in range(len(owner))]
+    assert ours == theirs and 0 < sum(ours) < len(ours)

@@ -66,6 +66,22 @@ def test_truncated_samples_may_train_nothing_and_are_still_compared_with():
     assert groups[0].samples[0].num_response_tokens == 2, "the rollout's own record stays as it was"
 
 
+def test_what_failures_leave_alone_teaches_nothing():
+    """Of two samples one failed: nothing is left to compare with. Where one was asked for, its reward is its advantage."""
+    groups = [group(0, [9, 7], status=FAILED), group(1, [1, 0])]
+    for estimator in ("grpo", "dr_grpo", "rloo", "gspo"):
+        found = to_train_samples(groups, LossConfig(advantage_estimator=estimator), group_size=2)
+        assert found[0].advantage == 0 and found[1].advantage > 0
+    assert to_train_samples([group(0, [7])], LossConfig(), group_size=1)[0].advantage == 7
+
+
+def test_the_rollouts_deviation_divides_the_groups_difference():
+    """Rewards 1, 0 and 3, 3, 2; what failed (9) is in neither. Deviation of the five: sqrt(6.8 / 4)."""
+    groups = [group(0, [1, 0]), group(1, [9, 3, 3, 2], status=FAILED)]
+    found = advantages_of(groups, advantage_estimator="grpo_batch_std")
+    assert found == pytest.approx([x / 1.7**0.5 for x in (0.5, -0.5, 1 / 3, 1 / 3, -2 / 3)], rel=1e-5)
+
+
 def test_metadata_reaches_the_trainer():
     assert [sample.metadata for sample in to_train_samples([group(4, [1, 0])], LossConfig())] == [{"prompt": 4, "number": 0}, {"prompt": 4, "number": 1}]
 
