@@ -1,6 +1,6 @@
 """A run that never ends without a word: `fork_driver()` splits train.py into a driver, which goes on, and a supervisor, which waits for it.
 
-The supervisor (the process that the user, SLURM or Kubernetes started) hands SIGINT and SIGTERM on, and outlives the driver. It says what
+The supervisor (the process that the user, SLURM or Kubernetes started) hands SIGINT, SIGTERM and SIGHUP on, and outlives the driver. It says what
 ended a driver that said no goodbye (os._exit in a user's function, a crash, SIGKILL by the kernel) and which of the user's functions ran
 just then; ends every process that the driver left; removes its temporary folders; and gives an exit status that is never 0 by accident.
 The driver dies with the supervisor (PR_SET_PDEATHSIG).
@@ -76,18 +76,18 @@ def fork_driver() -> int | None:
     """Returns None in the driver, a new process. In the supervisor: its exit status, once the driver and all that it started have ended.
 
     Call it before threads are started, and leave with sys.exit: what leaves in another way has not said goodbye.
-    The driver keeps the caller's SIGTERM handler; SIGINT is ignored where it was (as in a shell's background).
+    The driver keeps the caller's SIGTERM handler, which a terminal that goes away (SIGHUP) calls too. What was ignored stays so (nohup, a shell's background).
     """
     board = Board()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    passed_on = {signal.SIGTERM, signal.SIGINT}
+    passed_on = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     handed = {number for number in passed_on if signal.getsignal(number) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # one that comes now is delivered when both sides are ready for it
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     supervisor, driver = os.getpid(), os.fork()
     if driver == 0:
-        _begin_driver(board, supervisor, interruptible=signal.SIGINT in handed)
+        _begin_driver(board, supervisor, handed)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
         return None
     return _supervise(board, driver, handed, passed_on)
@@ -116,15 +116,13 @@ def _put(kind: bytes, text: str) -> int | None:
     return _driver[0].put(kind, text)
 
 
-def _begin_driver(board: Board, supervisor: int, *, interruptible: bool) -> None:
+def _begin_driver(board: Board, supervisor: int, handed: set[signal.Signals]) -> None:
     global _driver
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor:
         os._exit(1)  # it died before the line above
     _driver = (board, os.getpid())
     atexit.register(_put, _GOODBYE, "")  # the first to be registered is the last to run
-    if not interruptible:
-        return
     last = -_SAME_INTERRUPT_S
 
     def interrupt(number, frame):
@@ -133,7 +131,10 @@ def _begin_driver(board: Board, supervisor: int, *, interruptible: bool) -> None
             last = time.monotonic()
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, interrupt)
+    if signal.SIGINT in handed:
+        signal.signal(signal.SIGINT, interrupt)
+    if signal.SIGHUP in handed:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)  # the supervisor hands it on as SIGTERM
 
 
 # What follows runs in the supervisor only.
@@ -147,7 +148,7 @@ def _supervise(board: Board, driver: int, handed: set[signal.Signals], blocked: 
     def hand_on(number, frame):
         if not over:
             received.append(number)
-            os.kill(driver, number)
+            os.kill(driver, signal.SIGTERM if number == signal.SIGHUP else number)
             signal.alarm(_DRIVER_GRACE_S)
 
     def give_up(number, frame):
@@ -183,7 +184,12 @@ def _verdict(code: int, board: Board, received: list[int]) -> tuple[int, str]:
     """The run's exit status, and what to say about a driver that said no goodbye."""
     said_goodbye = bool(board.texts(_GOODBYE))
     if received and (code != 0 or not said_goodbye):
-        return 128 + received[0], ""
+        late = (
+            f"RunError: the driver had not ended {_DRIVER_GRACE_S} s after {signal.Signals(received[0]).name}, and was killed."
+            if code == -signal.SIGKILL
+            else ""
+        )
+        return 128 + received[0], late
     if code >= 0 and said_goodbye:
         return code, ""
     if code < 0:

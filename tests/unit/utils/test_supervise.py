@@ -85,7 +85,7 @@ def test_a_daemon_that_does_not_listen_is_killed(tmp_path):
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("whom", ["supervisor", "both"])
 def test_signals_reach_the_driver_once(tmp_path, number, status, whom):
     """Ctrl-C in a terminal reaches both of them, and is handed on besides."""
@@ -94,9 +94,11 @@ def test_signals_reach_the_driver_once(tmp_path, number, status, whom):
     assert finish(tmp_path, process, pids) == (status, "")
 
 
-def test_an_ignored_interrupt_stays_ignored(tmp_path):
-    process, pids = start(tmp_path, "time.sleep(2)", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    os.killpg(process.pid, signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_was_ignored_stays_ignored(tmp_path, number):
+    """As in a shell's background, and under nohup."""
+    process, pids = start(tmp_path, "time.sleep(2)", preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
+    os.killpg(process.pid, number)
     assert finish(tmp_path, process, pids) == (0, "")
 
 
