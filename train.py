@@ -20,6 +20,7 @@ from arguments import Command, parse_args
 from slime_like.errors import ConfigError, RunError, UserError
 from slime_like.planning.placement import cannot_run_yet
 from slime_like.planning.render import PlanReport, as_json, make_report, render_plan
+from slime_like.sglang_backend.shared_memory import tidy_shared_memory
 from slime_like.utils.supervise import fork_driver
 
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
             raise ConfigError(problems)
-        if (status := fork_driver()) is not None:  # we are the supervisor, and the run is over
+        if (status := fork_driver(tidy_shared_memory)) is not None:  # we are the supervisor, and the run is over
             return status
         return _train(command, report)
     except UserError as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -42,7 +44,10 @@ def connect(num_gpus: int) -> bool:
         if cluster.address is None:
             ensure_token()
             folder = private_folder()
-            remove_at_end(folder)
+            if not remove_at_end(folder):
+                atexit.register(_end_with_folder, folder)
+            # A worker that ends kills its children, guards (utils/guard.py) among them, before they can tidy up. They end by themselves.
+            os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
             ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _temp_dir=f"{folder}/r", **options)
             return True
         try:
@@ -73,6 +78,11 @@ def _cluster() -> Recorded:
         why = recorded.refused or "no `ray start` of ours has left a record here"
         raise PlacementError(f"RAY_ADDRESS=auto: {why}.\n  Fix: RAY_ADDRESS=HOST:PORT, or RAY_ADDRESS=local to start one for this run.")
     return recorded
+
+
+def _end_with_folder(folder: str) -> None:
+    ray.shutdown()  # Ray's own handler, registered before ours, comes after it
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

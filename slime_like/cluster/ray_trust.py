@@ -49,7 +49,10 @@ def recorded_cluster() -> Recorded:
     for root, folder in ((os.path.dirname(lasting_folder()), lasting_folder()), (temporary_root(), temporary_root())):
         record = os.path.join(folder, "ray", "ray_current_cluster")
         if os.path.lexists(record):
-            read = _read_record(record, root)
+            try:
+                read = _read_record(record, root)
+            except OSError as error:  # root's alone to read, or just removed
+                read = Recorded(refused=f"{record} may name a Ray cluster, but cannot be read: {error.strerror}")
             if read.address is not None:
                 return read
             outcome = read if read.refused else outcome

@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from slime_like.utils.guard import descendants
 
@@ -72,9 +72,10 @@ class Board:
 _driver: tuple[Board, int] | None = None
 
 
-def fork_driver() -> int | None:
+def fork_driver(tidy: Callable[[], None] = lambda: None) -> int | None:
     """Returns None in the driver, a new process. In the supervisor: its exit status, once the driver and all that it started have ended.
 
+    tidy: what the supervisor does when all have ended, besides removing folders (`remove_at_end`).
     Call it before threads are started, and leave with sys.exit: what leaves in another way has not said goodbye.
     The driver keeps the caller's SIGTERM handler, which a terminal that goes away (SIGHUP) calls too. What was ignored stays so (nohup, a shell's background).
     """
@@ -90,7 +91,9 @@ def fork_driver() -> int | None:
         _begin_driver(board, supervisor, handed)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
         return None
-    return _supervise(board, driver, handed, passed_on)
+    status = _supervise(board, driver, handed, passed_on)
+    tidy()
+    return status
 
 
 @contextlib.contextmanager
@@ -104,10 +107,9 @@ def running(what: str) -> Iterator[None]:
             _driver[0].clear(number)
 
 
-def remove_at_end(folder: str) -> None:
-    """Have a folder removed after this process and what it started have ended, however they end; without a supervisor, at a normal exit."""
-    if _put(_REMOVE, folder) is None:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+def remove_at_end(folder: str) -> bool:
+    """Have the supervisor remove a folder after the driver and all that it started have ended, however they end. Returns False where nobody supervises."""
+    return _put(_REMOVE, folder) is not None
 
 
 def _put(kind: bytes, text: str) -> int | None:

@@ -91,6 +91,13 @@ def test_our_old_record_does_not_lead_to_who_took_the_port_since(root):
         refused(f"user {UID} listens there")
 
 
+def test_a_record_that_cannot_be_read_is_refused(root, our_port):
+    file = record(root / "ray", our_port)
+    file.unlink()
+    file.mkdir(mode=0o700)
+    refused("may name a Ray cluster, but cannot be read: Is a directory")
+
+
 def test_a_link_is_refused(root, our_port, tmp_path):
     file = record(root / "ray", our_port)
     file.rename(tmp_path / "elsewhere")
