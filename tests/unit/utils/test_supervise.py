@@ -19,6 +19,7 @@ import os, signal, subprocess, sys, tempfile, threading, time
 from slime_like.utils.supervise import fork_driver, remove_at_end, running
 
 def interrupted(number, frame):
+    signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 signal.signal(signal.SIGTERM, interrupted)
