@@ -124,6 +124,32 @@ def test_a_board_holds_what_fits_and_forgets_what_is_over():
     assert max(map(len, board.texts(b"r"))) in (254, 255), "cut to what an entry holds, in bytes"
 
 
+#: What an engine is to a run: guarded by a worker of the driver, with a file mapped, as in shared memory.
+WORKER = """
+import os, sys, time
+from slime_like.utils.guard import start_guarded
+engine = "import mmap, sys, time; f = open(sys.argv[1], 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
+engine += "; open(sys.argv[1] + '.up', 'w'); time.sleep(120)"
+start_guarded([sys.executable, "-c", engine, sys.argv[1]], env=dict(os.environ), log_path=sys.argv[1] + ".log", remove_mapped=sys.argv[1])
+time.sleep(120)
+"""
+
+
+def test_a_guard_whose_worker_dies_with_the_driver_still_removes_its_files(tmp_path):
+    file = tmp_path / "mapped-1"
+    process, pids = start(tmp_path, "time.sleep(60)", daemon=f"{WORKER!r}, {str(file)!r}")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "mapped-1.up").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    assert file.exists()
+    os.kill(pids[0], signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
+    assert process.wait(timeout=40) == 137
+    process.stderr.close()
+    assert not file.exists()
+
+
 def test_without_a_supervisor_nothing_is_noted():
     with running("a function"):
         pass
