@@ -4,7 +4,7 @@
     ray job submit -- python train.py …        on a cluster
     python train.py … --plan [text|json]       what would run where; starts nothing
 
-Exit status: 0 done, 1 a failure while running, 2 the user's mistake, 130/143 interrupted.
+Exit status: 0 done, 1 a failure while running, 2 the user's mistake, 130/143 interrupted, 128 + n if signal n ended the driver.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from arguments import Command, parse_args
 from slime_like.errors import ConfigError, RunError, UserError
 from slime_like.planning.placement import cannot_run_yet
 from slime_like.planning.render import PlanReport, as_json, make_report, render_plan
+from slime_like.sglang_backend.shared_memory import tidy_shared_memory
 from slime_like.utils.logs import start_logging
+from slime_like.utils.supervise import fork_driver
 
 
 def main(argv: list[str]) -> int:
@@ -35,6 +37,8 @@ def main(argv: list[str]) -> int:
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
             raise ConfigError(problems)
+        if (status := fork_driver(tidy_shared_memory)) is not None:  # we are the supervisor, and the run is over
+            return status
         return _train(command, report)
     except UserError as error:
         if isinstance(error, ConfigError) and ("--plan=json" in argv or ("--plan", "json") in zip(argv, argv[1:], strict=False)):

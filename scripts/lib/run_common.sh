@@ -2,7 +2,8 @@
 # With --plan among the script's arguments nothing is made, started or submitted: train.py prints the plan.
 PYTHON="${PYTHON:-${ROOT}/.venv/bin/python}"
 RAY="${RAY:-${ROOT}/.venv/bin/ray}"
-RAY_JOB_ADDRESS="${RAY_JOB_ADDRESS:-http://127.0.0.1:8265}"
+RAY_JOB_ADDRESS="${RAY_JOB_ADDRESS:-}"  # of the job server; empty: ours on this host, started if there is none
+RAY_JOB_OWNER="${RAY_JOB_OWNER:-${EUID}}"  # the user whose job server on this host is trusted, besides root
 TINY="${TINY:-${ROOT}/runs/tiny}"  # where the tiny models and their data are made
 # Ray 2.60: once a local Ray has left a token here, `ray start` asks for one, but `ray job submit` sends it only in this mode.
 if [[ -z "${RAY_AUTH_MODE:-}" && -f "${HOME}/.ray/auth_token" ]]; then export RAY_AUTH_MODE=token; fi
@@ -33,12 +34,83 @@ tiny_defaults() {
   fi
 }
 
-# ensure_ray NUM_GPUS: start a Ray head on this host unless a cluster's job server answers already.
+# listeners PORT: the users (numbers) whose processes listen on a TCP port of this host, one a line.
+listeners() {
+  { cat /proc/net/tcp /proc/net/tcp6 2>/dev/null || true; } |
+    awk -v port="$(printf '%04X' "$1")" '$4 == "0A" && substr($2, length($2) - 3) == port { print $8 }' | sort -u
+}
+
+# trusted PORT: whether somebody listens there, and nobody but root and the trusted user.
+trusted() {
+  local uid uids
+  uids="$(listeners "$1")"
+  for uid in ${uids}; do if [[ "${uid}" != 0 && "${uid}" != "${RAY_JOB_OWNER}" ]]; then return 1; fi; done
+  [[ -n "${uids}" ]]
+}
+
+# The folder of a Ray that we start, which only we can enter: Ray opens /tmp/ray to everyone. slime_like/cluster/ray_trust.py looks here too.
+ray_folder() {
+  local root="${RAY_TMPDIR:-/tmp}"
+  local folder="${root}/slime_like-${EUID}"
+  mkdir -m 700 "${folder}" 2>/dev/null || true
+  if [[ -L "${folder}" || ! -d "${folder}" || ! -O "${folder}" || "$(stat -c %a "${folder}")" != 700 || ( ! -k "${root}" && ! -O "${root}" ) ]]; then
+    printf '%s is not a folder that only you can enter. Fix: RAY_TMPDIR, a short path to a folder of yours.\n' "${folder}" >&2
+    return 2
+  fi
+  printf '%s\n' "${folder}"
+}
+
+# The key that a Ray of ours asks for, readable by us alone. Without one, every user of this host could give Ray work to do as us.
+ray_token() {
+  if [[ "${RAY_AUTH_MODE:-token}" != token ]]; then return; fi
+  export RAY_AUTH_MODE=token
+  if [[ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]]; then return; fi
+  local file="${HOME}/.ray/auth_token"
+  if [[ ! -e "${file}" ]]; then
+    (umask 077; mkdir -p "${HOME}/.ray"; set -o noclobber; od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n' > "${file}")
+  fi
+  chmod 700 "${HOME}/.ray"
+  chmod 600 "${file}"
+}
+
+# ensure_ray NUM_GPUS: find the job server to use, or start a Ray head on this host; RAY_JOB_ADDRESS is it. Who is sent our token is checked before:
+# a server on this host must be ours or root's, else ours is started beside it. One on another host is trusted if RAY_JOB_ADDRESS names it.
 ensure_ray() {
   if [[ -n "${PLAN_ONLY}" ]]; then return; fi
-  local host_port="${RAY_JOB_ADDRESS#*://}"
-  if (exec 3<>"/dev/tcp/${host_port%%:*}/${host_port##*:}") 2>/dev/null; then return; fi
-  "${RAY}" start --head --node-ip-address 127.0.0.1 --num-gpus "$1" --disable-usage-stats
+  local folder host port ports address="${RAY_JOB_ADDRESS:-http://127.0.0.1:8265}"
+  host="${address#*://}" host="${host%%/*}" port="${host##*:}" host="${host%:*}"
+  case "${host}" in
+    127.* | localhost | "[::1]") ;;
+    *) return ;;
+  esac
+  if [[ ! "${port}" =~ ^[0-9]+$ ]]; then printf 'RAY_JOB_ADDRESS %s has no port.\n' "${address}" >&2; exit 2; fi
+  if trusted "${port}"; then RAY_JOB_ADDRESS="${address}"; return; fi
+  folder="$(ray_folder)" || exit 2
+  if [[ -f "${folder}/job_port" ]] && trusted "$(< "${folder}/job_port")"; then
+    RAY_JOB_ADDRESS="http://127.0.0.1:$(< "${folder}/job_port")"
+    return
+  fi
+  ports=(--dashboard-port "${port}")
+  if [[ -n "$(listeners "${port}"; listeners 6379; listeners 10001; listeners 52365)" ]]; then  # Ray's own choices
+    if [[ -n "$(listeners "${port}")" ]]; then
+      printf 'at port %s another user of this host listens (%s), who is not sent our token: a Ray of ours is started beside it.\n' \
+        "${port}" "$(listeners "${port}" | tr '\n' ' ')" >&2
+    fi
+    read -r -a ports < <("${PYTHON}" -I -S -c 'import socket
+taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+port, *others = [item.getsockname()[1] for item in taken]
+print("--dashboard-port", port, "--port", others[0], "--ray-client-server-port", others[1], "--dashboard-agent-listen-port", others[2])')
+    port="${ports[1]:?no free port}"
+  fi
+  ray_token
+  "${RAY}" start --head --node-ip-address 127.0.0.1 --dashboard-host 127.0.0.1 --num-gpus "$1" --disable-usage-stats --temp-dir "${folder}/ray" "${ports[@]}"
+  if ! trusted "${port}"; then
+    printf 'Ray was started, but its job server does not listen at 127.0.0.1:%s (there: %s). Fix: see %s.\n' \
+      "${port}" "$(listeners "${port}" | tr '\n' ' ')" "${folder}/ray/session_latest/logs/dashboard.log" >&2
+    exit 1
+  fi
+  printf '%s\n' "${port}" > "${folder}/job_port"
+  RAY_JOB_ADDRESS="http://127.0.0.1:${port}"
   printf 'Ray stays up for the next run; "%s stop" ends it.\n' "${RAY}"
 }
 

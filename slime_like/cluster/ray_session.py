@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import math
 import os
-import socket
+import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from slime_like.cluster.ray_trust import Recorded, ensure_token, private_folder, recorded_cluster
 from slime_like.errors import PlacementError, RunError, SlimeLikeError, WaitTimeout
+from slime_like.utils.supervise import remove_at_end
 
 logger = logging.getLogger(__name__)
 
@@ -26,46 +32,68 @@ def connect(num_gpus: int) -> bool:
     """Join the running Ray cluster, or start a local one with `num_gpus` GPUs. Returns True if it was started here.
 
     On a host without CUDA a local cluster's GPUs are logical: names for shares of the CPU. Ray listens on every interface,
-    but from 2.60 on a cluster that it starts here asks for a token (~/.ray/auth_token).
+    but a cluster that is started here asks for a token (~/.ray/auth_token), and only we can enter the folder of its sockets and files.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # do not empty CUDA_VISIBLE_DEVICES for actors without a GPU
     options = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"slime_like-{os.getpid()}"}
-    address = running_cluster()
-    if address is None:
-        ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, **options)
-        return True
-    try:
-        ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise PlacementError(f"no Ray cluster answers at {address}: {error}\n  Fix: start it, or RAY_ADDRESS=local to start one for this run.") from None
-    return False
+    cluster = _cluster()
+    if cluster.refused is not None:
+        logger.warning("not joined: %s. RAY_ADDRESS=HOST:PORT joins it all the same.", cluster.refused)
+    with _own_signals():
+        if cluster.address is None:
+            ensure_token()
+            folder = private_folder()
+            if not remove_at_end(folder):
+                atexit.register(_end_with_folder, folder)
+            # A worker that ends kills its children, guards (utils/guard.py) among them, before they can tidy up. They end by themselves.
+            os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+            ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _temp_dir=f"{folder}/r", **options)
+            return True
+        try:
+            ray.init(address=cluster.address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            fix = "start it, or RAY_ADDRESS=local to start one for this run"
+            raise PlacementError(f"no Ray cluster answers at {cluster.address}: {error}\n  Fix: {fix}.") from None
+        return False
 
 
 def running_cluster() -> str | None:
     """The cluster to join: RAY_ADDRESS (which `ray job submit` sets), else the one that `ray start` left on this host.
 
-    None: start a local one; RAY_ADDRESS=local asks for that even beside a running cluster.
+    None: start a local one; RAY_ADDRESS=local asks for that even beside a running cluster. RAY_ADDRESS=auto asks for the one on this host.
     """
-    told = os.environ.get("RAY_ADDRESS")
-    if told:
-        return None if told == "local" else told
-    return _recorded_cluster()
+    return _cluster().address
 
 
-def _recorded_cluster() -> str | None:
-    """host:port that `ray start` wrote down, if something still listens there."""
-    record = os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
-    if not os.path.exists(record):
-        return None
-    with open(record, encoding="utf-8") as file:
-        address = file.read().strip()
-    host, _, port = address.rpartition(":")
+def _cluster() -> Recorded:
+    asked = os.environ.get("RAY_ADDRESS")
+    if asked == "local":
+        return Recorded()
+    if asked and asked != "auto":
+        return Recorded(asked)
+    recorded = recorded_cluster()
+    # Ray's own "auto" would join the first process of anyone's that has a head's name.
+    if asked == "auto" and recorded.address is None:
+        why = recorded.refused or "no `ray start` of ours has left a record here"
+        raise PlacementError(f"RAY_ADDRESS=auto: {why}.\n  Fix: RAY_ADDRESS=HOST:PORT, or RAY_ADDRESS=local to start one for this run.")
+    return recorded
+
+
+def _end_with_folder(folder: str) -> None:
+    ray.shutdown()  # Ray's own handler, registered before ours, comes after it
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep our handler of SIGTERM: Ray puts its own in place, of which the last, in C++, aborts (2.60: status 134, agents left behind)."""
+    handler = signal.getsignal(signal.SIGTERM)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
-    except (OSError, ValueError):
-        return None
-    return address
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def cpus_per_gpu() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 
 from slime_like.errors import WeightSyncError
@@ -35,3 +36,18 @@ def drop_shared_directory() -> None:
     """Remove the folder if it is empty: another run of the user may be using it."""
     with contextlib.suppress(OSError):
         os.rmdir(shared_directory())
+
+
+def remove_dead_sources() -> None:
+    """Remove what processes that were killed left in the folder: shared memory is memory until the machine restarts. Their names begin with the process id."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(shared_directory()):
+            pid = name.partition("-")[0]
+            if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                shutil.rmtree(os.path.join(shared_directory(), name), ignore_errors=True)
+
+
+def tidy_shared_memory() -> None:
+    """What a run whose trainers were killed owes its host: their folders are removed, and the one above if no other run uses it."""
+    remove_dead_sources()
+    drop_shared_directory()

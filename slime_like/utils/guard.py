@@ -109,6 +109,21 @@ def group_members(group: int) -> list[int]:
     return [pid for pid, _, process_group in _processes() if process_group == group]
 
 
+def descendants(root: int, *, only_children: bool = False) -> list[int]:
+    """Process ids below `root`, from /proc."""
+    children: dict[int, list[int]] = {}
+    for pid, parent, _ in _processes():
+        children.setdefault(parent, []).append(pid)
+    if only_children:
+        return children.get(root, [])
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
 def _processes() -> list[tuple[int, int, int]]:
     """(process id, parent, process group) of every process that can be seen."""
     found = []
@@ -255,7 +270,7 @@ def _kill_rest(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
-        for pid in _descendants(os.getpid()):
+        for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -268,25 +283,10 @@ def _kill_rest(group: int) -> None:
 
 def _reap_orphans(child: subprocess.Popen) -> None:
     """Reap what was handed down to us, but leave the command itself to Popen."""
-    for pid in _descendants(os.getpid(), only_children=True):
+    for pid in descendants(os.getpid(), only_children=True):
         if pid != child.pid:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-
-
-def _descendants(root: int, *, only_children: bool = False) -> list[int]:
-    """Process ids below `root`, from /proc."""
-    children: dict[int, list[int]] = {}
-    for pid, parent, _ in _processes():
-        children.setdefault(parent, []).append(pid)
-    if only_children:
-        return children.get(root, [])
-    found, todo = [], [root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
 
 
 def _group_exists(group: int) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_shared_directory
+from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_shared_directory, remove_dead_sources
 from slime_like.utils.net import is_own_address, url_host
 from slime_like.weight_sync import device_ipc
 from slime_like.weight_sync.shm_slots import SharedFile
@@ -97,7 +97,7 @@ class IpcPublisher:
             self._slots = [Slot("cuda"), Slot("cuda")]
             return
         root = make_shared_directory()
-        _remove_dead(root)
+        remove_dead_sources()
         self._directory = tempfile.mkdtemp(prefix=f"{os.getpid()}-source-{self._options.source_index}-", dir=root)
         self._slots = [SharedSlot(f"{self._directory}/slot-{number}") for number in range(2)]
 
@@ -129,7 +129,7 @@ class IpcPublisher:
         self._slots = []
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
-            _remove_dead(os.path.dirname(self._directory))  # of a source of the same run that was killed
+            remove_dead_sources()  # of a source of the same run that was killed
             drop_shared_directory()
             self._directory = None
 
@@ -163,11 +163,3 @@ class IpcPublisher:
             for client in self._clients
         }
         run_together(tasks, timeout_s=timeout_s, who=self._who, phase=phase)
-
-
-def _remove_dead(root: str) -> None:
-    """Remove the folders of processes that were killed: shared memory is memory until the machine restarts."""
-    for name in os.listdir(root):
-        pid = name.partition("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            shutil.rmtree(os.path.join(root, name), ignore_errors=True)

@@ -1,5 +1,7 @@
 """Rewards for whole runs with an untrained model: cheap, deterministic, and different within a group."""
 
+import os
+
 
 def even_tokens(args, sample) -> float:
     """Share of even token ids in the response: random weights give about one half, and it can be learned."""
@@ -10,3 +12,8 @@ def even_tokens(args, sample) -> float:
 def raises(args, sample) -> float:
     """A reward function with a bug."""
     raise KeyError("no such key in the label")
+
+
+def leaves(args, sample) -> float:
+    """A reward function that ends the process that it runs in, as some libraries do, with the status of a success."""
+    os._exit(0)

@@ -72,10 +72,18 @@ def run_train(*flags, run_dir: Path, timeout: float = 180, env: dict | None = No
 
 
 def start_train(*flags, run_dir: Path) -> subprocess.Popen:
-    """`python train.py` in the background, for tests that interrupt it."""
+    """`python train.py` in the background, for tests that interrupt it: it listens to SIGINT, also where the tests, in a background themselves, do not."""
     command = [sys.executable, str(ROOT / "train.py"), *map(str, flags), "--run-dir", str(run_dir)]
+    listening = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     with open(run_dir.parent / f"{run_dir.name}.out", "w") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", listening, *command],
+            cwd=ROOT,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def our_processes() -> dict[int, str]:
@@ -89,7 +97,7 @@ def our_processes() -> dict[int, str]:
         line = " ".join(process.info["cmdline"] or [])
         if any(word in line for word in ("sglang", "slime_like", "train.py", "ray::", "raylet", "gcs_server")) and "pytest" not in line:
             orphan = line.startswith("sglang::") and process.info["ppid"] == 1
-            if orphan or any(_has_token(relative) for relative in (process, *_parents(process))):
+            if orphan or any(has_token(relative) for relative in (process, *_parents(process))):
                 found[process.pid] = line[:200]
     return found
 
@@ -101,7 +109,8 @@ def _parents(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _has_token(process: psutil.Process) -> bool:
+def has_token(process: psutil.Process) -> bool:
+    """Whether these tests started a process, or one of those that did."""
     try:
         return process.environ().get("RAY_AUTH_TOKEN") == RAY_TOKEN["RAY_AUTH_TOKEN"]
     except (psutil.Error, OSError):

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.e2e.runs import ROOT, environment
+from tests.e2e.runs import ROOT, environment, has_token
+from tests.helpers.other_user import heard, needs_root, stranger_listening
 
 pytestmark = pytest.mark.e2e
 
 #: What it finds goes to a file: Ray writes to stdout too, from threads of its own, in the middle of a line.
 SCRIPT = """
-import dataclasses, json, os, subprocess, sys, time
+import dataclasses, json, os, signal, subprocess, sys, time
 import ray
 from slime_like.cluster.bundles import reserve
 from slime_like.cluster.ray_session import Wait, connect
@@ -44,7 +51,15 @@ class Actor:
         time.sleep(30 if what == "late" else 0)
         return what
 
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+handler = signal.getsignal(signal.SIGTERM)
 found["started here"] = connect(4)
+found["handler kept"] = signal.getsignal(signal.SIGTERM) is handler
+session = ray._private.worker._global_node.get_session_dir_path()
+found["session"], found["sockets"] = session, os.listdir(session + "/sockets")
+if os.geteuid() == 0:  # only root can be another user
+    listing = subprocess.run(["ls", session], user=65534, group=65534, extra_groups=[], capture_output=True, text=True)
+    found["another user"] = [listing.returncode, listing.stdout, listing.stderr]
 plan = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2)))
 bundles = reserve(plan, 60)
 found["slots"], found["on one host"] = [slot.gpu_id for slot in bundles.slots], bundles.on_one_host()
@@ -108,3 +123,41 @@ def test_results_keep_their_order(found):
 
 def test_a_stranger_cannot_join_the_private_cluster(found):
     assert found["started here"] is True and found["stranger refused"] is True
+
+
+@needs_root
+def test_another_user_cannot_enter_the_folder_of_its_sockets(found):
+    status, listed, why = found["another user"]
+    assert len(found["sockets"]) >= 2 and status != 0 and listed == "" and "Permission denied" in why
+
+
+def test_its_folder_is_gone_with_the_process_and_the_signal_handler_is_ours(found):
+    assert found["session"].startswith("/tmp/slr-") and not os.path.exists(found["session"])
+    assert found["handler kept"] is True
+
+
+@needs_root
+def test_the_run_scripts_start_a_ray_of_ours_beside_another_users(tmp_path):
+    """The real `ray start` and `ray job submit`: another user holds the job port, is not spoken to, and cannot enter what ours keeps."""
+    before = {process.pid for process in psutil.process_iter()}
+    with tempfile.TemporaryDirectory(prefix="slt", dir="/tmp") as folder, stranger_listening() as (port, pipe):  # pytest's own are too long for sockets
+        env = environment(RAY_TMPDIR=folder, RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}", RAY=f"{Path(sys.executable).parent}/ray", PYTHON=sys.executable)
+        del env["RAY_ADDRESS"]
+        (tmp_path / "job.py").write_text("import os\nfrom slime_like.cluster.ray_trust import recorded_cluster\n"
+                                         "print('joins', os.environ['RAY_ADDRESS'], recorded_cluster())\n")  # fmt: skip
+        code = (
+            f"set -euo pipefail; ROOT={ROOT}; MODEL=tiny-qwen3; source scripts/lib/run_common.sh; ensure_ray 1\n"
+            f'"$RAY" job submit --address="$RAY_JOB_ADDRESS" -- env PYTHONPATH={ROOT} "$PYTHON" {tmp_path}/job.py'
+        )
+        try:
+            done = subprocess.run(["bash", "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
+        finally:
+            for process in psutil.process_iter():
+                if process.pid not in before and has_token(process):
+                    process.kill()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert heard(pipe) == b""
+        address, recorded = re.search(r"joins (\S+) (.*)", done.stdout).groups()
+        assert recorded == f"Recorded(address='{address}', refused=None)", "train.py alone would join it too"
+        private = Path(folder) / f"slime_like-{os.geteuid()}"
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700 and list((private / "ray").glob("session_2*/sockets/*"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
+import tempfile
 
+import psutil
 import pytest
 
 from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train, start_train, wait_for
@@ -24,20 +28,72 @@ def with_rollouts(flags, count):
     return flags
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_interrupted_run_leaves_nothing(base, tmp_path, number, status):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_interrupted_run_leaves_nothing(base, tmp_path, number, status, files_left):
     before = our_processes()
     process = start_train(*with_rollouts(base, 1000), run_dir=tmp_path / "run")
     try:
         wait_for(tmp_path / "run.out", "rollout 2/1000", 120, process)
         os.kill(process.pid, number)  # to train.py alone: everything else must follow by itself
         assert process.wait(60) == status
-        assert_nothing_left(before, seconds=45)
+        # Nobody outlives a SIGKILL to tidy up at once; else everything has ended before train.py does.
+        assert_nothing_left(before, seconds=45 if number == signal.SIGKILL else 1)
+        if number != signal.SIGKILL:
+            assert files_left() == set()
+            assert "SIGTERM received" not in (tmp_path / "run.out").read_text(), "Ray's own handler aborts"
         if number == signal.SIGINT:
             assert "interrupted" in (tmp_path / "run.out").read_text()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_a_driver_that_is_killed_is_named_and_leaves_nothing(base, tmp_path, files_left, when):
+    """As the kernel does when memory runs out; train.py, which the user sees, tells it."""
+    before = our_processes()
+    process = start_train(*with_rollouts(base, 1000), run_dir=tmp_path / "run")
+    try:
+        wait_for(tmp_path / "run.out", "run directory" if when == "starting" else "rollout 2/1000", 120, process)
+        (driver,) = [child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())]
+        driver.kill()
+        assert process.wait(60) == 137
+        assert_nothing_left(before, seconds=1)
+        assert files_left() == set()
+        assert "the driver was ended by SIGKILL" in (tmp_path / "run.out").read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_reward_that_ends_the_process_is_named_and_is_no_success(base, tmp_path, files_left):
+    before = our_processes()
+    flags = list(base)
+    flags[flags.index("--custom-rm-path") + 1] = "tests.e2e.rewards.leaves"
+    run = run_train(*flags, run_dir=tmp_path / "run")
+    assert run.returncode == 1, run.logs()
+    assert "RunError: the driver ended itself with status 0" in run.output and "os._exit" in run.output
+    assert re.search(r"reward function tests\.e2e\.rewards\.leaves for prompt \d+, sample \d+", run.output)
+    assert_nothing_left(before, seconds=1)
+    assert files_left() == set()
+
+
+@pytest.fixture
+def files_left(monkeypatch):
+    """What lies in shared memory and in Ray's temporary folder since the test began; the folder is the test's own."""
+    with tempfile.TemporaryDirectory(prefix="slt", dir="/tmp") as folder:  # pytest's own are too long for sockets
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        before = set(os.listdir("/dev/shm"))
+        yield lambda: {name for name in os.listdir("/dev/shm") if _ours("/dev/shm/" + name)} - before | set(os.listdir(folder))
+
+
+def _ours(path: str) -> bool:
+    """Not of another test run beside this one: those are not removed by the time that a process of theirs has them mapped."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if any(path == mapped.path for mapped in process.memory_maps()):
+                return False
+    return True
 
 
 def test_resume_continues_step_data_and_optimizer(base, tmp_path):

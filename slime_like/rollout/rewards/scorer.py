@@ -18,6 +18,7 @@ from slime_like.records import Prompt, Sample
 from slime_like.rollout.rewards.exact import exact
 from slime_like.rollout.rewards.pool import WorkerPool
 from slime_like.rollout.rewards.remote import RemoteFailure, RemoteReward
+from slime_like.utils.supervise import running
 
 #: --rm-type values that score in a worker process, the ones that score right here, and the one that another server scores.
 IN_WORKER = ("math", "math_strict", "deepscaler", "deepscaler_strict")
@@ -125,9 +126,10 @@ class RewardScorer:
         self._threads = self._threads or asyncio.Semaphore(_MOST_THREADS)
         async with self._threads:
             is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-            future = self._start_coroutine(function, given) if is_async else _start_thread(function, self.plugin_args, given)
             try:
-                return await asyncio.wait_for(future, self.config.reward_timeout_s)
+                with running(f"reward function {self.config.custom_rm_path} for {_name(sample)}"):  # should it end the process, the supervisor names it
+                    future = self._start_coroutine(function, given) if is_async else _start_thread(function, self.plugin_args, given)
+                    return await asyncio.wait_for(future, self.config.reward_timeout_s)
             except TimeoutError as error:
                 if future.done() and not future.cancelled():
                     raise self._error(f"raised {type(error).__name__}: {error}", sample) from error

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from slime_like.utils.net import free_port
+from tests.helpers.other_user import UID, heard, needs_root, stranger_listening
 
 RUN_SCRIPTS = ("run-colocate.sh", "run-disaggregated.sh", "run-external.sh")
 
@@ -62,7 +67,9 @@ def test_run_scripts_submit_a_command_that_plans(repo_root: Path, tmp_path: Path
         "RAY": str(recorder), "HF_CHECKPOINT": str(tiny_model_dir), "PROMPT_DATA": str(tiny_data_dir / "train.jsonl"),
         "ENGINE_ADDRS": "127.0.0.1:30000 127.0.0.1:30001", "RUN_DIR": str(tmp_path / "run"), "PYTHON": sys.executable,
     }  # fmt: skip
-    result = bash(str(repo_root / "scripts" / name), env=env, cwd=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # as if a job server of ours ran
+        address = {"RAY_JOB_ADDRESS": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        result = bash(str(repo_root / "scripts" / name), env=env | address, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     command = (tmp_path / "command").read_text().splitlines()
     planned = subprocess.run([*command, "--plan"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
@@ -106,3 +113,88 @@ def test_external_without_addresses_says_how_to_start_one(repo_root: Path, tiny_
 def test_quickstart_refuses_bad_options(repo_root: Path, arguments: list[str]):
     result = bash(str(repo_root / "scripts/quickstart.sh"), *arguments)
     assert result.returncode == 2 and result.stderr.startswith("quickstart: ")
+
+
+#: A `ray` that writes down what it is asked, and with `start` opens a job server's port (for the seconds of a test).
+FAKE_RAY = """#!{python}
+import json, os, socket, subprocess, sys, time
+with open({folder!r} + "/asked", "a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+if sys.argv[1] == "start" and {serves}:
+    server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--dashboard-port") + 1])))
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"], pass_fds=[server.fileno()], stdin=subprocess.DEVNULL,
+                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+"""
+
+
+def submit(repo_root: Path, tmp_path: Path, *, serves: bool = True, **extra: str) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+    """ensure_ray and submit as a run script calls them, with a `ray` of ours; what it was asked."""
+    ray = tmp_path / "ray-command"
+    ray.write_text(FAKE_RAY.format(python=sys.executable, folder=str(tmp_path), serves=serves))
+    ray.chmod(0o755)
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = kept | {"HOME": str(tmp_path / "home"), "RAY_TMPDIR": str(tmp_path / "tmp"), "RAY": str(ray), "PYTHON": sys.executable, "MODEL": "tiny-qwen3"} | extra
+    code = f"set -euo pipefail; ROOT={repo_root}; source {repo_root}/scripts/lib/run_common.sh; ensure_ray 2; submit --flag; env | grep ^RAY_AUTH || true"
+    done = bash("-c", code, env=env)
+    asked = tmp_path / "asked"
+    return done, [json.loads(line) for line in asked.read_text().splitlines()] if asked.exists() else []
+
+
+def asked_address(asked: list[str]) -> str:
+    return next(word.removeprefix("--address=") for word in asked if word.startswith("--address="))
+
+
+@needs_root
+def test_another_users_job_server_is_not_sent_the_token(repo_root: Path, tmp_path: Path):
+    with stranger_listening() as (port, pipe):
+        done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}")
+        assert done.returncode == 0, done.stderr
+        assert heard(pipe) == b"", "not even a connection is made"
+        assert f"another user of this host listens ({UID}" in done.stderr
+        assert [words[0] for words in asked] == ["start", "job"]
+        ours = int(asked[0][asked[0].index("--dashboard-port") + 1])
+        assert ours != port and asked_address(asked[1]) == f"http://127.0.0.1:{ours}"
+        # The next run finds it.
+        done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}")
+        assert [words[0] for words in asked] == ["start", "job", "job"] and asked_address(asked[2]) == f"http://127.0.0.1:{ours}"
+        # Somebody who trusts that user says so.
+        done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}", RAY_JOB_OWNER=str(UID))
+        assert asked_address(asked[3]) == f"http://127.0.0.1:{port}"
+
+
+def test_our_own_job_server_is_used(repo_root: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=address)
+    assert done.returncode == 0 and [words[0] for words in asked] == ["job"] and asked_address(asked[0]) == address
+
+
+def test_a_job_server_on_another_host_is_used_and_nothing_is_started(repo_root: Path, tmp_path: Path):
+    done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS="http://192.0.2.7:8265")
+    assert done.returncode == 0 and [words[0] for words in asked] == ["job"] and asked_address(asked[0]) == "http://192.0.2.7:8265"
+
+
+def test_a_ray_of_ours_has_a_private_folder_and_a_private_key(repo_root: Path, tmp_path: Path):
+    done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 0, done.stderr
+    folder, home = tmp_path / "tmp" / f"slime_like-{os.geteuid()}", tmp_path / "home" / ".ray"
+    assert asked[0][asked[0].index("--temp-dir") + 1] == f"{folder}/ray"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, home, home / "auth_token")] == [0o700, 0o700, 0o600]
+    assert len(bytes.fromhex((home / "auth_token").read_text())) == 32
+    assert "RAY_AUTH_MODE=token" in done.stdout, "the head asks for the key, and the job is submitted with it"
+
+
+@needs_root
+def test_a_folder_that_another_user_made_first_is_refused(repo_root: Path, tmp_path: Path):
+    (tmp_path / "tmp").mkdir()
+    folder = tmp_path / "tmp" / f"slime_like-{os.geteuid()}"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, UID, UID)
+    done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 2 and "RAY_TMPDIR" in done.stderr and asked == []
+
+
+def test_no_job_is_submitted_where_ours_does_not_listen(repo_root: Path, tmp_path: Path):
+    done, asked = submit(repo_root, tmp_path, serves=False, RAY_JOB_ADDRESS=f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 1 and "does not listen" in done.stderr and [words[0] for words in asked] == ["start"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -15,12 +16,14 @@ from slime_like.utils.net import (
     interface_of,
     is_loopback,
     is_own_address,
+    listener_uids,
     own_address,
     port_is_free,
     url_host,
     wait_until,
     with_another_port,
 )
+from tests.helpers.other_user import UID, needs_root, stranger_listening
 
 
 def test_free_and_taken_ports():
@@ -82,3 +85,13 @@ def test_an_interface_and_its_address():
     assert address_of_interface("lo") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"--update-weight-interface ib7: .* It has: .*lo \(127.0.0.1\)"):
         address_of_interface("ib7")
+
+
+@needs_root
+def test_who_listens_on_a_port():
+    with socket.create_server(("127.0.0.1", 0)) as ours, stranger_listening() as (theirs, _):
+        assert listener_uids(ours.getsockname()[1]) == {os.geteuid()}
+        assert listener_uids(theirs) == {UID}
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as ours:
+        assert listener_uids(ours.getsockname()[1]) == {os.geteuid()}
+    assert listener_uids(free_port()) == set()
