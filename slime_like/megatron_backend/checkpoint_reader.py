@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -52,7 +53,7 @@ _INDEX_GLOBALS = {
     ("torch", "Size"),
 }
 #: What an object may name beyond tensors and plain values: numpy's random state is an array of 32-bit numbers.
-_OBJECT_GLOBALS = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, type(np.dtype(np.uint32))]
+_OBJECT_GLOBALS = [np.ndarray, np.dtype, _reconstruct, type(np.dtype(np.uint32))]
 #: Our file of objects, beside the index.
 _OBJECTS = "objects.bin"
 _FIX = "Nothing of it was executed. Fix: load checkpoints of your own runs only, or get the weights as an HF folder (safetensors)."
@@ -98,7 +99,7 @@ def _read_index(path: str) -> Metadata:
         index = _IndexUnpickler(io.BytesIO(data)).load()
     except _ForbiddenGlobalError as error:
         raise CheckpointError(f"{path} asks for {error}, which no index of a checkpoint needs: loading it would execute a program. {_FIX}") from None
-    except Exception as error:  # bytes that are no pickle end in nearly any exception
+    except Exception as error:  # noqa: BLE001 bytes that are no pickle end in nearly any exception
         raise CheckpointError(f"{path} is no index of a checkpoint: {type(error).__name__}: {error}") from None
     if type(index) is not Metadata:
         raise CheckpointError(f"{path} is no index of a checkpoint: it holds a {type(index).__name__}.")
@@ -176,7 +177,7 @@ def _load(data: io.BytesIO, what: str) -> Any:
         named = re.search(r"GLOBAL (\S+)", str(error))
         asks = f"asks for {named[1]}, which" if named else f"holds what ({str(error).splitlines()[-1]})"
         raise CheckpointError(f"{what} {asks} no state of a run needs: loading it would execute a program. {_FIX}") from None
-    except Exception as error:  # torn archives end in nearly any exception
+    except Exception as error:  # noqa: BLE001 torn archives end in nearly any exception
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from None
 
 
