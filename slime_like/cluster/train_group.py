@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -47,12 +49,12 @@ class TrainActor:
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
 
-    def build(self, master_address: str, master_port: int) -> dict:
-        """Make the worker and start it."""
+    def build(self, master_address: str, master_port: int, store_path: str | None) -> dict:
+        """Make the worker and start it. store_path: where ranks of one machine meet, instead of at the address."""
         from slime_like.megatron_backend.worker import TrainWorker
 
         started = time.monotonic()
-        self._worker = TrainWorker(self._config, **self._place, master_address=master_address, master_port=master_port)
+        self._worker = TrainWorker(self._config, **self._place, master_address=master_address, master_port=master_port, store_path=store_path)
         report = self._worker.start()
         place, seconds = self._place, time.monotonic() - started
         logger.info("%s rank %d of %d is up after %.1f s", _WHO[self._config.role], place["rank"], place["world_size"], seconds)
@@ -114,14 +116,17 @@ class TrainGroup:
             self.actors.append(actor)
         self._one_host = bundles.on_one_host()
         self._build: dict | None = None
+        self._folder: str | None = None  # of the ranks' store, where all are on this machine
 
     def start(self) -> None:
         """Begin building every rank; `wait_started` waits for it (engines start meanwhile)."""
-        host, port = Wait(self._config.engine.engine_start_timeout_s, whom=f"{self._who} rank 0", phase="start").gather(
-            {f"{self._who} rank 0": self.actors[0].address.remote()}
-        )[0]
-        host = "127.0.0.1" if self._one_host else host
-        self._build = {f"{self._who} rank {i}": actor.build.remote(host, port) for i, actor in enumerate(self.actors)}
+        if self._one_host:
+            self._folder = tempfile.mkdtemp(prefix="slime-like-ranks-")  # only we can enter it
+            meeting = ("127.0.0.1", 0, os.path.join(self._folder, "store"))
+        else:
+            wait = Wait(self._config.engine.engine_start_timeout_s, whom=f"{self._who} rank 0", phase="start")
+            meeting = (*wait.gather({f"{self._who} rank 0": self.actors[0].address.remote()})[0], None)
+        self._build = {f"{self._who} rank {i}": actor.build.remote(*meeting) for i, actor in enumerate(self.actors)}
 
     def wait_started(self) -> dict:
         """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
@@ -202,6 +207,8 @@ class TrainGroup:
         refs = [actor.leave.remote() for actor in self.actors]
         ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
         kill_actors(self.actors)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def threads_of(num_on_node: int) -> int:

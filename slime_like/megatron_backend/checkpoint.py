@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError, SaveError
 from slime_like.megatron_backend.checkpoint_folder import Draft, read_client_state
+from slime_like.megatron_backend.checkpoint_reader import checked_copy
 from slime_like.megatron_backend.model_provider import unwrap
 from slime_like.megatron_backend.optimizer import fit_optimizer_state
 from slime_like.megatron_backend.value_head import OUTPUT_WEIGHT
@@ -130,10 +131,11 @@ def load(path: str, state: TrainState) -> dict:
     chunks = dict(zip(_chunk_names(state.model), unwrap(state.model), strict=True))
     last = list(chunks)[-1]
     own_head = sharded[last].pop(OUTPUT_WEIGHT, None) if from_policy else None
-    try:
-        loaded = dist_checkpointing.load(sharded, path)
-    except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    with checked_copy(path, sharded) as copy:
+        try:
+            loaded = dist_checkpointing.load(sharded, copy)
+        except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
+            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {str(error).replace(copy, path)}") from error
     if own_head is not None:
         loaded[last][OUTPUT_WEIGHT] = own_head.data
     for name, chunk in chunks.items():

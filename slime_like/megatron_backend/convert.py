@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import tempfile
 import time
 
 import torch
@@ -28,7 +29,6 @@ from slime_like.megatron_backend.hf_files import HfReader
 from slime_like.megatron_backend.hf_save import save_hf_folder
 from slime_like.megatron_backend.initialize import initialize, shut_down
 from slime_like.megatron_backend.model_provider import build_frozen, unwrap
-from slime_like.utils.net import free_port
 
 #: Seconds that all processes of one machine have in all.
 _DEADLINE_S = 24 * 3600
@@ -56,13 +56,14 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which process of how many this is, and where they meet."""
+    """Which process of how many this is, and where they meet: in a private file of one machine, or at an address."""
 
     rank: int
     world_size: int
     local_rank: int
     master_address: str
     master_port: int
+    store_path: str | None = None
 
 
 def convert(job: Conversion, place: Place) -> str:
@@ -139,12 +140,16 @@ def main(argv: list[str]) -> int:
 
 def _convert_here(job: Conversion, num_processes: int) -> str:
     """Convert in `num_processes` processes of this machine; one is this process itself."""
-    port = free_port("127.0.0.1")
     if num_processes == 1:
-        return convert(job, Place(rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=port))
+        return convert(job, Place(rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=0))
+    with tempfile.TemporaryDirectory(prefix="slime-like-convert-") as folder:  # only we can enter it
+        return _convert_together(job, num_processes, os.path.join(folder, "store"))
+
+
+def _convert_together(job: Conversion, num_processes: int, store_path: str) -> str:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    world = torch.multiprocessing.spawn(_convert_in_process, (job, num_processes, port, answers), nprocs=num_processes, join=False)
+    world = torch.multiprocessing.spawn(_convert_in_process, (job, num_processes, store_path, answers), nprocs=num_processes, join=False)
     assert world is not None, "spawn(join=False) returns its processes"
     started = time.monotonic()
     try:
@@ -161,9 +166,10 @@ def _convert_here(job: Conversion, num_processes: int) -> str:
     return answers.get()
 
 
-def _convert_in_process(rank: int, job: Conversion, world_size: int, port: int, answers) -> None:
+def _convert_in_process(rank: int, job: Conversion, world_size: int, store_path: str, answers) -> None:
+    place = Place(rank=rank, world_size=world_size, local_rank=rank, master_address="127.0.0.1", master_port=0, store_path=store_path)
     try:
-        path = convert(job, Place(rank=rank, world_size=world_size, local_rank=rank, master_address="127.0.0.1", master_port=port))
+        path = convert(job, place)
     except SlimeLikeError as error:
         answers.put(error)
         raise

@@ -14,16 +14,26 @@ from megatron.core import parallel_state, tensor_parallel
 from slime_like.config.model import ParallelConfig
 from slime_like.errors import RunError, WaitTimeout
 from slime_like.utils.net import host_port, interface_of, own_address
+from slime_like.weight_sync.stores import join_store, meet_at_address, meet_in_file
 
 #: Pipeline stages draw from different streams, tensor parallel ranks of one stage from megatron's own tracker.
 _SEED_STEP_PER_STAGE = 100
 
 
 def initialize(
-    parallel: ParallelConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int, virtual_pipeline_size: int | None = None
+    parallel: ParallelConfig,
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    master_address: str,
+    master_port: int,
+    store_path: str | None = None,
+    virtual_pipeline_size: int | None = None,
 ) -> None:
     """Join the world and make Megatron's groups: NCCL with CUDA (on device `local_rank`), gloo without.
 
+    store_path: a file, not there yet, in a private folder, where ranks of one machine meet instead of at the address: nobody else can.
     virtual_pipeline_size: model chunks of a rank, with an interleaved pipeline.
     Raises WaitTimeout if the other ranks do not show up within --distributed-timeout-minutes, RunError if the address cannot be used.
     """
@@ -35,17 +45,17 @@ def initialize(
     interface = interface_of(own_address(master_address))
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    started = time.monotonic()
+    started, meeting = time.monotonic(), f"{world_size} ranks at {store_path or host_port(master_address, master_port)}"
     try:
         torch.distributed.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
-            init_method=f"tcp://{host_port(master_address, master_port)}",
+            store=_meet(rank, world_size, master_address, master_port, store_path, 60.0 * minutes),
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(minutes=minutes),
         )
-    except torch.distributed.DistError as error:
-        waited, meeting = time.monotonic() - started, f"{world_size} ranks at {host_port(master_address, master_port)}"
+    except (RuntimeError, OSError) as error:  # DistError, or a plain one of a FileStore
+        waited = time.monotonic() - started
         if waited < 60.0 * minutes - 1:
             raise RunError(f"trainer rank {rank} cannot join {meeting} during start: {error}") from error
         raise WaitTimeout(who=f"trainer rank {rank}", whom=meeting, phase="start", seconds=waited, last=str(error)) from error
@@ -58,6 +68,15 @@ def initialize(
         expert_tensor_parallel_size=parallel.expert_tp_size,
         distributed_timeout_minutes=minutes,
     )
+
+
+def _meet(rank: int, world_size: int, address: str, port: int, path: str | None, timeout_s: float) -> torch.distributed.Store:
+    """The store of the world."""
+    if path is not None or world_size == 1:
+        return meet_in_file(path or "", world_size=world_size, timeout_s=timeout_s)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
+        return join_store(address, port, timeout_s=timeout_s, world_size=world_size)
+    return meet_at_address(address, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
 
 def set_seeds(seed: int) -> None:

@@ -42,13 +42,13 @@ class TrainWorker:
     Every method but the constructor is collective: all ranks call it with the same arguments, in the same order.
     """
 
-    def __init__(self, config: RunConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int):
+    def __init__(self, config: RunConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int, store_path: str | None = None):
         assert config.model.num_layers is not None, "the architecture must be resolved before workers are built"
         self._is_critic = config.role == "critic"
         self.config = config = critic_config(config) if self._is_critic else config
         self.rank = rank
         self.world_size, self.local_rank = world_size, local_rank
-        self.master_address, self.master_port = master_address, master_port
+        self.master_address, self.master_port, self._store_path = master_address, master_port, store_path
         self._publisher: WeightPublisher | None = None
         self._sync: GradientSync  # where this role trains
         self._saving: PendingSave | None = None
@@ -71,6 +71,7 @@ class TrainWorker:
                 local_rank=self.local_rank,
                 master_address=self.master_address,
                 master_port=self.master_port,
+                store_path=self._store_path,
                 virtual_pipeline_size=config.parallel.virtual_pipeline_size(config.model.num_layers),
             )
             set_seeds(config.observability.seed)

@@ -108,7 +108,9 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise CheckpointError(f"--reward-load {folder}: has no config.json. {_FIX}")
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"--reward-load {folder}: cannot be loaded as a sequence classifier: {error}") from error
     if model.config.num_labels != 1:
@@ -125,6 +127,6 @@ def _load_tokenizer(folder: str, flag: str) -> Any:
     if not any(os.path.isfile(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
         raise CheckpointError(f"{flag} {folder}: has no tokenizer. Fix: put the files of the model's tokenizer (tokenizer.json …) beside its weights.")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"{flag} {folder}: its tokenizer cannot be loaded: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -24,6 +25,11 @@ from slime_like.utils.net import free_port, host_port, http_url, interface_of, p
 _LOG_LINES = 30
 #: sglang 0.5.23 leaves these files in shared memory when it is killed. Remove when it unlinks them.
 _SHARED_FILES = "/dev/shm/sglang_loads_"
+#: SGLang's variable for where the ranks of an engine meet; a version without it goes on as before.
+_MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+_KEY_FILE = "server.yaml"
+#: Arguments with which an engine on one machine is several worlds, which must not meet in one file.
+_SEVERAL_WORLDS = ("dp_size", "dp", "data_parallel_size")
 _CLOSE_GRACE_S = 1.0  # SGLang answers TERM with crash diagnostics, not with an orderly end: waiting longer gains nothing
 
 
@@ -90,7 +96,8 @@ class Engine:
         self.check()
         if self.spec.node_rank == 0:
             client.model_info()
-        shutil.rmtree(self._private_dir, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._private_dir, _KEY_FILE))
 
     def _message(self, what: str) -> str:
         engine = f"engine {self.spec.index} ({self.spec.model_path}, {self.endpoint.url})"
@@ -138,7 +145,8 @@ def start_engine(spec: EngineSpec) -> Engine:
     endpoint = EngineEndpoint(index=spec.index, url=http_url(spec.host, port), api_key=key, tp_size=spec.tp_size)
     try:
         argv = [*(spec.command or _command(cuda)), *_server_argv(spec, port, cuda), "--config", _write_key(private_dir, key)]
-        process = start_guarded(argv, env=_environment(spec, cuda), log_path=spec.log_path, secrets=(key,), remove_mapped=_SHARED_FILES)
+        environment = _environment(spec, cuda) | _meeting(spec, port, private_dir)
+        process = start_guarded(argv, env=environment, log_path=spec.log_path, secrets=(key,), remove_mapped=_SHARED_FILES, remove_folder=private_dir)
     except BaseException as error:
         shutil.rmtree(private_dir, ignore_errors=True)
         if isinstance(error, OSError):
@@ -156,7 +164,7 @@ def _write_key(directory: str, key: str) -> str:
 
     SGLang takes it from no environment variable, but from its --config file.
     """
-    path = os.path.join(directory, "server.yaml")
+    path = os.path.join(directory, _KEY_FILE)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f'api-key: "{key}"\n')
     return path
@@ -197,6 +205,17 @@ def _cpu_defaults(context_length: int | None) -> dict:
         "max_running_requests": 64,
         "max_total_tokens": max(64 * 256, context_length or 0),
     }
+
+
+def _meeting(spec: EngineSpec, port: int, private_dir: str) -> dict[str, str]:
+    """Where the ranks of an engine on one machine meet: in a file that only we can reach. SGLang's own TCPStore listens on every interface, without a key.
+
+    The second half: SGLang (0.5.23) names its CPU kernels' shared memory after these two, which it takes from the address that is not there now.
+    """
+    if spec.nnodes > 1 or any(name in spec.extra_flags for name in _SEVERAL_WORLDS) or _MEETING in os.environ:
+        return {}
+    names = {"MASTER_ADDR": spec.host, "MASTER_PORT": str(port)}
+    return {_MEETING: f"file://{os.path.join(private_dir, 'store')}", **names}
 
 
 def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:

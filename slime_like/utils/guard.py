@@ -69,11 +69,19 @@ class GuardedProcess:
 
 
 def start_guarded(
-    argv: list[str], *, env: dict[str, str], log_path: str, cwd: str | None = None, secrets: tuple[str, ...] = (), remove_mapped: str | None = None
+    argv: list[str],
+    *,
+    env: dict[str, str],
+    log_path: str,
+    cwd: str | None = None,
+    secrets: tuple[str, ...] = (),
+    remove_mapped: str | None = None,
+    remove_folder: str | None = None,
 ) -> GuardedProcess:
     """Start `argv` under a supervisor, in a process group of its own; output goes to `log_path`, with `secrets` replaced by ***.
 
     remove_mapped: prefix of files, such as those in shared memory, that are removed at the end if the group had them mapped.
+    remove_folder: a folder that is removed at the end, however it came.
     Raises FileNotFoundError or PermissionError if the command cannot be executed.
     """
     os.makedirs(os.path.dirname(os.path.abspath(log_path)), exist_ok=True)
@@ -91,7 +99,8 @@ def start_guarded(
         os.close(control_read)
         os.close(status_write)
     # Through the pipe, not the command line: other users can see command lines.
-    order = {"argv": argv, "log_path": os.path.abspath(log_path), "secrets": [s for s in secrets if s], "parent": os.getpid(), "remove": remove_mapped}
+    order = {"argv": argv, "log_path": os.path.abspath(log_path), "secrets": [s for s in secrets if s], "parent": os.getpid()}
+    order |= {"remove": remove_mapped, "folder": remove_folder}
     with contextlib.suppress(BrokenPipeError):
         _write_all(control_write, json.dumps(order).encode() + b"\n")
     answer = json.loads(_read_line(status_read, timeout_s=20.0) or b'{"error": "the supervisor ended at once"}')
@@ -213,6 +222,10 @@ def _supervise(control: int, status: int) -> int:
     for path in mapped:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+    if order["folder"]:
+        import shutil  # not at the top: it takes as long as all other imports
+
+        shutil.rmtree(order["folder"], ignore_errors=True)
     while data := _read_available(output):
         log.write(data)
     log.write(b"", last=True)

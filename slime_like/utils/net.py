@@ -19,6 +19,8 @@ _T = TypeVar("_T")
 #: Where free_port looks: below the ports that Linux gives to outgoing connections (32768 and up), one of which could
 #: take the port between our look and the server's bind.
 _PORTS = range(20000, 32000)
+#: Connections that may wait to be taken: all ranks of a large run call at once.
+_BACKLOG = 4096
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -65,6 +67,25 @@ def listener_uids(port: int) -> set[int] | None:
         # sl local_address rem_address st tx:rx tr:when retrnsmt uid …; 0A is LISTEN.
         uids.update(int(row[7]) for row in rows[1:] if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port)
     return uids if tables else None
+
+
+def listen_at(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at `host`:`port` and at no other address of this machine; port 0: a free one. Raises OSError.
+
+    A name that means the loopback interface only here (Debian's 127.0.1.1 for the machine's own name) stands for the address that others see.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if host != "localhost" and is_loopback(str(address[0])) and not is_loopback(host):
+        return listen_at(own_address(), port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _bindable(host: str) -> socket.socket:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
@@ -22,9 +23,10 @@ import torch.distributed as dist
 
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.utils.net import free_port, host_port, interface_of
+from slime_like.utils.net import interface_of, listen_at
 from slime_like.weight_sync.engine_groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.slots import Sending, Slot, send_in_slots, slot_bytes
+from slime_like.weight_sync.stores import serve_store
 from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport
 from slime_like.weight_sync.streaming import LAST_WORDS_S, Reader, Stream, engine_name, takes_streams
 from slime_like.weight_sync.together import run_together
@@ -62,8 +64,9 @@ class BroadcastPublisher:
         options = self._options
         self._group_name = f"slime-like-{options.source_index}-{secrets.token_hex(4)}"
         backend = "nccl" if self._device == "cuda" else "gloo"
-        port = free_port(options.address)
         world_size = 1 + sum(endpoint.tp_size for endpoint in options.endpoints)
+        listener = listen_at(options.address)
+        port = listener.getsockname()[1]
         tasks: dict[str, Callable] = {}
         offset = 1
         for client in self._clients:
@@ -72,8 +75,8 @@ class BroadcastPublisher:
                 group_name=self._group_name, backend=backend, timeout_s=options.timeout_s,
             )  # fmt: skip
             offset += client.endpoint.tp_size
-        tasks["itself"] = lambda: _join_group(backend, options.address, port, world_size, self._group_name, options.timeout_s)
-        with _gloo_interface(options.interface or interface_of(options.address)):
+        tasks["itself"] = lambda: _join_group(backend, listener, world_size, self._group_name, options.timeout_s)
+        with listener, _gloo_interface(options.interface or interface_of(options.address)):
             self._streams = all(takes_streams(client) for client in self._clients)
             self._group = run_together(tasks, timeout_s=options.timeout_s, who=self._who, phase="connect for weight sync")["itself"]
 
@@ -270,18 +273,17 @@ def _send_flat(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         torch.cuda.synchronize(flat.device)
 
 
-def _join_group(backend: str, address: str, port: int, world_size: int, group_name: str, timeout_s: float) -> dist.ProcessGroup:
-    """Make the group as rank 0, next to the trainer's own groups (init_process_group would make the default one).
+def _join_group(backend: str, listener: socket.socket, world_size: int, group_name: str, timeout_s: float) -> dist.ProcessGroup:
+    """Make the group as rank 0, whom others meet at `listener`, next to the trainer's own groups (init_process_group would make the default one).
 
     The engines do the same in sglang.srt.utils.common.init_custom_process_group (0.5.23), whose store prefix has to be matched.
     """
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
     timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous(f"tcp://{host_port(address, port)}", 0, world_size, timeout=timeout))
-    store.set_timeout(timeout)
+    store = serve_store(listener, timeout_s=timeout_s, world_size=world_size)
     group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name, backend_options=None, timeout=timeout
+        world_size, 0, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name, backend_options=None, timeout=timeout
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group

@@ -32,6 +32,10 @@ _DIGEST_BYTES = 16
 #: A header's limit, whole: 100 000 tensors of 300 bytes.
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_NAME_CHARS = 512
+#: Bytes, and values, that a header has at most for itself and for each tensor: names and 16 dimensions take less.
+_MAX_BYTES_EACH, _MAX_VALUES_EACH = 8 << 10, 64
+#: zstd's memory for unpacking a header; ours are packed with a window of 4 MiB.
+_MAX_WINDOW_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +136,21 @@ def read_frame(data: bytes | bytearray) -> Frame:
 def _read_header(view: memoryview, start: int) -> tuple[FramePlace, list[Entry], int]:
     """(place, tensors, where payloads begin)."""
     packed_bytes, text_bytes = _SIZES.unpack_from(view, start - _SIZES.size)
-    if not 0 < text_bytes <= _MAX_HEADER_BYTES or start + packed_bytes > len(view) - _DIGEST_BYTES:
+    room = len(view) - _DIGEST_BYTES - start - packed_bytes
+    # Each tensor has two digests behind the header: how many there can be is known by what has arrived.
+    most = room // (2 * _DIGEST_BYTES) + 1
+    if room < 0 or not 0 < text_bytes <= min(_MAX_HEADER_BYTES, most * _MAX_BYTES_EACH):
         raise DeltaError("its header is damaged")
     packed = view[start : start + packed_bytes]
     try:
         if zstandard.get_frame_parameters(packed).content_size != zstandard.CONTENTSIZE_UNKNOWN:
             raise DeltaError("its header is not of our making")
-        version, base, source, shard, tensors = json.loads(zstandard.ZstdDecompressor().decompress(packed, max_output_size=text_bytes))
-    except (zstandard.ZstdError, ValueError, TypeError) as error:
+        text = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(packed, max_output_size=text_bytes)
+        # A list of nothing takes 3 bytes here and 64 in memory: count before it is made.
+        if text.count(b",") + text.count(b"[") > most * _MAX_VALUES_EACH:
+            raise DeltaError(f"its header is damaged: it has values for more than {most - 1} tensors")
+        version, base, source, shard, tensors = json.loads(text)
+    except (zstandard.ZstdError, ValueError, TypeError, RecursionError) as error:
         raise DeltaError(f"its header is damaged ({type(error).__name__})") from None
     _check_integers([version, source, shard] + ([] if base is None else [base]))
     at = start + packed_bytes

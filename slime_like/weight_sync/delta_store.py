@@ -33,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _VERSION_FOLDER = re.compile(r"version-\d{8}-(\d{6})")
+#: Versions have eight digits in a folder's name.
+MAX_VERSION = 10**8 - 1
+#: Pipeline stages that may send: more than any run has, and three digits in a file's name.
+MAX_SOURCES = 1000
+#: Shards of one source: five digits in a file's name.
+MAX_SHARDS = 100_000
 _CHUNK_BYTES = 8 << 20
 
 
@@ -105,6 +111,8 @@ class VersionStore:
     def begin(self, version: int) -> None:
         """Get ready for `version`; what an earlier attempt left is removed."""
         with self._lock:
+            if version > MAX_VERSION:
+                raise NotInStepError(f"version {version}: at most {MAX_VERSION} are counted")
             shutil.rmtree(self._staging, ignore_errors=True)
             os.mkdir(self._staging)
             self._next, self._shards, self._finished, self._num_sources = version, {}, {}, 0
@@ -115,6 +123,8 @@ class VersionStore:
         place = frame.place
         with self._lock:
             self._check_place(place)
+            if place.source >= MAX_SOURCES or place.shard >= MAX_SHARDS:
+                raise DeltaError(f"{_where(place)}: at most {MAX_SOURCES} sources with {MAX_SHARDS} shards each are taken")
             total = sum(entry.key.num_bytes for entry in frame.entries)
             if total > self._max_shard_bytes:
                 raise DeltaError(f"{_where(place)}: {total} bytes of tensors, at most {self._max_shard_bytes} are taken")
@@ -138,19 +148,26 @@ class VersionStore:
             self._shards[place.source, place.shard] = Shard(name, start, tuple((entry.key, entry.after) for entry in frame.entries))
 
     def finish(self, version: int, source: int, *, num_sources: int, num_shards: int, expected: str) -> None:
-        """One source has sent all. Raises DeltaError unless what is here is what it sent."""
+        """One source has sent all. Raises DeltaError unless what is here is what it sent.
+
+        Nothing is made as large as these numbers say: they are compared with what has arrived.
+        """
         with self._lock:
             self._check_place(FramePlace(version, None, source, 0))
+            if not source < num_sources <= MAX_SOURCES:
+                raise DeltaError(f"source {source} of {num_sources} of version {version}: at most {MAX_SOURCES} are taken, counted from 0")
+            if self._finished and num_sources != self._num_sources:
+                raise DeltaError(f"source {source} of version {version} knows {num_sources} sources, the one before knew {self._num_sources}")
             mine = sorted((number, shard.tensors) for (of, number), shard in self._shards.items() if of == source)
             found = source_digest(mine)
-            if [number for number, _ in mine] != list(range(num_shards)) or found != expected:
+            if len(mine) != num_shards or any(number != place for place, (number, _) in enumerate(mine)) or found != expected:
                 raise DeltaError(f"source {source} of version {version}: {len(mine)} of {num_shards} shards with digest {found}, it must be {expected}")
             self._finished[source], self._num_sources = expected, num_sources
 
     def commit(self, version: int) -> Version:
         """Make the new version the current one, all at once, and remove older ones. Raises NotInStepError if a source is missing."""
         with self._lock:
-            if self._next != version or sorted(self._finished) != list(range(self._num_sources)) or not self._finished:
+            if self._next != version or len(self._finished) != self._num_sources or not self._finished:
                 raise NotInStepError(f"version {version} is not complete: sources {sorted(self._finished)} of {self._num_sources or 'some'} have sent all")
             self._write_index()
             sequence = 1 if self.current is None else self.current.sequence + 1

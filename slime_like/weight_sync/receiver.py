@@ -36,6 +36,8 @@ logger = logging.getLogger("slime_like.weight_sync.receiver")  # as a program, _
 
 MIN_KEY_CHARS = 16
 _MAX_JSON_BYTES = 64 << 10
+#: What is read of a body at a time.
+_READ_BYTES = 1 << 20
 #: How long a connection may be silent, in seconds.
 _SILENCE_S = 60.0
 #: How long what a refused request still sends is thrown away, in seconds.
@@ -114,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The values of a JSON object with exactly these fields; integers are not negative."""
         try:
             data = json.loads(bytes(self._body(_MAX_JSON_BYTES)))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _Refusal(400, "the request is no JSON") from None
         if not isinstance(data, dict) or data.keys() != fields.keys():
             raise _Refusal(400, f"the request must have the fields {', '.join(fields)}")
@@ -129,13 +131,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refusal(411, "a request must tell its Content-Length")
         if int(length) > limit:
             raise _Refusal(413, f"{int(length)} bytes, at most {limit} are taken (--max-bytes)")
-        body = bytearray(int(length))
-        view, at = memoryview(body), 0
-        while at < len(body):
-            count = self.rfile.readinto(view[at:])
-            if not count:
-                raise _Refusal(400, f"the request ended after {at} of {len(body)} bytes")
-            at += count
+        body = bytearray()  # grows with what comes, not to what the request claims
+        while len(body) < int(length):
+            part = self.rfile.read(min(_READ_BYTES, int(length) - len(body)))
+            if not part:
+                raise _Refusal(400, f"the request ended after {len(body)} of {int(length)} bytes")
+            body += part
         return body
 
     def _answer(self, status: int, data: dict, *, close: bool = False) -> None:

@@ -14,9 +14,11 @@ import datetime
 import time
 from collections.abc import Iterator
 
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError
 
 from slime_like.errors import WaitTimeout, WeightSyncError
+from slime_like.utils.net import listen_at
+from slime_like.weight_sync.stores import join_store, serve_store
 
 #: How often a wait looks whether it has become pointless.
 _LOOK = datetime.timedelta(seconds=0.5)
@@ -26,7 +28,7 @@ class Sources:
     """One source's view of what all write into a store that the first one hosts. One thread at a time uses it."""
 
     def __init__(self, host: str, port: int, *, is_host: bool, who: str, timeout_s: float):
-        self._store = TCPStore(host, port, is_master=is_host, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s))
+        self._store = serve_store(listen_at(host, port), timeout_s=timeout_s) if is_host else join_store(host, port, timeout_s=timeout_s)
         self.port = self._store.port
         self._who, self._timeout_s = who, timeout_s
         self._round = 0

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 import xxhash
@@ -104,6 +105,24 @@ def test_every_type_and_shape_arrives_at_every_rank_in_one_request_for_a_sync(ne
     assert all(engine.report()["calls"].count(LOAD) == 2 for engine in engines)
     sender.send(iter(()), 3)
     sender.close()
+
+
+def listeners() -> set[tuple[str, int]]:
+    """(address, port) of everything that this process listens at."""
+    return {(at.laddr.ip, at.laddr.port) for at in psutil.Process().net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+
+
+def test_trainer_sources_listen_on_the_loopback_interface_only(nest):
+    before = listeners()
+    senders = two_publishers(nest.engines())
+    ours = listeners() - before
+    assert len(ours) >= 3, "the sources' store and one for each group, beside gloo's"
+    assert {address for address, _ in ours} == {"127.0.0.1"}
+    theirs = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert {address for address, _ in listeners() - before - ours} & {"::", "0.0.0.0"}, "this is what torch does"
+    del theirs
+    for sender in senders:
+        sender.close()
 
 
 def test_every_rank_digests_what_was_asked_of_it(nest):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import struct
+import tracemalloc
 
 import numpy as np
 import pytest
 import xxhash
+import zstandard
 from safetensors.numpy import load_file
 
 from slime_like.errors import WeightSyncError
@@ -150,6 +153,64 @@ def test_a_shard_beyond_the_bound_is_refused_before_it_is_written(tmp_path):
     store.begin(1)
     with pytest.raises(DeltaError, match="75 bytes of tensors, at most 50 are taken"):
         store.apply(frame_of(FramePlace(1, None, 0, 0), contents(1), None))
+
+
+def peak_bytes(act) -> int:
+    """Memory that `act` takes at most, beyond what was there; it must be refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightSyncError):
+            act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_numbers_of_a_finish_are_compared_and_nothing_is_made_as_large_as_they_say(store):
+    new, many = contents(1), 2_000_000  # as a list: 16 MB, and 64 MB with its numbers
+    store.begin(1)
+    store.apply(frame_of(FramePlace(1, None, 0, 0), new, None))
+    for numbers in ({"num_sources": 1, "num_shards": many}, {"num_sources": many, "num_shards": 1}):
+        assert peak_bytes(lambda numbers=numbers: store.finish(1, 0, **numbers, expected=share(new))) < 1 << 20
+    with pytest.raises(DeltaError, match=r"source 3 of 2 of version 1: at most 1000 are taken, counted from 0"):
+        store.finish(1, 3, num_sources=2, num_shards=0, expected="")
+    store.finish(1, 0, num_sources=2, num_shards=1, expected=share(new))
+    with pytest.raises(DeltaError, match="knows 3 sources, the one before knew 2"):
+        store.finish(1, 1, num_sources=3, num_shards=0, expected=source_digest([]))
+    with pytest.raises(NotInStepError, match=r"sources \[0\] of 2"):
+        store.commit(1)
+    store.finish(1, 1, num_sources=2, num_shards=0, expected=source_digest([]))
+    assert_holds(store.commit(1).folder, new)
+
+
+def test_places_and_versions_beyond_their_digits_are_refused(store):
+    with pytest.raises(NotInStepError, match="at most 99999999 are counted"):
+        store.begin(10**8)
+    store.begin(1)
+    for place in (FramePlace(1, None, 1000, 0), FramePlace(1, None, 0, 100_000)):
+        with pytest.raises(DeltaError, match="at most 1000 sources with 100000 shards each"):
+            store.apply(frame_of(place, contents(1), None))
+
+
+def sealed(text: bytes, payloads: bytes = b"") -> bytes:
+    """A frame with this header, as write_frame builds it."""
+    packed = zstandard.ZstdCompressor(level=9, write_content_size=False).compress(text)
+    head = b"SLDELTA1" + struct.pack("<II", len(packed), len(text)) + packed + payloads
+    return head + xxhash.xxh3_128_digest(head)
+
+
+@pytest.mark.parametrize("text", [b"[1,null,0,0,[" + b"[]," * 200_000 + b"[]]]", b"[1,null,0,0,[" + b"1," * 200_000 + b"1]]", b"[" * 3000])
+def test_a_small_frame_does_not_become_a_large_header(text):
+    frame = sealed(text)
+    assert len(frame) < 1000
+    assert peak_bytes(lambda: read_frame(frame)) < 1 << 20
+
+
+def test_the_largest_of_names_and_shapes_is_read():
+    keys = [TensorKey(f"{number:03d}" + "\N{GRINNING FACE}" * 509, "F32", (1,) * 16) for number in range(20)]
+    data = np.zeros(4, np.uint8)
+    frame, _ = write_frame(FramePlace(1, None, 0, 0), [Change(key, WHOLE, NO_DIGEST, digest(data), data) for key in keys])
+    assert [entry.key for entry in read_frame(frame).entries] == keys
 
 
 def test_the_state_survives_a_restart_and_damage_does_not(tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import pytest
 
 from slime_like.errors import WeightSyncError
+from slime_like.weight_sync.delta_frame import source_digest
 from slime_like.weight_sync.receiver import main, read_key
 from slime_like.weight_sync.receiver_client import ReceiverClient, ReceiverError, start_receiver
 
@@ -63,6 +66,34 @@ def test_log_level(tmp_path, level, logged):
     finally:
         running.close()
     assert ('"GET /state HTTP' in (tmp_path / "log").read_text()) is logged
+
+
+def memory_bytes(pid: int) -> int:
+    """VmHWM: the most that a process has had in memory."""
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+def test_a_number_takes_no_memory(tmp_path):
+    """Neither one in /finish nor the length that a request claims: an own process, whose memory can be looked at."""
+    running = start_receiver(str(tmp_path / "copy"), log_path=str(tmp_path / "log"), timeout_s=20)
+    try:
+        client = ReceiverClient(running.url, running.key, 20.0)
+        client.begin(1)
+        before = memory_bytes(running.pid)
+        for numbers in ({"num_sources": 1, "num_shards": 10**9}, {"num_sources": 10**9, "num_shards": 0}):
+            with pytest.raises(ReceiverError) as refused:
+                client.finish(1, 0, **numbers, digest=source_digest([]))
+            assert refused.value.status == 422
+        with socket.create_connection((urlsplit(running.url).hostname, urlsplit(running.url).port), timeout=10) as claimed:
+            head = f"POST /shard HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {running.key}\r\nContent-Length: {4 << 30}\r\n\r\n"
+            claimed.sendall(head.encode() + b"x" * 1000)
+            claimed.shutdown(socket.SHUT_WR)
+            assert b"ended after 1000 of" in claimed.recv(4096)
+        assert memory_bytes(running.pid) - before < 16 << 20
+        running.check()
+    finally:
+        running.close()
 
 
 def test_it_needs_neither_torch_nor_sglang():
