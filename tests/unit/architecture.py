@@ -41,4 +41,4 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 
 #: Never imported by `--help` or `--plan`: they answer at once.
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers")
-MAX_PLAN_SECONDS = 1.5
+MAX_PLAN_SECONDS = 1.5  # of a processor

@@ -12,7 +12,7 @@ LAYER_OF = {name: level for level, names in enumerate(rules.LAYERS) for name in 
 
 
 def module_name(path: Path, package_dir: Path) -> str:
-    """`…/slime_like/rollout/buffer.py` -> "rollout.buffer"; a package's __init__ is the package; the root's is ""."""
+    """`…/slime_like/rollout/filters.py` -> "rollout.filters"; a package's __init__ is the package; the root's is ""."""
     parts = list(path.relative_to(package_dir).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
