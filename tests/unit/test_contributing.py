@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def examples(text: str) -> list[list[str]]:
     """The arguments of each `bash scripts/test.sh …` that has some: what pytest is asked for."""
@@ -15,6 +17,7 @@ def examples(text: str) -> list[list[str]]:
     return [arguments for line in lines if (arguments := shlex.split(line, comments=True))]
 
 
+@pytest.mark.slow
 def test_its_examples_select_tests(repo_root: Path):
     selections = examples((repo_root / ".github/CONTRIBUTING.md").read_text())
     assert selections
