@@ -1,4 +1,5 @@
 """Broadcast to engines of two processes and of one: what arrives, how much memory it takes, and what happens when somebody fails."""
+# Covers slime_like.weight_sync.engine_groups too, which it does not import itself.
 
 from __future__ import annotations
 
