@@ -52,7 +52,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.advantages": ("multiprocess/test_algorithms.py",),
     "megatron_backend.async_save": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint": ("multiprocess/test_async_save.py", "multiprocess/test_checkpoint.py"),
-    "megatron_backend.compat_buffers": ("multiprocess/test_plan_memory.py",),
+    "megatron_backend.compat_buffers": ("multiprocess/test_interleaved.py",),
     "megatron_backend.compat_experts": ("multiprocess/test_experts.py",),
     "megatron_backend.convert": ("multiprocess/test_convert.py",),
     "megatron_backend.critic": ("multiprocess/test_critic.py",),
