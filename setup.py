@@ -64,7 +64,7 @@ EXTRAS = {
         "xgrammar",
     ],
     "gpu": ["sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.0"],
-    "dev": ["mypy>=2,<3", "pytest>=9,<10", "pytest-timeout>=2.4,<3", "ruff>=0.17,<0.18", "types-requests"],
+    "dev": ["mypy>=2,<3", "pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "pyyaml>=6,<7", "ruff>=0.17,<0.18", "types-requests"],
 }
 
 setup(
@@ -76,6 +76,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["slime_like", "slime_like.*"]),
+    package_data={"slime_like": ["py.typed"]},
     install_requires=CORE,
     extras_require=EXTRAS,
 )

@@ -1,4 +1,4 @@
-"""The five records that flow through a step, and the words we use for them. Read this first.
+"""The records that flow through a step, and the words we use for them. Read this first.
 
 Glossary
   prompt          one row of the data set, rendered to token ids
@@ -8,7 +8,8 @@ Glossary
   train step      one optimizer step over global_batch_size samples (num_steps_per_rollout per rollout step)
   weight version  counts weight syncs; version 0 is what the engine loaded from disk, the first sync sends 1
 
-    Prompt -> Sample -> SampleGroup -> TrainSample -> StepReport
+    Prompt -> Sample -> SampleGroup -> TrainSample -> StepReport             generate, score, train
+    weights -> EngineEndpoint -> SyncReceipt (with a DeltaCount)             sync
 
 Records are frozen: a stage that learns something returns a new record (`dataclasses.replace`).
 Arrays of one sample all have the same length T = prompt tokens + response tokens; position t describes tokens[t].

@@ -1,8 +1,8 @@
-"""Lets megatron-core 0.16.1 run where CUDA, transformer-engine or apex are missing. Does nothing on a complete GPU host.
+"""Lets megatron-core 0.16.1 run where CUDA, transformer-engine or apex are missing, and mends what is wrong in it on any host.
 
 Megatron's sources stay untouched, and so does the global `torch` namespace apart from Tensor.cuda() and Tensor.type():
-every megatron module sees a stand-in for `torch` that maps CUDA devices to the CPU. Each fallback names the upstream
-place (all 0.16.1) and when it can go.
+on a CPU host every megatron module sees a stand-in for `torch` that maps CUDA devices to the CPU. Each patch names the upstream
+place (all 0.16.1) and when it can go; the last column of _MODULE_PATCHES says which ones a GPU host gets too.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _installed = False
 def install() -> None:
     """Prepare this process for `import megatron`. Idempotent; must run first in every process.
 
-    Without CUDA: the stand-in and all fallbacks. With CUDA: only the torch AdamW fixes, which a GPU host without
-    transformer-engine needs too (they look for themselves).
+    Without CUDA: the stand-in and all patches. With CUDA: the patches that are not marked "only without CUDA", for mistakes of megatron's
+    that a GPU host meets too: torch's AdamW in checkpoints (where transformer-engine is missing), the ends of buckets, two of its routers.
     """
     global _installed
     if _installed:

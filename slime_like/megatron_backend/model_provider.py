@@ -68,7 +68,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
         # Packs differ in length, so the stages tell each other the shape of what they send. Interleaved, two stages would exchange the
-        # shapes of both directions in one batch and take one for the other (0.16.1), so there packs have one length (packing.Room).
+        # shapes of both directions in one batch and take one for the other (0.16.1), so there packs have one length (packing.PackLayout.holding).
         variable_seq_lengths=not interleaved,
         # Megatron's rule: two stages must not exchange both directions in one batch either.
         overlap_p2p_comm=interleaved,

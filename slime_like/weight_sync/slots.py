@@ -14,7 +14,7 @@ from slime_like.weight_sync.stream import Cutter, NamedTensor, SentReport, num_b
 
 #: Beyond the deadline that each send has by itself.
 _GRACE_S = 5.0
-#: The first bucket is small, so that engines have something to do soon; each of those that follow is twice as large as the one before.
+#: The first bucket is small, so that engines have something to do soon; each of those that follow may be four times as large, up to a slot.
 _FIRST_BYTES = 8 << 20
 #: Bytes that a slot may have beyond a bucket: for what a transport writes behind the tensors.
 SLACK_BYTES = 1 << 20

@@ -1,4 +1,5 @@
 """The real router with real engines behind it, keys on both sides."""
+# Covers slime_like.sglang_backend.router_server too, which it does not import itself.
 
 from __future__ import annotations
 

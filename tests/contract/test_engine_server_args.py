@@ -1,4 +1,5 @@
 """Our reading of SGLang's source finds exactly the arguments that SGLang's own parser has."""
+# Covers slime_like.sglang_backend.cpu_compat too, which it does not import itself.
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Every estimator, loss, mask and mean in a real trainer: loss and gradient norm are those of loops over tokens on top of HF and autograd."""
+# Covers slime_like.megatron_backend.advantages and slime_like.megatron_backend.objective too, which it does not import itself.
 
 import dataclasses
 import math

@@ -1,4 +1,5 @@
 """Checkpoints written while training goes on, chosen by number, and read in another layout: what is loaded is what was saved, or nothing."""
+# Covers slime_like.megatron_backend.async_save too, which it does not import itself.
 
 import contextlib
 import os

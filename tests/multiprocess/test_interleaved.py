@@ -1,4 +1,5 @@
 """Chunks of layers, overlapping collectives and bf16: what is saved, accumulated and read after a step is what a plain split gives."""
+# Covers slime_like.megatron_backend.compat_buffers and slime_like.megatron_backend.gradient_sync too, which it does not import itself.
 
 import os
 

@@ -1,4 +1,5 @@
 """The plan's bytes are those of real megatron-core models: names, shapes, buffers with their padding, optimizer state after a step."""
+# Covers slime_like.megatron_backend.model_provider too, which it does not import itself.
 
 import pytest
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import architecture as rules
@@ -12,7 +13,7 @@ LAYER_OF = {name: level for level, names in enumerate(rules.LAYERS) for name in 
 
 
 def module_name(path: Path, package_dir: Path) -> str:
-    """`…/slime_like/rollout/buffer.py` -> "rollout.buffer"; a package's __init__ is the package; the root's is ""."""
+    """`…/slime_like/rollout/filters.py` -> "rollout.filters"; a package's __init__ is the package; the root's is ""."""
     parts = list(path.relative_to(package_dir).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -96,6 +97,61 @@ def import_cycles(package_dir: Path) -> list[str]:
                 targets.add(rest if rest in paths else rest.rpartition(".")[0])
         graph[module] = (targets & paths.keys()) - {module, ""}
     return [f"import cycle: {' <-> '.join(sorted(group))}" for group in _strongly_connected(graph) if len(group) > 1]
+
+
+def mirror_violations(package_dir: Path, tests_dir: Path, elsewhere: Mapping[str, Sequence[str]]) -> list[str]:
+    """Modules with logic that no test file stands for, and entries of `elsewhere` (architecture.TESTED_ELSEWHERE) that are not true.
+
+    A module's mirror is tests/unit/<package>/test_<file>.py; a package's own is test_<package>.py beside its folder. The files of an entry
+    must import the module, by themselves or through tests/helpers, or name it: `slime_like.cluster.build`, or the file's path.
+    """
+    modules = {name: path for path in _modules(package_dir) if (name := module_name(path, package_dir))}
+    mirrors = {name: tests_dir.joinpath("unit", *name.split(".")[:-1], f"test_{name.split('.')[-1]}.py") for name in modules}
+    problems = []
+    for name, path in modules.items():
+        mirror = mirrors[name].relative_to(tests_dir).as_posix()
+        if not mirrors[name].is_file() and has_logic(path) and not any(_covers(key, name) for key in elsewhere):
+            problems.append(f"{name} has no tests/{mirror}. Fix: write it, or name the tests that cover it in TESTED_ELSEWHERE.")
+    for key, files in elsewhere.items():
+        covered = [name for name in modules if _covers(key, name)]
+        if not covered:
+            problems.append(f"TESTED_ELSEWHERE: there is no module {key}.")
+        elif all(mirrors[name].is_file() or not has_logic(modules[name]) for name in covered):
+            problems.append(f"TESTED_ELSEWHERE: {key} has its mirror, or nothing to test. Fix: take the entry out.")
+        if not files:
+            problems.append(f"TESTED_ELSEWHERE: {key} names no test.")
+        for file in files:
+            if not (tests_dir / file).is_file():
+                problems.append(f"TESTED_ELSEWHERE: {key}: there is no tests/{file}.")
+            elif not any(_is_about(path, key, package_dir) for path in [tests_dir / file, *_helpers_of(tests_dir / file, tests_dir)]):
+                problems.append(f"TESTED_ELSEWHERE: {key}: tests/{file} neither imports nor names it.")
+    return problems
+
+
+def has_logic(path: Path) -> bool:
+    """Whether a module holds a function or method that does more than its docstring says."""
+    functions = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return any(not all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in node.body) for node in functions)
+
+
+def _covers(key: str, module: str) -> bool:
+    """Whether an entry for a module or package is about this module."""
+    return module == key or module.startswith(key + ".")
+
+
+def _helpers_of(test: Path, tests_dir: Path) -> list[Path]:
+    """The modules of tests/helpers that a test file imports."""
+    names = {target.split(".")[2] for _, target in imports_of(test, test.parent) if target.startswith("tests.helpers.")}
+    return [path for name in sorted(names) if (path := tests_dir / "helpers" / f"{name}.py").is_file()]
+
+
+def _is_about(test: Path, module: str, package_dir: Path) -> bool:
+    """Whether a test file imports this module (or package), or names it in its text."""
+    name = f"{package_dir.name}.{module}"
+    if any(_covers(name, target) for _, target in imports_of(test, test.parent)):
+        return True
+    path = name.replace(".", "/")
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)|{re.escape(path)}(\.py|/)", test.read_text(encoding="utf-8")) is not None
 
 
 def _modules(package_dir: Path) -> list[Path]:

@@ -39,6 +39,10 @@ def test_no_import_cycles(repo_root: Path):
     assert checks.import_cycles(repo_root / PACKAGE) == []
 
 
+def test_every_module_has_its_test(repo_root: Path):
+    assert checks.mirror_violations(repo_root / PACKAGE, repo_root / "tests", rules.TESTED_ELSEWHERE) == []
+
+
 def test_sizes(repo_root: Path):
     assert checks.size_violations(source_files(repo_root), repo_root) == []
 
@@ -104,6 +108,56 @@ def test_a_fence_lets_its_own_modules_through(tmp_path: Path):
 def test_an_import_cycle_is_found(tmp_path: Path):
     files = {"rollout/a.py": "from slime_like.rollout.b import x\n", "rollout/b.py": "from . import c\n", "rollout/c.py": "from slime_like.rollout import a\n"}
     assert checks.import_cycles(write_tree(tmp_path, files)) == ["import cycle: rollout.a <-> rollout.b <-> rollout.c"]
+
+
+LOGIC = "def f():\n    return 1\n"
+MIRROR, OTHER = "unit/rollout/test_a.py", "e2e/test_x.py"
+
+
+@pytest.mark.parametrize(
+    ("tests", "elsewhere", "messages"),
+    [
+        ({MIRROR: "from slime_like.rollout.a import f\n"}, {}, []),
+        ({OTHER: "from slime_like.rollout.a import f\n"}, {"rollout.a": (OTHER,)}, []),
+        ({OTHER: "from slime_like.rollout import a\n"}, {"rollout.a": (OTHER,)}, []),
+        ({OTHER: "COMMAND = 'python -m slime_like.rollout.a'\n"}, {"rollout.a": (OTHER,)}, []),
+        ({OTHER: "from tests.helpers.x import f\n", "helpers/x.py": "import slime_like.rollout.a\n"}, {"rollout.a": (OTHER,)}, []),
+        ({OTHER: "import slime_like.rollout.a\n"}, {"rollout.a": (OTHER,)}, []),
+        ({OTHER: "# It is killed while slime_like/rollout/a.py waits.\n"}, {"rollout": (OTHER,)}, []),
+        ({}, {}, [f"rollout.a has no tests/{MIRROR}. Fix: write it, or name the tests that cover it in TESTED_ELSEWHERE."]),
+        ({}, {"rollout.a": (OTHER,)}, [f"TESTED_ELSEWHERE: rollout.a: there is no tests/{OTHER}."]),
+        ({}, {"rollout.a": ()}, ["TESTED_ELSEWHERE: rollout.a names no test."]),
+        ({OTHER: ""}, {"rollout.a": (OTHER,)}, [f"TESTED_ELSEWHERE: rollout.a: tests/{OTHER} neither imports nor names it."]),
+        (
+            {OTHER: "import slime_like.rollout.ab\n"},
+            {"rollout.a": (OTHER,)},
+            [f"TESTED_ELSEWHERE: rollout.a: tests/{OTHER} neither imports nor names it."],
+        ),
+        (
+            {MIRROR: "import slime_like.rollout.a\n", OTHER: "import slime_like.rollout.a\n"},
+            {"rollout.a": (OTHER,)},
+            ["TESTED_ELSEWHERE: rollout.a has its mirror, or nothing to test. Fix: take the entry out."],
+        ),
+        (
+            {MIRROR: "import slime_like.rollout.a\n"},
+            {"rollout.b": (MIRROR,)},
+            ["TESTED_ELSEWHERE: there is no module rollout.b.", f"TESTED_ELSEWHERE: rollout.b: tests/{MIRROR} neither imports nor names it."],
+        ),
+    ],
+)
+def test_a_module_without_its_test_is_found(tmp_path: Path, tests: dict[str, str], elsewhere: dict[str, tuple[str, ...]], messages: list[str]):
+    package = write_tree(tmp_path, {"rollout/a.py": LOGIC, "rollout/data.py": "class A:\n    x: int = 1\n"})
+    for name, text in tests.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(text)
+    assert checks.mirror_violations(package, tmp_path / "tests", elsewhere) == messages
+
+
+def test_a_package_with_logic_of_its_own_has_a_test_too(tmp_path: Path):
+    package = write_tree(tmp_path, {"rollout/a.py": ""})
+    (package / "rollout/__init__.py").write_text(LOGIC)
+    (violation,) = checks.mirror_violations(package, tmp_path / "tests", {})
+    assert violation.startswith("rollout has no tests/unit/test_rollout.py.")
 
 
 @pytest.mark.parametrize(

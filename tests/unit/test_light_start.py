@@ -1,12 +1,14 @@
-"""--help, --plan and mistakes answer at once: nothing heavy is imported for them."""
+"""--help, --plan and mistakes answer at once: nothing heavy is imported for them.
+
+Timed in processor seconds of the new process: what it computes, not how long a loaded host lets it wait for a core.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import architecture as rules
@@ -32,13 +34,13 @@ MODEL = [*SIZES, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linea
 
 
 def probe(root: Path, argv: list[str]) -> tuple[dict, str, float]:
-    """(report, standard output, seconds) of train.py with this command line."""
+    """(report, standard output, processor seconds) of train.py with this command line."""
     code = PROBE.format(root=str(root), argv=argv, heavy=rules.HEAVY)
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=root)
-    seconds = time.monotonic() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stderr.splitlines()[-1]), result.stdout, seconds
+    return json.loads(result.stderr.splitlines()[-1]), result.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize(
@@ -73,13 +75,8 @@ def test_the_probe_sees_a_heavy_import(repo_root: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("argv", [["--help"], [*PLAN, *MODEL, "--plan"], [*FILE, "--plan"]], ids=["help", "plan", "plan-of-a-file"])
 def test_it_answers_at_once(repo_root: Path, argv: list[str]):
-    # The best of three: other tests and processes may hold the cores.
-    seconds = []
-    for _ in range(3):
-        seconds.append(probe(repo_root, argv)[2])
-        if seconds[-1] < rules.MAX_PLAN_SECONDS:
-            break
-    assert min(seconds) < rules.MAX_PLAN_SECONDS, f"{seconds} with a load of {os.getloadavg()[0]:.1f}"
+    # The better of two: the first one may have to compile.
+    assert min(probe(repo_root, argv)[2] for _ in range(2)) < rules.MAX_PLAN_SECONDS
 
 
 def test_plan_json_is_one_object_and_nothing_else(repo_root: Path):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,3 +78,16 @@ def test_every_package_folder_is_packaged(repo_root: Path, metadata: dict):
     folders = {".".join(path.parent.relative_to(repo_root).parts) for path in (repo_root / "slime_like").rglob("*.py")}
     assert set(metadata["packages"]) == folders
     assert not {"tests", "scripts", "train"} & set(metadata["packages"])
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_package_and_says_that_it_is_typed(repo_root: Path, tmp_path: Path):
+    tree = tmp_path / "tree"
+    shutil.copytree(repo_root / "slime_like", tree / "slime_like", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(repo_root / name, tree / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(tree)]
+    subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    (wheel,) = tmp_path.glob("slime_like-*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == {path.relative_to(tree).as_posix() for path in (tree / "slime_like").rglob("*") if path.suffix == ".py"} | {"slime_like/py.typed"}

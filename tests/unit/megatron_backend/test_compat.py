@@ -38,6 +38,7 @@ def test_install_is_idempotent():
     assert len(sys.meta_path) == finders
 
 
+@pytest.mark.slow
 def test_start_is_quiet():
     code = "import slime_like.megatron_backend.model_provider"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from slime_like.observability.curve import main, reward_series
 from slime_like.observability.metrics import MetricsLog
 from slime_like.utils.files import RunDirectory
 
 
+@pytest.mark.slow
 def test_the_series_and_the_picture(tmp_path, capsys):
     run = RunDirectory(str(tmp_path))
     with MetricsLog(run, tensorboard=False) as log:

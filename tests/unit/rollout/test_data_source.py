@@ -205,6 +205,7 @@ def test_evaluation_data_and_plugins_are_checked_too(make_config, write_rows):
         check_data(make_config(custom_rm_path="nowhere.reward", rm_type=None))
 
 
+@pytest.mark.slow
 def test_the_fast_path_encodes_as_auto_tokenizer_and_needs_no_torch(make_config):
     config = make_config()
     script = (

@@ -58,6 +58,7 @@ def test_every_flag_is_known(repo_root: Path, name: str):
         ("run-external.sh", "external"),
     ],
 )
+@pytest.mark.slow
 def test_run_scripts_submit_a_command_that_plans(repo_root: Path, tmp_path: Path, tiny_model_dir: Path, tiny_data_dir: Path, name: str, mode: str):
     """`ray` is replaced by a recorder of its arguments; what follows `--` is then run with --plan."""
     recorder = tmp_path / "ray"
@@ -103,6 +104,7 @@ def test_another_model_than_the_tiny_one_needs_its_checkpoint(repo_root: Path):
     assert result.returncode == 2 and "HF_CHECKPOINT" in result.stderr and "--plan" in result.stderr
 
 
+@pytest.mark.slow
 def test_external_without_addresses_says_how_to_start_one(repo_root: Path, tiny_model_dir: Path, tiny_data_dir: Path):
     env = os.environ | {"HF_CHECKPOINT": str(tiny_model_dir), "PROMPT_DATA": str(tiny_data_dir / "train.jsonl"), "PYTHON": sys.executable}
     result = bash(str(repo_root / "scripts/run-external.sh"), env={k: v for k, v in env.items() if k != "ENGINE_ADDRS"})

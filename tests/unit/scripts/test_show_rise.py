@@ -27,12 +27,14 @@ def show_rise(repo_root: Path, run: Path, rewards: list[float], *options: str, m
     ],
     ids=["enough", "too-little"],
 )
+@pytest.mark.slow
 def test_the_rise_decides(repo_root: Path, tmp_path: Path, rewards: list[float], status: int, text: str):
     result = show_rise(repo_root, tmp_path / "run", rewards, "--least-rise", "0.4")
     assert (result.returncode, text in result.stdout) == (status, True), result.stdout + result.stderr
     assert (tmp_path / "run" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_held_out_pass_rate_is_shown(repo_root: Path, tmp_path: Path):
     rewards = {"eval/sort4/reward_mean": -0.4, "eval/sort4/pass@1": 0.3, "eval/sort4/pass@2": 0.5}
     evaluations = [json.dumps({"kind": "eval", "step": step, "time": 0} | rewards) + "\n" for step in (0, 10)]
@@ -41,6 +43,7 @@ def test_the_held_out_pass_rate_is_shown(repo_root: Path, tmp_path: Path):
     assert "reward_mean" not in result.stdout and "pass@2" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_short_run_is_not_judged(repo_root: Path, tmp_path: Path):
     result = show_rise(repo_root, tmp_path / "run", [0.3, 0.3], "--least-rise", "0.4", "--least-rollouts", "20")
     assert result.returncode == 0 and "Not judged: 2 rollouts are fewer than 20." in result.stdout

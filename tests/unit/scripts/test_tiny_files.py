@@ -62,6 +62,7 @@ def test_config_and_tokenizer_agree(repo_root: Path, tokenizer):
     assert len(tokenizer) <= config["vocab_size"]
 
 
+@pytest.mark.slow
 def test_model_has_the_stated_size_and_precision(tiny_model_dir: Path):
     from safetensors import safe_open
 
@@ -71,6 +72,7 @@ def test_model_has_the_stated_size_and_precision(tiny_model_dir: Path):
     assert {str(tensor.dtype) for tensor in tensors.values()} == {"float32"}
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_weights(repo_root: Path, tmp_path: Path, tiny_model_dir: Path):
     weights = {}
     for seed in (0, 1):

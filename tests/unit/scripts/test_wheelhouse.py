@@ -19,6 +19,8 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.slow  # makes wheels and environments
+
 PYTHON = f"3.{sys.version_info.minor}"
 SPLIT_BYTES = 20_000
 

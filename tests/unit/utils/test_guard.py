@@ -73,6 +73,7 @@ def test_close_kills_the_whole_tree(tmp_path):
     assert process.poll() == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_nothing_survives_the_parent_being_killed(tmp_path):
     log = f"{tmp_path}/log"
     start = f"start_guarded([{sys.executable!r}, '-c', {STUBBORN!r}], env=dict(os.environ), log_path={log!r})"

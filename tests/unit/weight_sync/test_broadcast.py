@@ -1,4 +1,5 @@
 """Broadcast to engines of two processes and of one: what arrives, how much memory it takes, and what happens when somebody fails."""
+# Covers slime_like.weight_sync.engine_groups too, which it does not import itself.
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ from slime_like.weight_sync.sources import Sources
 BUCKET = 400_000
 #: Behind the tensors of a bucket.
 TABLE = 4096
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
+#: What ends by itself ends in a second or two; this leaves a loaded host room and is far from the deadline.
+SOON_S = DEADLINE_S / 2
 LOAD, LOAD_NATIVE = "/update_weights_from_tensor", "/update_weights_from_distributed"
+
+
+pytestmark = pytest.mark.slow  # engines of several processes
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +209,7 @@ def test_what_one_rank_cannot_load_is_told_at_once_and_the_next_sync_works(nest)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="engine 0.*, rank 1: RuntimeError: size mismatch for t7"):
         sender.send(iter(tensors), 1)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < SOON_S
     assert all(engine.is_alive() for engine in engines)
     assert set(engines[1].report()["ranks"][0]["held"]) == {name for name, _ in tensors}
     engines[0].order()
@@ -225,7 +231,7 @@ def test_when_the_stream_fails_engines_hear_of_it_at_once_and_the_next_sync_work
         sender.send(fails_after(tensors[:6]), 1)
     # Asked for behind the request to load. The last bucket was not handed over.
     assert all(len(rank["held"]) == 5 for rank in ranks_of(engines))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < SOON_S
     sender.send(iter(tensors), 2)
     assert_all_hold(engines, tensors)
     sender.close()
@@ -248,7 +254,7 @@ def test_when_one_source_fails_the_other_stops_and_the_next_sync_works(nest, fai
             broken.result(20)
         with pytest.raises(WeightSyncError, match=f"trainer source {1 - failing} stops: trainer source {failing}: RuntimeError: no memory"):
             other.result(20)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < SOON_S
         for sender in senders:
             sender.connect()
         list(pool.map(lambda number: senders[number].send(iter(tensors[number::2]), 2), range(2)))
@@ -272,7 +278,7 @@ def assert_others_go_on(nest: Nest, engines: list[FakeEngine], killed: int) -> N
     assert other.is_alive()
     start = time.monotonic()
     other.report()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < SOON_S
     engines = nest.engines()
     assert engines[1 - killed].pids == other.pids
     sender = publisher(engines)
@@ -312,7 +318,7 @@ def test_an_engine_that_is_killed_is_named_and_the_other_one_is_set_free(nest, k
     with pytest.raises(SlimeLikeError) as raised:
         sender.send(killing(engines[killed], weights(40)), 1)
     assert_names(raised.value, engines, killed)
-    assert time.monotonic() - start < DEADLINE_S - 2
+    assert time.monotonic() - start < SOON_S
     sender.close()
     assert_others_go_on(nest, engines, killed)
 
@@ -324,7 +330,7 @@ def test_an_engine_that_dies_at_the_very_end_does_not_take_the_other_one_along(n
     with pytest.raises(SlimeLikeError) as raised:
         sender.send(iter(tensors), 1)
     assert_names(raised.value, engines, 1)
-    assert time.monotonic() - start < DEADLINE_S - 2
+    assert time.monotonic() - start < SOON_S
     sender.close()
     assert_others_go_on(nest, engines, 1)
 
@@ -335,7 +341,7 @@ def test_an_engine_without_room_for_a_tensor_says_so(nest):
     sender, tensors, start = publisher(engines), weights(6), time.monotonic()
     with pytest.raises(SlimeLikeError, match="engine 0, rank 1: RuntimeError: no room for"):
         sender.send(iter([*tensors[:4], ("large", torch.zeros(11 * BUCKET, dtype=torch.uint8)), *tensors[4:]]), 1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < SOON_S
     pids = [engine.pids for engine in engines]
     assert [engine.pids for engine in nest.engines()] == pids
     sender.send(iter(tensors), 2)

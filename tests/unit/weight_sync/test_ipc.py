@@ -1,4 +1,5 @@
 """Shared memory: what is written, that it is removed, and what the engine's loader refuses."""
+# Covers slime_like.weight_sync.engine_stream too, which it does not import itself.
 
 from __future__ import annotations
 

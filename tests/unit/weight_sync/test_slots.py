@@ -97,3 +97,10 @@ def test_room_for_a_tensor_that_is_larger_than_a_bucket_is_given_back(monkeypatc
     send_in_slots(alive.stream(sizes), slots, sending(lambda slot, number: None, 500))
     assert all(slot.memory.numel() <= 500 for slot in slots)
     assert alive.most <= 2 * 5000 + 500  # its slot, itself, and the other slot
+
+
+def test_buckets_begin_small_and_grow_fourfold_up_to_a_slot():
+    megabyte, sizes = 1 << 20, []
+    tensors = ((f"t{number}", torch.empty(4 * megabyte, dtype=torch.uint8)) for number in range(40))
+    send_in_slots(tensors, [Slot(), Slot()], sending(lambda slot, number: sizes.append(slot.used // megabyte), max_bytes=48 * megabyte))
+    assert sizes == [8, 32, 48, 48, 24]

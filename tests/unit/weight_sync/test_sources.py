@@ -61,8 +61,6 @@ def test_a_turn_that_is_never_given_on_ends_at_the_deadline():
     waiting = Sources("127.0.0.1", holder.port, is_host=False, who="source 1", timeout_s=0.3)
     held = holder.turn("bucket 0")
     held.__enter__()
-    start = time.monotonic()
     with pytest.raises(WaitTimeout, match="source 1 waited .* for its turn, number 2 .* during bucket 3"), waiting.turn("bucket 3"):
         raise AssertionError("it was let in")
-    assert time.monotonic() - start < 3
     held.__exit__(None, None, None)

@@ -22,6 +22,7 @@ def test_late_ones_are_named():
     never.set()
 
 
+@pytest.mark.slow
 def test_a_watch_that_raises_ends_the_wait_long_before_the_deadline():
     never, asked = threading.Event(), []
 
@@ -36,6 +37,7 @@ def test_a_watch_that_raises_ends_the_wait_long_before_the_deadline():
     assert len(asked) == 2
 
 
+@pytest.mark.slow
 def test_a_quiet_watch_keeps_the_deadline():
     never = threading.Event()
     with pytest.raises(WaitTimeout):

@@ -1,0 +1,29 @@
+"""Counts what a piece of Python does, which unlike seconds is the same on a loaded host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def count_operations(work: Callable[[], object]) -> int:
+    """Lines that `work` runs in this thread, with every call and every turn of a loop or comprehension; what C functions do inside is not seen.
+
+    Example: `sum(x for x in range(10))` does about ten times as many as `sum(x for x in range(1))`.
+    """
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Callable:
+        nonlocal count
+        count += event in ("call", "line")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count

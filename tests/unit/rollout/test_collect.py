@@ -1,0 +1,31 @@
+"""What the kept samples are like, in numbers; test_manager.py collects whole rollouts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime_like.records import COMPLETED, TRUNCATED, Prompt, Sample, SampleGroup
+from slime_like.rollout.collect import part_means, sample_metrics
+
+
+def sample(num_tokens: int, reward: float, *, status: str = COMPLETED, parts: dict | None = None) -> Sample:
+    mask = np.array([0] + [1] * num_tokens, dtype=np.int8)
+    arrays = {name: np.zeros(len(mask)) for name in ("tokens", "engine_logprobs", "weight_versions")}
+    return Sample(prompt_index=0, sample_index=0, response="", reward=reward, status=status, loss_mask=mask, reward_parts=parts or {}, **arrays)
+
+
+def group(*samples: Sample) -> SampleGroup:
+    return SampleGroup(prompt=Prompt(index=0, text="q", tokens=np.zeros(1)), samples=samples)
+
+
+def test_rewards_and_lengths():
+    metrics = sample_metrics((group(sample(2, 1.0), sample(4, 0.0)), group(sample(6, 1.0), sample(8, 1.0, status=TRUNCATED))))
+    expected = {"reward_mean": 0.75, "response_tokens_mean": 5.0, "response_tokens_max": 8.0, "tokens": 20.0, "truncated_ratio": 0.25, "zero_std_groups": 1.0}
+    assert {name: metrics[f"rollout/{name}"] for name in expected} == expected
+    assert np.isclose(metrics["rollout/reward_std"], np.sqrt(0.1875))  # of 1, 0, 1, 1
+
+
+def test_parts_of_rewards_are_averaged_over_the_samples_that_have_them():
+    samples = [sample(1, 1.0, parts={"rule": 1.0, "model": 0.2}), sample(1, 0.0, parts={"rule": 0.0}), sample(1, 0.0)]
+    assert part_means(samples, "reward/") == {"reward/rule": 0.5, "reward/model": 0.2}
+    assert part_means([sample(1, 1.0)], "reward/") == {}
