@@ -209,3 +209,22 @@ class SyncReceipt:
     probe_difference: float | None = None
     probe_seconds: float = 0.0
     delta: DeltaCount | None = None
+
+    def metrics(self) -> dict[str, float | str]:
+        """For metrics.jsonl, without the seconds of the whole sync, which only its caller knows."""
+        metrics: dict[str, float | str] = {
+            "sync/version": self.version,
+            "sync/bytes": self.num_bytes,
+            "sync/tensors": self.num_tensors,
+            "sync/engines_proven": self.engines_proven,
+            "sync/tensors_unproven": self.tensors_unproven,
+            "sync/verify_seconds": self.verify_seconds,
+            "sync/digest": self.digest,
+            "sync/transport": self.transport,
+        }
+        if self.bound_share is not None:
+            metrics["sync/bound_share"] = self.bound_share
+        if self.probe_difference is not None:
+            metrics["sync/probe_logprob_abs_diff"] = self.probe_difference
+            metrics["sync/probe_seconds"] = self.probe_seconds
+        return metrics | (self.delta.metrics() if self.delta is not None else {})

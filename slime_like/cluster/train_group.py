@@ -100,7 +100,7 @@ class TrainGroup:
             actor = actor_class.options(**options).remote(config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), log_path, threads)
             self.actors.append(actor)
         self._one_host = bundles.on_one_host()
-        self._build: dict | None = None
+        self._building: dict[str, ray.ObjectRef] = {}
 
     def start(self) -> None:
         """Begin building every rank; `wait_started` waits for it (engines start meanwhile)."""
@@ -108,11 +108,11 @@ class TrainGroup:
             {f"{self._who} rank 0": self.actors[0].address.remote()}
         )[0]
         host = "127.0.0.1" if self._one_host else host
-        self._build = {f"{self._who} rank {i}": actor.build.remote(host, port) for i, actor in enumerate(self.actors)}
+        self._building = {f"{self._who} rank {i}": actor.build.remote(host, port) for i, actor in enumerate(self.actors)}
 
     def wait_started(self) -> dict:
         """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
-        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(self._build)[0]
+        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(self._building)[0]
 
     def with_reference(self, samples: list[TrainSample]) -> list[TrainSample]:
         """The samples with this group's log-probs as `reference_logprobs`."""

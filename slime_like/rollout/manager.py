@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError, WaitTimeout
-from slime_like.records import EngineEndpoint
+from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.rollout.collect import Collector, RolloutResult
 from slime_like.rollout.data_source import DataSource, check_data, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import evaluate
@@ -111,9 +111,9 @@ class RolloutManager:
         """Metrics of all evaluation sets with the present weights; {} if there are none. Does not move the training data."""
         return self._wait(self._submit(self._evaluate()), f"the evaluation after {step} rollouts", watch)
 
-    def set_weight_version(self, version: int) -> None:
-        """What to record for engines that do not tell their version."""
-        self._weight_version = version
+    def policy_changed(self, weights: WeightsRef) -> None:
+        """The engines serve these weights from now on: what to record for those that do not tell their version."""
+        self._weight_version = weights.version
 
     def state_dict(self) -> dict:
         """What resuming needs, as JSON. Meaningful between rollouts, not while one is being generated."""

@@ -10,6 +10,7 @@ LAYERS = [
     {"weight_sync"},
     {"megatron_backend", "rollout", "reward_model"},
     {"cluster", "testing"},
+    {"job"},
     {"loops", "api_server"},
 ]
 
