@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     counts = f"mean of the first {min(FIRST, len(rewards))} and the last {min(LAST, len(rewards))} rollouts"
     print(f"\nreward  {first:.2f} -> {last:.2f}  (rise {last - first:+.2f}; {counts})")
     for name, (steps, values) in sorted(series.items()):
-        if name.startswith("eval/"):
+        if name.endswith("/pass@1"):
             print(f"{name}  " + "  ".join(f"{value:.2f} after {step}" for step, value in zip(steps, values, strict=True)))
     print(f"What the curve shows is {WHAT_IT_SHOWS}.\nrun    {run.path}\ncurve  {curve}")
     if len(rewards) < args.least_rollouts:

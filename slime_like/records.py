@@ -17,6 +17,8 @@ Arrays of one sample all have the same length T = prompt tokens + response token
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +65,7 @@ class Sample:
     label: Any = None
     metadata: dict = dataclasses.field(default_factory=dict)
     reward: float | None = None  # None until scored
-    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)  # "rule" and "model", unweighted, where a reward model scores
+    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)  # "rule" and "model", unweighted, and "overlong", where a reward has several
     error: str | None = None  # why status is "failed"
     routed_experts: np.ndarray | None = None  # see TrainSample; None: not asked for (--use-rollout-routing-replay)
 
@@ -116,6 +118,26 @@ class TrainSample:
     routed_experts: np.ndarray | None = None
     distillation: np.ndarray | None = None  # [T] float32: log-prob of the policy minus the teacher's, before training; with --use-opd only
     metadata: dict = dataclasses.field(default_factory=dict)  # Sample.metadata, for a user's own loss and mean
+
+
+def routing_fault(experts: np.ndarray, expert_layers: Sequence[int], num_experts: int) -> str | None:
+    """What is wrong with a sample's routed experts [T, layers, experts per token]; None if nothing is.
+
+    In each of expert_layers a token has that many different experts of the model's, or -1 for all of them: nobody says. So layers of zeros,
+    which a capture that failed leaves, are wrong wherever a token has more than one expert.
+    """
+    # By columns: comparing whole ones pair by pair is faster than sorting each token's few experts.
+    columns = np.ascontiguousarray(np.moveaxis(experts[:, list(expert_layers)], -1, 0))
+    unsaid = (columns == -1).all(axis=0)
+    wrong = (columns < 0).any(axis=0) | (columns >= num_experts).any(axis=0)
+    for first, second in itertools.combinations(range(len(columns)), 2):
+        wrong |= columns[first] == columns[second]
+    wrong &= ~unsaid
+    if not wrong.any():
+        return None
+    token, place = np.argwhere(wrong)[0]
+    what = f"layer {expert_layers[place]}, token {token} has the experts {columns[:, token, place].tolist()}"
+    return f"{what}, not {len(columns)} different ones of 0 to {num_experts - 1} ({wrong.sum()} such tokens and layers)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,8 @@ def notices(config: RunConfig) -> list[str]:
     found = []
     if config.placement.rollout_external and config.placement.offload_rollout:
         found.append("--offload-rollout is off: external engines are never asked to give memory back")
+    if config.rollout.filters_sampling and config.rollout.rollout_allow_filtered_sampling and config.uses_engines:
+        found.append("--rollout-allow-filtered-sampling: responses are drawn from another distribution than the one that is trained; their gradient is biased")
     if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
         found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
     if config.loss.use_opsm and not config.loss.use_rollout_logprobs and config.num_steps_per_rollout == 1:

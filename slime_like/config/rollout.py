@@ -30,6 +30,7 @@ class DataConfig:
     input_key: str = flag("input", help="Key of the prompt: a string, or a list of chat messages.")
     label_key: str | None = flag(None, help="Key of the reference answer handed to the reward.")
     metadata_key: str = flag("metadata", help="Key of a dict handed to the reward; may be absent.")
+    tool_key: str = flag("tools", help="Key of a list of tools (or that list as JSON text) handed to the chat template; may be absent.")
     response_key: str = flag("response", help="Key of the answer to imitate, with --loss-type sft_loss.")
     apply_chat_template: bool = flag(False, help="Render the prompt with the tokenizer's chat template.")
     apply_chat_template_kwargs: str = flag("{}", help="JSON object of extra arguments for the chat template.")
@@ -86,11 +87,20 @@ class RolloutConfig:
     rollout_temperature: float = flag(1.0, help="Sampling temperature; the trainer's log-probs use it too.")
     rollout_top_p: float = flag(1.0, help="Nucleus sampling.")
     rollout_top_k: int = flag(-1, help="Sample among the k most likely; -1: all.")
-    rollout_stop: list[str] | None = flag(None, help="Strings that end a response.")
+    rollout_allow_filtered_sampling: bool = flag(
+        False, help="Train although --rollout-top-p or --rollout-top-k draws from another distribution than the one whose log-probs are trained on."
+    )
+    rollout_stop: list[str] | None = flag(None, help="Strings that end a response, and stay at its end.")
     rollout_stop_token_ids: list[int] | None = flag(None, help="Token ids that end a response.")
     rollout_skip_special_tokens: bool = flag(True, help="Leave special tokens out of the decoded text that rewards see.")
+    mask_truncated_samples: bool = flag(False, help="Samples cut off at a length limit train nothing; their group's others are still compared with them.")
     rollout_request_timeout_s: float = flag(600.0, help="Deadline of one generation request, in seconds.")
     rollout_request_retries: int = flag(3, help="Tries of a request that failed for a reason that may pass (connection, 5xx).")
+
+    @property
+    def filters_sampling(self) -> bool:
+        """Whether unlikely tokens are never drawn."""
+        return self.rollout_top_p < 1 or self.rollout_top_k != -1
 
     def problems(self) -> list[str]:
         """What is impossible about sampling."""
@@ -102,6 +112,10 @@ class RolloutConfig:
             found.append(f"--rollout-temperature {self.rollout_temperature}: must be above 0 (a greedy policy has no gradient).")
         if not 0 < self.rollout_top_p <= 1:
             found.append(f"--rollout-top-p {self.rollout_top_p}: must be in (0, 1].")
+        if self.rollout_top_k != -1 and self.rollout_top_k < 1:
+            found.append(f"--rollout-top-k {self.rollout_top_k}: must be at least 1, or -1 for all tokens.")
+        if self.rollout_allow_filtered_sampling and not self.filters_sampling:
+            found.append("--rollout-allow-filtered-sampling does nothing without --rollout-top-p or --rollout-top-k. Fix: drop it.")
         if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
             found.append(f"--over-sampling-batch-size {self.over_sampling_batch_size} is below --rollout-batch-size {self.rollout_batch_size}.")
         if self.over_sampling_batch_size and not self.dynamic_sampling_filter_path:
@@ -110,7 +124,7 @@ class RolloutConfig:
 
 
 #: Built-in rewards; rollout/rewards implements exactly these.
-REWARD_TYPES = ("math", "deepscaler", "exact", "remote_rm")
+REWARD_TYPES = ("math", "math_strict", "deepscaler", "deepscaler_strict", "exact", "remote_rm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +141,10 @@ class RewardConfig:
     eval_reward_key: str | None = flag(None, help="The key in evaluations. Default: --reward-key.")
     reward_timeout_s: float = flag(60.0, help="Deadline of scoring one sample (with --group-rm: one prompt's), in seconds.")
     reward_model_weight: float = flag(1.0, help="Reward = the rule's (--rm-type or --custom-rm-path) + this x the model's (--reward-load).")
+    overlong_buffer_len: int | None = flag(
+        None, help="Punish responses by their length within the last so many tokens before --rollout-max-response-len (DAPO's soft overlong punishment)."
+    )
+    overlong_penalty_factor: float = flag(1.0, help="The punishment at the limit; it grows to it in proportion.")
     reward_batch_size: int = flag(16, help="Most samples in one forward pass of the reward model.")
     reward_model_timeout_s: float = flag(300.0, help="Deadline of one forward pass of the reward model, in seconds.")
 
@@ -153,8 +171,12 @@ class RewardConfig:
         for name in ("reward_key", "eval_reward_key"):
             if getattr(self, name) and not (self.custom_rm_path or self.rm_type == "remote_rm"):
                 found.append(f"--{name.replace('_', '-')} does nothing without --custom-rm-path or --rm-type remote_rm: other rewards are plain numbers.")
-        for name in ("rm_concurrency", "rm_retries", "reward_batch_size"):
-            if getattr(self, name) < 1:
+        if self.overlong_buffer_len is None and self.overlong_penalty_factor != RewardConfig.overlong_penalty_factor:
+            found.append(f"--overlong-penalty-factor {self.overlong_penalty_factor} does nothing without --overlong-buffer-len. Fix: add it, or drop this.")
+        if not (self.overlong_penalty_factor > 0 and math.isfinite(self.overlong_penalty_factor)):
+            found.append(f"--overlong-penalty-factor {self.overlong_penalty_factor}: must be above 0 and finite.")
+        for name in ("rm_concurrency", "rm_retries", "reward_batch_size", "overlong_buffer_len"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
         for name in ("reward_timeout_s", "reward_model_timeout_s"):
             if not getattr(self, name) > 0:
@@ -173,11 +195,13 @@ class EvalConfig:
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
     eval_input_key: str | None = flag(None, help="Default: --input-key.")
     eval_label_key: str | None = flag(None, help="Default: --label-key.")
+    eval_tool_key: str | None = flag(None, help="Default: --tool-key.")
     n_samples_per_eval_prompt: int = flag(1, help="Samples per evaluation prompt.")
     eval_temperature: float | None = flag(None, help="Default: --rollout-temperature; 0 is greedy.")
     eval_top_p: float | None = flag(None, help="Default: --rollout-top-p.")
     eval_top_k: int | None = flag(None, help="Default: --rollout-top-k.")
     eval_max_response_len: int | None = flag(None, help="Default: --rollout-max-response-len.")
+    eval_pass_threshold: float = flag(1.0, help="Least reward with which a sample passes, for eval/*/pass@k.")
 
     def datasets(self) -> dict[str, str]:
         """Name -> path; {} when there is no evaluation."""
@@ -200,6 +224,8 @@ class EvalConfig:
             found.append(f"--eval-interval {self.eval_interval}: must be at least 1.")
         if self.n_samples_per_eval_prompt < 1:
             found.append(f"--n-samples-per-eval-prompt {self.n_samples_per_eval_prompt}: must be at least 1.")
+        if not math.isfinite(self.eval_pass_threshold):
+            found.append(f"--eval-pass-threshold {self.eval_pass_threshold}: must be a finite number.")
         return found
 
     def missing_files(self) -> list[str]:

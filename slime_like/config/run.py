@@ -238,6 +238,23 @@ class RunConfig:
             found.append("--sglang-enable-return-routed-experts false keeps from the trainer what --use-rollout-routing-replay needs. Fix: drop one of them.")
         return found
 
+    def _sampling_problems(self) -> list[str]:
+        """Samples that are not what training takes them for."""
+        if self.is_sft and (self.rollout.mask_truncated_samples or self.reward.overlong_buffer_len is not None):
+            return ["--mask-truncated-samples and --overlong-buffer-len are about sampled responses; --loss-type sft_loss samples none. Fix: drop them."]
+        if not self.uses_engines:
+            return []
+        found, rollout, buffer = [], self.rollout, self.reward.overlong_buffer_len
+        if rollout.filters_sampling and not rollout.rollout_allow_filtered_sampling and not self.placement.debug_rollout_only:
+            found.append(
+                f"--rollout-top-p {rollout.rollout_top_p:g} and --rollout-top-k {rollout.rollout_top_k} keep unlikely tokens from being drawn, but the "
+                "log-probs of engines and trainer are of the whole distribution: the policy gradient is biased, and neither the ratio nor --use-tis sees it. "
+                "Fix: leave them out (--eval-top-p and --eval-top-k are free), or accept it with --rollout-allow-filtered-sampling."
+            )
+        if buffer is not None and buffer > rollout.rollout_max_response_len:
+            found.append(f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {rollout.rollout_max_response_len}, whose end it is.")
+        return found
+
     def _reference_problems(self) -> list[str]:
         """--ref-update-interval, which reaches into checkpoints and placement."""
         interval, save_interval = self.loss.ref_update_interval, self.checkpoint.save_interval
@@ -255,7 +272,7 @@ class RunConfig:
         return []
 
     def _role_problems(self) -> list[str]:
-        found = self._routing_problems()
+        found = self._routing_problems() + self._sampling_problems()
         found += self._reference_problems()
         if self.needs_reference and not self.checkpoint.ref_load:
             found.append(f"{'--use-kl-loss' if self.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model.")

@@ -72,7 +72,7 @@ class Phases:
             return supervised_samples(self.job.data, config.rollout.rollout_batch_size), {}
         path = config.observability.load_debug_rollout_data
         groups, metrics = (load_rollout(path, step), {}) if path else self.generate(step)
-        return to_train_samples(groups, config.loss, custom_advantages(config)), metrics
+        return to_train_samples(groups, config.loss, custom_advantages(config), mask_truncated=config.rollout.mask_truncated_samples), metrics
 
     def train(self, step: int, samples: list[TrainSample]) -> tuple[StepReport, dict[str, float]]:
         """Train on one rollout's samples."""
@@ -152,7 +152,7 @@ class Phases:
         return dataclasses.replace(receipt, probe_difference=difference, probe_seconds=time.monotonic() - started)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Mean rewards and pass rates on each evaluation set."""
+        """Mean reward and pass@k on each evaluation set."""
         with self.timers.phase("eval"):
             metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
         self.log.log("eval", step, metrics)

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from slime_like.config.run import RunConfig
 from slime_like.errors import DataError
 from slime_like.megatron_backend.packing import PackedBatch
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, routing_fault
 
 #: In an array of experts: nobody said, the router chooses itself. Always so for padding, and for a sample's last token (no engine processes it).
 OWN_CHOICE = -1
@@ -50,8 +50,8 @@ class RoutingReplay:
     Backward passes of one layer come in the order of its forward passes, so each router's choices wait in a queue.
     """
 
-    def __init__(self, model: torch.nn.Module, *, num_layers: int, topk: int, sequence_parallel: bool, from_samples: bool):
-        self._num_layers, self._topk = num_layers, topk
+    def __init__(self, model: torch.nn.Module, *, num_layers: int, topk: int, num_experts: int, sequence_parallel: bool, from_samples: bool):
+        self._num_layers, self._topk, self._num_experts = num_layers, topk, num_experts
         self._sequence_parallel = sequence_parallel
         self._from_samples = from_samples
         self._inside = False
@@ -69,11 +69,12 @@ class RoutingReplay:
         """For the policy's own processes, if --use-routing-replay or --use-rollout-routing-replay is given; a critic and a reference choose themselves."""
         if config.role != "actor" or not (config.loss.use_routing_replay or config.loss.use_rollout_routing_replay):
             return None
-        assert config.model.is_known, "the architecture is resolved before workers are built"
+        assert config.model.is_known and config.model.num_experts, "the architecture is resolved before workers are built"
         return cls(
             model,
             num_layers=config.model.num_layers,
             topk=config.model.moe_router_topk,
+            num_experts=config.model.num_experts,
             sequence_parallel=config.parallel.sequence_parallel,
             from_samples=config.loss.use_rollout_routing_replay,
         )
@@ -102,7 +103,7 @@ class RoutingReplay:
                 place.target = place.made = None
 
     def check(self, samples: Sequence[TrainSample]) -> None:
-        """Raise DataError if samples should bring the engine's choice, and one brings none or that of another model."""
+        """Raise DataError if samples should bring the engine's choice, and one brings none, that of another model, or what no router chooses."""
         if not self._from_samples:
             return
         for sample in samples:
@@ -115,6 +116,9 @@ class RoutingReplay:
             shape, expected = sample.routed_experts.shape, (len(sample.tokens), self._num_layers, self._topk)
             if shape != expected:
                 raise DataError(f"{where}: has routed experts {shape}, but tokens, layers and experts per token are {expected}.")
+            fault = routing_fault(sample.routed_experts, sorted(self._places), self._num_experts)
+            if fault:
+                raise DataError(f"{where}: its routed experts were not chosen by a router of this model: {fault}. Fix: generate the samples again.")
 
     def clear(self) -> None:
         """Forget what waits for a backward pass: all of them are over."""

@@ -11,7 +11,7 @@ from slime_like.utils.files import RunDirectory, read_json_lines
 
 
 def reward_series(run_dir: RunDirectory) -> dict[str, tuple[list[int], list[float]]]:
-    """Name -> (rollout numbers, values) of the mean reward and each evaluation's pass@1; points without a finite value are left out.
+    """Name -> (rollout numbers, values) of the mean reward and each evaluation's, and its pass@1; points without a finite value are left out.
 
     Raises DataError if the run has no metrics or no reward yet.
     """
@@ -20,7 +20,7 @@ def reward_series(run_dir: RunDirectory) -> dict[str, tuple[list[int], list[floa
     series: dict[str, tuple[list[int], list[float]]] = {}
     for record in read_json_lines(run_dir.metrics):
         for name, value in record.items():
-            if value is not None and (name == "rollout/reward_mean" or name.startswith("eval/") and name.endswith("/pass@1")):
+            if value is not None and (name == "rollout/reward_mean" or name.startswith("eval/") and name.endswith(("/reward_mean", "/pass@1"))):
                 steps, values = series.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(value)
@@ -41,7 +41,7 @@ def draw_reward_curve(run_dir: RunDirectory, *, caption: str = "") -> Path:
     for name, (steps, values) in sorted(reward_series(run_dir).items(), reverse=True):
         axes.plot(steps, values, marker="o" if name.startswith("eval/") else None, label=name)
     axes.set_xlabel("rollout step" + (f"\n{caption}" if caption else ""))
-    axes.set_ylabel("mean reward")
+    axes.set_ylabel("mean reward, pass rate")
     axes.set_title(Path(run_dir.path).name)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -59,7 +59,7 @@ class Collector:
             refuse_if_all_failed(outcomes)
             kept += [outcome.group for outcome in drawn if self._keep(outcome, reasons)]
         groups = tuple(kept[:wanted])
-        metrics = sample_metrics(groups) | drop_metrics(outcomes, reasons, num_surplus=len(kept) - wanted)
+        metrics = sample_metrics(groups, mask_truncated=self._rollout.mask_truncated_samples) | drop_metrics(outcomes, reasons, num_surplus=len(kept) - wanted)
         return RolloutResult(groups=groups, metrics=metrics)
 
     def _keep(self, outcome: GroupOutcome, reasons: collections.Counter[str]) -> bool:
@@ -83,8 +83,8 @@ class Collector:
         )
 
 
-def sample_metrics(groups: tuple[SampleGroup, ...]) -> dict[str, float]:
-    """What the kept samples are like."""
+def sample_metrics(groups: tuple[SampleGroup, ...], *, mask_truncated: bool = False) -> dict[str, float]:
+    """What the kept samples are like. mask_truncated: truncated ones train nothing, however their loss masks are."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.concatenate([group.rewards for group in groups])
     lengths = np.array([sample.num_response_tokens for sample in samples])
@@ -95,13 +95,14 @@ def sample_metrics(groups: tuple[SampleGroup, ...]) -> dict[str, float]:
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()),
         "rollout/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
+        "rollout/untrained_samples": float(sum(not sample.loss_mask.any() or mask_truncated and sample.status == TRUNCATED for sample in samples)),
         "rollout/zero_std_groups": float(sum(np.ptp(group.rewards) == 0 for group in groups)),
         **part_means(samples, "reward/"),
     }
 
 
 def part_means(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """The means of the rewards' parts ("rule" and "model", before weighting) over the samples that have them; {} without a reward model."""
+    """The means of the rewards' parts ("rule", "model" before weighting, "overlong") over the samples that have them; {} where a reward has but one."""
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.reward_parts.items():

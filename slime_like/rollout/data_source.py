@@ -124,6 +124,7 @@ def load_eval_data(config: RunConfig, tokenizer) -> dict[str, DataSource]:
         config.data,
         input_key=config.eval.eval_input_key or config.data.input_key,
         label_key=config.eval.eval_label_key or config.data.label_key,
+        tool_key=config.eval.eval_tool_key or config.data.tool_key,
         rollout_shuffle=False,
     )
     context = context_tokens(config)
@@ -145,8 +146,11 @@ def load_data(path: str, data: DataConfig, tokenizer, *, max_prompt_tokens: int,
         where = f"{file} line {line}"
         prompt = _require(record, data.input_key, "--input-key", where)
         messages = _messages(prompt, data, where)
-        texts.append(prompt if messages is None else _render(messages, data, tokenizer, where))
+        tools = _tools(record, data, where)
+        texts.append(prompt if messages is None else _render(messages, tools, data, tokenizer, where))
         fields.append(_fields(record, data, where, with_response) | {"messages": messages})
+        if tools is not None:
+            fields[-1]["metadata"] = {"tools": tools} | fields[-1]["metadata"]
     rows, num_filtered = [], 0
     for (line, _), text, tokens, extra in zip(numbered, texts, encode(tokenizer, texts), fields, strict=True):
         if not tokens:
@@ -227,18 +231,38 @@ def _messages(prompt, data: DataConfig, where: str) -> list[dict] | None:
         return None
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{where}: a chat message needs 'role' and 'content', but is {str(message)[:80]!r}.")
+        calls_tools = isinstance(message, dict) and message.get("role") == "assistant" and message.get("tool_calls")
+        if not isinstance(message, dict) or "role" not in message or not ("content" in message or calls_tools):
+            raise DataError(f"{where}: a chat message needs 'role' and 'content' (an assistant's 'tool_calls' will do), but is {str(message)[:80]!r}.")
     if not messages:
         raise DataError(f"{where}: the list of chat messages is empty.")
     return messages
 
 
-def _render(messages: list[dict], data: DataConfig, tokenizer, where: str) -> str:
-    """The messages as text, through the chat template."""
+def _tools(record: dict, data: DataConfig, where: str) -> list[dict] | None:
+    """The row's tools; None without any. Many data sets keep them as JSON text, since their rows must be of one type."""
+    given = record.get(data.tool_key)
+    tools = given
+    if isinstance(given, str) and given.strip():
+        try:
+            tools = json.loads(given)
+        except ValueError as error:
+            raise DataError(f"{where}: {data.tool_key!r} (--tool-key) is malformed JSON: {error}. It starts with {given.strip()[:60]!r}.") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: {data.tool_key!r} (--tool-key) is no list of objects, but {str(tools)[:80]!r}.")
+    return tools
+
+
+def _render(messages: list[dict], tools: list[dict] | None, data: DataConfig, tokenizer, where: str) -> str:
+    """The messages and tools as text, through the chat template."""
     if not tokenizer.chat_template:
         raise DataError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template. Fix: another checkpoint, or prompts as plain strings.")
+    if tools is not None and "tools" not in str(tokenizer.chat_template):
+        fix = "another checkpoint; or --tool-key with a key that no row has, which leaves them out"
+        raise DataError(f"{where}: has tools in {data.tool_key!r} (--tool-key), and the chat template of --hf-checkpoint has no place for them. Fix: {fix}.")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs)
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs)
     except Exception as error:  # a template may raise anything: it is a program of the model's author
         raise DataError(f"{where}: the chat template refuses the messages: {type(error).__name__}: {error}") from error

@@ -60,6 +60,7 @@ class Sampling:
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "skip_special_tokens": self.skip_special_tokens,
+            "no_stop_trim": True,  # a stop string is in the tokens that are trained on: rewards see it too
             "spaces_between_special_tokens": False,  # matters to slow tokenizers only; sglang-router 0.3.2 drops it
             # Used by engines with --sglang-enable-deterministic-inference, where a missing seed makes all samples of a group equal.
             "sampling_seed": sample_seed(self.seed, prompt.index, sample_index),

@@ -12,6 +12,7 @@ import aiohttp
 from slime_like.errors import EngineError, RunError
 from slime_like.records import ABORTED, FAILED, Prompt, Sample, SampleGroup
 from slime_like.rollout.generate import GenerationClient, Sampling, failed_sample, sample_from
+from slime_like.rollout.rewards.overlong import punish_overlong
 from slime_like.rollout.rewards.scorer import RewardScorer
 
 #: How often a sample whose request failed or was aborted is asked for again (each time with the client's own retries).
@@ -60,17 +61,17 @@ class GroupMaker:
         made = await gather_or_cancel([self._sample(prompt, index, sampling) for index in range(num_samples)])
         samples = [sample for sample, _ in made]
         if self._scorer.config.group_rm:
-            samples = await self._scored_together(samples, prompt)
+            samples = await self._scored_together(samples, prompt, sampling)
         return GroupOutcome(group=SampleGroup(prompt=prompt, samples=tuple(samples)), num_failures=sum(failures for _, failures in made))
 
     async def groups(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[GroupOutcome]:
         """The groups of all prompts, in the prompts' order."""
         return await gather_or_cancel([self.group(prompt, num_samples, sampling) for prompt in prompts])
 
-    async def _scored_together(self, samples: list[Sample], prompt: Prompt) -> list[Sample]:
+    async def _scored_together(self, samples: list[Sample], prompt: Prompt, sampling: Sampling) -> list[Sample]:
         """The samples with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
         good = [sample for sample in samples if sample.status != FAILED]
-        scored = iter(await self._scorer.score_group(good, prompt, evaluation=self._evaluation))
+        scored = iter(self._shaped(sample, sampling) for sample in await self._scorer.score_group(good, prompt, evaluation=self._evaluation))
         return [sample if sample.status == FAILED else next(scored) for sample in samples]
 
     async def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> tuple[Sample, int]:
@@ -81,10 +82,14 @@ class GroupMaker:
             if sample.status not in (FAILED, ABORTED):
                 if self._scorer.config.group_rm:
                     return sample, failures
-                return await self._scorer.score(sample, prompt, evaluation=self._evaluation), failures
+                return self._shaped(await self._scorer.score(sample, prompt, evaluation=self._evaluation), sampling), failures
             failures += 1
             if failures > NUM_REGENERATIONS:
                 return failed_sample(prompt, index, sample.error or "the engine aborted the request"), failures
+
+    def _shaped(self, sample: Sample, sampling: Sampling) -> Sample:
+        """The scored sample, punished for its length if that is asked for; never in evaluations."""
+        return sample if self._evaluation else punish_overlong(sample, self._scorer.config, max_response_tokens=sampling.max_response_tokens)
 
     async def _generate(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
         request = sampling.request(prompt, index)
@@ -113,14 +118,15 @@ class GroupMaker:
             kinds = [type(item).__name__ for item in samples]
             raise RunError(f"{where}: the function gave {kinds}; it must give one Sample (batch sizes count one per request).")
         sample = samples[0]
-        if sample.status not in (FAILED, ABORTED) and sample.num_response_tokens == 0:
-            raise RunError(f"{where}: the sample's loss mask is all zero: there is nothing to train on.")
-        if self._client.routing and sample.status not in (FAILED, ABORTED) and sample.routed_experts is None:
-            raise RunError(
-                f"{where}: the sample has no routed_experts, which --use-rollout-routing-replay trains with. Fix: pass on those of the last "
-                "engine.generate (they cover all tokens that were sent and came), or drop the flag."
-            )
-        return dataclasses.replace(sample, prompt_index=prompt.index, sample_index=index)
+        experts = sample.routed_experts
+        if self._client.routing and sample.status not in (FAILED, ABORTED) and experts is None:
+            if sample.loss_mask.any():
+                raise RunError(
+                    f"{where}: the sample has no routed_experts, which --use-rollout-routing-replay trains with. Fix: pass on those of the last "
+                    "engine.generate (they cover all tokens that were sent and came), or drop the flag."
+                )
+            experts = self._client.routing.unsaid(len(sample.tokens))
+        return dataclasses.replace(sample, prompt_index=prompt.index, sample_index=index, routed_experts=experts)
 
 
 def refuse_if_all_failed(outcomes: Sequence[GroupOutcome]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from slime_like.config.model import ModelConfig
 from slime_like.errors import EngineError
+from slime_like.records import routing_fault
 
 #: The engine does not say; the trainer's router chooses itself.
 NOT_SAID = -1
@@ -22,12 +23,18 @@ class RoutingShape:
     num_layers: int
     topk: int
     num_experts: int
+    expert_layers: tuple[int, ...]  # which layers have experts
 
     @classmethod
     def of(cls, model: ModelConfig) -> RoutingShape:
         """Of a model with experts."""
         assert model.num_layers and model.num_experts, "a model without experts routes nothing"
-        return cls(num_layers=model.num_layers, topk=model.moe_router_topk, num_experts=model.num_experts)
+        return cls(
+            num_layers=model.num_layers,
+            topk=model.moe_router_topk,
+            num_experts=model.num_experts,
+            expert_layers=tuple(layer for layer, has_experts in enumerate(model.expert_layers) if has_experts),
+        )
 
     @property
     def dtype(self) -> type:
@@ -57,6 +64,13 @@ class RoutingShape:
             )
         if len(found) and not 0 <= found.min() <= found.max() < self.num_experts:
             raise EngineError(f"the engine reported experts {found.min()} to {found.max()}, but the model has 0 to {self.num_experts - 1}.")
-        experts: np.ndarray = np.full((num_tokens, self.num_layers, self.topk), NOT_SAID, dtype=self.dtype)
+        experts = self.unsaid(num_tokens)
         experts[:-1] = found.reshape(num_tokens - 1, self.num_layers, self.topk)
+        fault = routing_fault(experts, self.expert_layers, self.num_experts)
+        if fault:
+            raise EngineError(f"the engine's routed experts are none: {fault}. Fix: an engine that records them (docs/routing-replay.md), or drop the flag.")
         return experts
+
+    def unsaid(self, num_tokens: int) -> np.ndarray:
+        """[num_tokens, layers, topk]: the trainer's routers choose everywhere."""
+        return np.full((num_tokens, self.num_layers, self.topk), NOT_SAID, dtype=self.dtype)

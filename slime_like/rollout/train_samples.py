@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from slime_like.algorithms import group_advantages
 from slime_like.algorithms.plugins import load_loss_plugins
 from slime_like.config.run import RunConfig
 from slime_like.config.training import LossConfig
 from slime_like.errors import RunError
-from slime_like.records import FAILED, Sample, SampleGroup, TrainSample
+from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup, TrainSample
 
 
 def custom_advantages(config: RunConfig) -> Callable[[list[Sample]], object] | None:
@@ -29,11 +31,14 @@ def custom_advantages(config: RunConfig) -> Callable[[list[Sample]], object] | N
     return advantages
 
 
-def to_train_samples(groups: Iterable[SampleGroup], loss: LossConfig, custom: Callable[[list[Sample]], object] | None = None) -> list[TrainSample]:
+def to_train_samples(
+    groups: Iterable[SampleGroup], loss: LossConfig, custom: Callable[[list[Sample]], object] | None = None, *, mask_truncated: bool = False
+) -> list[TrainSample]:
     """The groups' samples in order, each with its advantage; rewards are normalised within one group only, however many it has.
 
     custom: samples of a group -> their advantages (--custom-advantage-function-path); raises DataError if it gives something else.
-    A failed sample has nothing to train on: it is left out, of the group's baseline too.
+    A failed sample has nothing to train on: it is left out, of the group's baseline too. A sample whose loss mask is all zero, or a truncated one
+    with mask_truncated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4), trains nothing, but its reward is a part of the baseline.
     """
     train_samples = []
     for group in groups:
@@ -50,7 +55,7 @@ def to_train_samples(groups: Iterable[SampleGroup], loss: LossConfig, custom: Ca
                     prompt_index=sample.prompt_index,
                     sample_index=sample.sample_index,
                     tokens=sample.tokens,
-                    loss_mask=sample.loss_mask,
+                    loss_mask=np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask,
                     engine_logprobs=sample.engine_logprobs,
                     weight_versions=sample.weight_versions,
                     reward=float(reward),

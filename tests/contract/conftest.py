@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from slime_like.sglang_backend.shared_memory import shared_directory
 from slime_like.utils.guard import group_members
 from slime_like.weight_sync.base import make_publisher
-from tests.contract.engines import FLAGS, Served, make_model, options, prompt, prompt_logprobs, sync
+from tests.contract.engines import FLAGS, TINY, Served, make_model, options, prompt, prompt_logprobs, sync
 
 
 @pytest.fixture(scope="session")
@@ -24,15 +25,17 @@ def models() -> dict:
 
 @pytest.fixture(scope="session")
 def model_folder(models, tmp_path_factory) -> Path:
-    """HF folder of seed 1."""
+    """HF folder of seed 1, with the tokenizer of the tiny model."""
     folder = tmp_path_factory.mktemp("contract") / "model"
     models[1].save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
     return folder
 
 
-def _serve(model_folder: Path, log_path: Path, tp_size: int) -> Iterator[Served]:
+def _serve(model_folder: Path, log_path: Path, tp_size: int, flags: dict) -> Iterator[Served]:
     spec = EngineSpec(
-        index=tp_size, model_path=str(model_folder), tp_size=tp_size, dtype="float32", log_path=str(log_path), context_length=1024, extra_flags=FLAGS
+        index=tp_size, model_path=str(model_folder), tp_size=tp_size, dtype="float32", log_path=str(log_path), context_length=1024, extra_flags=flags
     )
     engine = launch_engine(spec, timeout_s=120)
     try:
@@ -57,14 +60,14 @@ def _shared_files(pid: int) -> set[str]:
 
 @pytest.fixture(scope="session")
 def tp1(model_folder, tmp_path_factory) -> Iterator[Served]:
-    """One engine of one rank for the whole session."""
-    yield from _serve(model_folder, tmp_path_factory.mktemp("logs") / "engine-1.log", 1)
+    """One engine of one rank, with a tokenizer, for the whole session."""
+    yield from _serve(model_folder, tmp_path_factory.mktemp("logs") / "engine-1.log", 1, {})
 
 
 @pytest.fixture(scope="session")
 def tp2(model_folder, tmp_path_factory) -> Iterator[Served]:
     """One engine of two ranks for the whole session."""
-    yield from _serve(model_folder, tmp_path_factory.mktemp("logs") / "engine-2.log", 2)
+    yield from _serve(model_folder, tmp_path_factory.mktemp("logs") / "engine-2.log", 2, FLAGS)
 
 
 @pytest.fixture

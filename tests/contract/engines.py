@@ -16,7 +16,8 @@ from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.sources import Sources
 
 VOCAB = 320
-#: The engine has no tokenizer here: prompts are token ids.
+TINY = Path(__file__).parents[2] / "models" / "tiny-qwen3"
+#: The engine has no tokenizer: prompts are token ids, and so are answers.
 FLAGS = {"skip_tokenizer_init": True}
 
 

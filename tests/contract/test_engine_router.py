@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import requests
 
+from slime_like.config.rollout import RolloutConfig
+from slime_like.records import COMPLETED, Prompt
+from slime_like.rollout.generate import GenerationClient, Sampling
+from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
 from slime_like.utils.guard import group_members
-from tests.contract.engines import hf_logprobs, prompt
+from tests.contract.engines import TINY, hf_logprobs, prompt
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +45,31 @@ def test_generate_through_the_router(router, served, models):
     expected = hf_logprobs(models[1], tokens)[-4:]
     reported = [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
     assert max(abs(a - b) for a, b in zip(reported, expected.tolist(), strict=True)) < 1e-4
+
+
+def test_text_has_the_stop_string_that_ended_it(router, served):
+    """As the tokens have it; and as rewards need it, who look for a closing tag."""
+    router.register(served.engine.endpoint, timeout_s=20)
+    tokenizer = load_tokenizer(str(TINY))
+    sampling = Sampling.for_training(RolloutConfig(rollout_max_response_len=24), max_context_tokens=1000, seed="1")
+    asked = Prompt(index=0, text="", tokens=np.array(prompt(5), dtype=np.int32))
+
+    async def run():
+        client = GenerationClient(router.url, router.api_key, RolloutConfig(), concurrency=1, weight_version=lambda: 0)
+        try:
+            greedy = dataclasses.replace(sampling, temperature=0.0)
+            free = await client.generate(asked.tokens, greedy.request(asked, 0))
+            stop = re.search(r"[!-~]+", free.text[3:])[0][:3]
+            params = dataclasses.replace(greedy, stop=[stop]).request(asked, 0)
+            return free, stop, await client.generate(asked.tokens, params), await client.generate(asked.tokens, params | {"no_stop_trim": False})
+        finally:
+            await client.close()
+
+    free, stop, stopped, trimmed = asyncio.run(run())
+    assert (stopped.status, trimmed.status) == (COMPLETED, COMPLETED)
+    assert stopped.tokens == trimmed.tokens == free.tokens[: len(stopped.tokens)]
+    assert stopped.text.endswith(stop) and trimmed.text == stopped.text.removesuffix(stop)
+    assert tokenizer.decode(stopped.tokens, skip_special_tokens=True).startswith(stopped.text)
 
 
 def test_both_keys_are_needed(router, served):

@@ -68,6 +68,19 @@ def started(place, case, folder, port, loss, num_steps=1):
     return worker
 
 
+def refusal(worker, samples, experts):
+    """What is said when the routers of layer 1 should have chosen `experts` for every token of the second sample."""
+    from slime_like.errors import DataError
+
+    wrong = samples[1].routed_experts.copy()
+    wrong[:-1, 1] = experts
+    try:
+        worker.train(1, [samples[0], dataclasses.replace(samples[1], routed_experts=wrong), *samples[2:]])
+    except DataError as error:
+        return str(error)
+    return "trained"
+
+
 def run_cases(place, folder, chosen_by_hf, ports):
     """[result of each case]; None where this rank has no part in it. Each worker has a port of its own."""
     results = []
@@ -78,6 +91,8 @@ def run_cases(place, folder, chosen_by_hf, ports):
         own_ports = ports[WORKERS * number :]
         worker, samples = started(place, case, folder, own_ports[0], REPLAY), samples_with_experts()
         result = {"log_probs": worker.log_probs(samples), "report": worker.train(0, samples).metrics}
+        if number == 0:
+            result["refused"] = [refusal(worker, samples, experts) for experts in ([0, 0], [0, EXPERTS], [-1, 0])]
         worker.close()
         for port, (name, loss) in zip(own_ports[1:], (("recorded", RECORD), ("told", REPLAY), ("free", {})), strict=False):
             if not case.recorded or (name != "recorded" and case.ranks > 1):
@@ -165,6 +180,12 @@ def test_the_experts_matter(forced, free):
     """What the comparisons below would miss if nothing were replayed."""
     assert max(np.abs(a - b).max() for a, b in zip(forced[0], free[0], strict=True)) > 0.1
     assert abs(forced[2] / free[2] - 1) > 1e-3
+
+
+def test_what_no_router_chooses_is_refused_by_sample_and_layer(outcomes):
+    """Layers of zeros, which a capture that failed leaves; an expert that the model does not have; a row that is said in part."""
+    for message, experts in zip(outcomes[0][0]["refused"], ("[0, 0]", f"[0, {EXPERTS}]", "[-1, 0]"), strict=True):
+        assert message.startswith("prompt 0, sample 1: ") and f"layer 1, token 0 has the experts {experts}, not 2 different ones of 0 to 3" in message
 
 
 @each_case

@@ -60,6 +60,15 @@ def in_world(place, folder, reference, ports):
     found["tis"] = worker.train(0, samples).metrics
     worker.close()
 
+    untrained = [dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in samples]
+    worker = worker_of(optimizer={"clip_grad": 0.0})
+    found["two untrained"] = worker.train(0, [*untrained[:2], *samples[2:]]).metrics
+    worker.close()
+    for name, options in (("grpo", PPO), ("reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True})):
+        worker = worker_of(num_steps=2, loss=options)
+        found["untrained", name] = worker.train(0, untrained).metrics
+        worker.close()
+
     worker = worker_of(loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, checkpoint={"ref_load": reference, "load": folder})
     before = {name: p.detach().clone() for name, p in worker.stage.named_parameters()}
     found["reference"] = worker.log_probs(samples, model="reference")
@@ -89,7 +98,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(folders):
-    return run_ranks(in_world, 1, *folders, free_ports(20), timeout_s=100)[0]
+    return run_ranks(in_world, 1, *folders, free_ports(24), timeout_s=100)[0]
 
 
 @pytest.mark.parametrize("cut", ["four", "packed", "chunked"])
@@ -119,6 +128,21 @@ def test_engine_correction_weighs_the_gradient_as_hf_says(world, folders):
     assert world["tis"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert world["tis"]["train/tis"] == pytest.approx(np.mean(factors), rel=1e-5)
     assert 0 < world["tis"]["train/tis_clip_ratio"] <= 1
+
+
+def test_a_sample_with_an_empty_mask_pulls_nowhere_and_counts_among_the_samples(world, folders):
+    model, samples = load_model(folders[0]), make_samples(8)
+    for sample in samples[2:]:
+        log_probs, _ = score(model, sample.tokens, 1.0)
+        (-log_probs[torch.as_tensor(sample.loss_mask[1:].astype(bool))].mean() * sample.advantage / 8).backward()
+    norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters())).item()
+    assert world["two untrained"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+def test_a_rollout_without_any_trained_token_ends_no_run(world, estimator):
+    metrics = world["untrained", estimator]
+    assert metrics["train/grad_norm"] == metrics["train/loss"] == 0 and all(map(np.isfinite, metrics.values()))
 
 
 def test_two_calls_add_their_gradients(world, folders):

@@ -20,7 +20,7 @@ from slime_like.rollout.rewards.pool import WorkerPool
 from slime_like.rollout.rewards.remote import RemoteFailure, RemoteReward
 
 #: --rm-type values that score in a worker process, the ones that score right here, and the one that another server scores.
-IN_WORKER = ("math", "deepscaler")
+IN_WORKER = ("math", "math_strict", "deepscaler", "deepscaler_strict")
 IN_PROCESS = {"exact": exact}
 REMOTE = "remote_rm"
 

@@ -37,10 +37,16 @@ def test_colour_only_on_a_terminal():
     for stream, coloured in ((io.StringIO(), False), (Terminal(), True)):
         console = ProgressConsole(2, stream)
         console.step(0, METRICS)
-        console.evaluation(1, {"eval/held/pass@1": 0.25, "eval/held/samples": 4})
+        console.evaluation(1, {"eval/held/reward_mean": 0.25, "eval/held/pass@1": 0.25, "eval/held/samples": 4})
         console.note("started")
         assert ("\x1b[" in stream.getvalue()) == coloured
-        assert "pass@1 0.250" in stream.getvalue() and "held/samples" not in stream.getvalue()
+        assert stream.getvalue().splitlines()[1].endswith("eval after 1 rollouts\x1b[0m  held/pass@1 0.250" if coloured else "rollouts  held/pass@1 0.250")
+
+
+def test_a_mean_reward_that_is_no_pass_rate_is_shown():
+    out = io.StringIO()
+    ProgressConsole(2, out).evaluation(10, {"eval/held/reward_mean": -0.5, "eval/held/pass@1": 0.25, "eval/held/pass@2": 0.5, "eval/held/reward_model": 3.0})
+    assert out.getvalue() == "eval after 10 rollouts  held/reward_mean -0.500  held/pass@1 0.250  held/pass@2 0.500\n"
 
 
 def test_failures_are_shown():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from slime_like.errors import CheckpointError, DataError, PluginError
-from slime_like.rollout.data_source import check_data
+from slime_like.rollout.data_source import check_data, load_eval_data
+from slime_like.rollout.tokenizer import load_tokenizer
 from tests.unit.rollout.rows import digits_row
 
 
@@ -107,11 +108,15 @@ def test_long_prompts_are_left_out_and_counted(make_config, caplog):
         ([{"prompt": "x"}], {}, r"line 1 has no key 'label' \(--label-key\). Its keys: 'prompt'"),
         ([digits_row(1)], {"apply_chat_template": False}, "line 1: the prompt 'prompt' is a list of chat messages. Fix: add --apply-chat-template"),
         ([{"prompt": 5, "label": 1}], {}, "is a int, neither a string nor a list"),
-        ([{"prompt": ["hi"], "label": 1}], {}, "a chat message needs 'role' and 'content', but is 'hi'"),
+        ([{"prompt": ["hi"], "label": 1}], {}, "a chat message needs 'role' and 'content' .*, but is 'hi'"),
         ([{"prompt": [], "label": 1}], {}, "list of chat messages is empty"),
         ([{"prompt": "", "label": 1}], {"apply_chat_template": False}, "line 1: the prompt is empty"),
         ([digits_row(1), {"prompt": "x", "label": None}], {}, "train.jsonl line 2: has no label, and --rm-type exact compares with one"),
         ([digits_row(1)], {"label_key": None}, "line 1: has no label, .*Fix: --label-key"),
+        ([{"prompt": [{"role": "user", "tool_calls": [{}]}], "label": 1}], {}, "a chat message needs 'role' and 'content' .*, but is"),
+        ([digits_row(1) | {"tools": "[{"}], {}, r"line 1: 'tools' \(--tool-key\) is malformed JSON: .* starts with '\[\{'"),
+        ([digits_row(1) | {"tools": {"name": "add"}}], {}, r"line 1: 'tools' \(--tool-key\) is no list of objects, but"),
+        ([digits_row(1) | {"tools": [{"name": "add"}]}], {}, "line 1: has tools in 'tools' .* chat template of --hf-checkpoint has no place for them"),
         ([digits_row(1) | {"metadata": [1]}], {}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ],
 )
@@ -142,6 +147,54 @@ def test_a_tokenizer_without_a_template_is_named(make_config, tmp_path, tokenize
     (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="has no chat template"):
         check_data(make_config(hf_checkpoint=str(tmp_path / "plain")))
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool['function']['name'] }};{% endfor %}</tools>{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}:{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}->{{ call['function']['name'] }}{% endfor %}|{% endfor %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+@pytest.fixture
+def with_tools(make_config, tmp_path, tokenizer):
+    """A config on a tokenizer whose template knows tools."""
+    folder = tmp_path / "with-tools"
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TOOL_TEMPLATE}))
+    return lambda rows, **options: make_config(rows, hf_checkpoint=str(folder), **options)
+
+
+def test_tools_reach_the_chat_template(with_tools):
+    rows = [digits_row(1) | {"tools": [ADD]}, digits_row(2) | {"tools": json.dumps([ADD])}, digits_row(3), digits_row(4) | {"tools": []}]
+    prompts = check_data(with_tools(rows)).draw(4)
+    assert [prompt.text for prompt in prompts[:2]] == [f"<tools>add;</tools>user:sort 000{n}|" for n in (1, 2)]
+    assert [prompt.text for prompt in prompts[2:]] == ["user:sort 0003|", "user:sort 0004|"]
+    assert [prompt.metadata for prompt in prompts] == [{"tools": [ADD]}, {"tools": [ADD]}, {}, {}]
+
+
+def test_tools_under_another_key_and_for_evaluations(with_tools, write_rows):
+    rows = [digits_row(1) | {"functions": [ADD], "metadata": {"tools": "mine"}}]
+    assert check_data(with_tools(rows)).draw(1)[0].text == "user:sort 0001|"
+    prompt = check_data(with_tools(rows, tool_key="functions")).draw(1)[0]
+    assert prompt.text.startswith("<tools>add;") and prompt.metadata == {"tools": "mine"}
+    held_out = {"eval_prompt_data": ["held-out", write_rows(rows, "held-out.jsonl")], "eval_interval": 1}
+    for options, text in (({}, "user:sort 0001|"), ({"eval_tool_key": "functions"}, "<tools>add;</tools>user:sort 0001|")):
+        config = with_tools(None, **held_out, **options)
+        assert load_eval_data(config, load_tokenizer(config.checkpoint.hf_checkpoint))["held-out"].prompt_at(0).text == text
+
+
+def test_an_assistant_may_only_call_tools(with_tools):
+    calls = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [ADD]}, {"role": "tool", "content": "2"}]
+    assert check_data(with_tools([{"prompt": calls, "label": "2"}])).draw(1)[0].text == "user:1+1|assistant:->add|tool:2|"
+
+
+def test_tools_beside_a_prompt_without_a_template_are_for_the_users_functions(make_config):
+    prompt = check_data(make_config([{"prompt": "add: 1+1", "label": "2", "tools": [ADD]}], apply_chat_template=False)).draw(1)[0]
+    assert (prompt.text, prompt.metadata) == ("add: 1+1", {"tools": [ADD]})
 
 
 def test_evaluation_data_and_plugins_are_checked_too(make_config, write_rows):

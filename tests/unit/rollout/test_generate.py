@@ -70,6 +70,7 @@ def test_what_is_sent():
         "stop": ["\n"],
         "stop_token_ids": [2],
         "skip_special_tokens": True,
+        "no_stop_trim": True,
         "spaces_between_special_tokens": False,
         "sampling_seed": sample_seed("42", 3, 1),
     }

@@ -178,6 +178,32 @@ def test_a_custom_generate_function_is_used(run):
     assert [(sample.prompt_index, sample.sample_index) for group in result.groups for sample in group.samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_a_sample_with_an_empty_mask_is_kept_and_scored(run):
+    manager, _ = run(custom_generate_function_path=f"{HERE}.first_sample_untrained")
+    result = manager.generate(0)
+    assert result.metrics["rollout/untrained_samples"] == 2 and result.metrics["rollout/failed_samples"] == 0
+    assert result.metrics["rollout/reward_mean"] == 1 and result.metrics["rollout/response_tokens_mean"] == 2.5
+    samples = to_train_samples(result.groups, LossConfig())
+    assert len(samples) == 4 and sorted(int(sample.loss_mask.sum()) for sample in samples) == [0, 0, 5, 5]
+
+
+def test_long_responses_are_punished_in_training_only(run, write_rows):
+    """Five tokens of at most 6, of which the last 4 are the buffer: eq. 13 gives (6 - 4 - 5) / 4 = -0.75."""
+    held_out = write_rows([digits_row(9876)], "held-out.jsonl")
+    options = {"rollout_max_response_len": 6, "overlong_buffer_len": 4, "overlong_penalty_factor": 2.0}
+    manager, _ = run(**options, eval_prompt_data=["held_out", held_out], eval_interval=1)
+    metrics = manager.generate(0).metrics
+    assert metrics["rollout/reward_mean"] == -0.5 and metrics["reward/overlong"] == -1.5 and metrics["reward/rule"] == 1
+    evaluation = manager.evaluate(0)
+    assert evaluation["eval/held_out/reward_mean"] == 1 and "eval/held_out/reward_overlong" not in evaluation
+
+
+def test_masked_truncated_samples_are_counted_as_untrained(run):
+    for options, count in (({}, 0), ({"mask_truncated_samples": True}, 4)):
+        metrics = run(rollout_max_response_len=4, **options)[0].generate(0).metrics
+        assert metrics["rollout/untrained_samples"] == count and metrics["rollout/response_tokens_mean"] == 4
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("no_sample", r"the function gave \['str'\]; it must give one Sample"), ("raising_generate", "the function raised ValueError: my own bug")],

@@ -19,7 +19,7 @@ from slime_like.rollout.groups import GroupMaker
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 
-SHAPE = RoutingShape(num_layers=2, topk=2, num_experts=8)
+SHAPE = RoutingShape(num_layers=2, topk=2, num_experts=8, expert_layers=(0, 1))
 PROMPT = Prompt(index=3, text="p", tokens=np.array([11, 12], dtype=np.int32))
 
 
@@ -54,6 +54,11 @@ def test_the_smallest_numbers_that_hold_every_expert():
         (encoded(experts_of([1, 2])), "reported 4 routed experts for 3 tokens, but 2 x 2 layers x 2"),
         (encoded([[[0, 8], [7, 0]], [[0, 1], [7, 0]]]), "experts 0 to 8, but the model has 0 to 7"),
         (encoded([[[0, -1], [7, 0]], [[0, 1], [7, 0]]]), "experts -1 to 7"),
+        (
+            encoded([[[0, 1], [7, 0]], [[3, 3], [7, 0]]]),
+            r"layer 0, token 1 has the experts \[3, 3\], not 2 different ones of 0 to 7 \(1 such tokens and layers\)",
+        ),
+        (encoded([[[0, 1], [0, 0]], [[0, 1], [0, 0]]]), r"layer 1, token 0 has the experts \[0, 0\], .* \(2 such tokens and layers\)"),
     ],
 )
 def test_what_is_not_an_answer(text, message):
@@ -63,7 +68,21 @@ def test_what_is_not_an_answer(text, message):
 
 def test_shape_of_a_model():
     model = ModelConfig(num_layers=5, num_experts=64, moe_router_topk=6)
-    assert RoutingShape.of(model) == RoutingShape(num_layers=5, topk=6, num_experts=64)
+    assert RoutingShape.of(model) == RoutingShape(num_layers=5, topk=6, num_experts=64, expert_layers=(0, 1, 2, 3, 4))
+    dense_first = dataclasses.replace(model, moe_layer_freq="[0]*2+[1]*3")
+    assert RoutingShape.of(dense_first).expert_layers == (2, 3, 4)
+
+
+def test_layers_without_experts_may_say_anything():
+    dense_first = dataclasses.replace(SHAPE, expert_layers=(1,))
+    assert dense_first.read(encoded([[[0, 0], [7, 0]]]), num_tokens=2)[0].tolist() == [[0, 0], [7, 0]]
+    with pytest.raises(EngineError, match="layer 1, token 0 has the experts"):
+        dense_first.read(encoded([[[0, 0], [0, 0]]]), num_tokens=2)
+
+
+def test_one_expert_a_token_may_be_the_first():
+    single = RoutingShape(num_layers=1, topk=1, num_experts=4, expert_layers=(0,))
+    assert single.read(encoded([[[0]], [[0]]]), num_tokens=3).tolist() == [[[0]], [[0]], [[-1]]]
 
 
 def script(_):
@@ -122,6 +141,10 @@ def test_a_custom_function_must_pass_them_on():
     async def passes_on(args, prompt, sampling_params, engine):
         return sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
 
+    async def trains_nothing(args, prompt, sampling_params, engine):
+        made = await forgets(args, prompt, sampling_params, engine)
+        return dataclasses.replace(made, loss_mask=np.zeros_like(made.loss_mask))
+
     async def run(function, engine):
         endpoint = EngineEndpoint(index=0, url=engine.url)
         client = GenerationClient("http://127.0.0.1:1", None, RolloutConfig(), concurrency=1, weight_version=lambda: 0, routing=SHAPE, engines=[endpoint])
@@ -133,5 +156,6 @@ def test_a_custom_function_must_pass_them_on():
 
     with telling() as engine:
         assert asyncio.run(run(passes_on, engine)).routed_experts.shape == (5, 2, 2)
+        assert (asyncio.run(run(trains_nothing, engine)).routed_experts == np.full((5, 2, 2), -1)).all()
         with pytest.raises(RunError, match=r"no routed_experts, which --use-rollout-routing-replay trains with"):
             asyncio.run(run(forgets, engine))

@@ -8,7 +8,7 @@ import pytest
 from slime_like.config.run import RunConfig
 from slime_like.config.training import LossConfig
 from slime_like.errors import DataError, PluginError, RunError
-from slime_like.records import FAILED, Prompt, Sample, SampleGroup
+from slime_like.records import FAILED, TRUNCATED, Prompt, Sample, SampleGroup
 from slime_like.rollout.train_samples import custom_advantages, to_train_samples
 
 
@@ -54,6 +54,16 @@ def test_a_fanned_out_group_does_not_move_another(estimator):
 
 def test_failed_samples_leave_a_smaller_group():
     assert advantages_of([group(0, [9, 1, 0], status=FAILED)], disable_grpo_std_normalization=True) == [0.5, -0.5]
+
+
+def test_truncated_samples_may_train_nothing_and_are_still_compared_with():
+    groups = [group(0, [0, 1, 0.5], status=TRUNCATED), group(1, [0, 1])]
+    loss = LossConfig(disable_grpo_std_normalization=True)
+    masked = to_train_samples(groups, loss, mask_truncated=True)
+    assert [sample.loss_mask.tolist() for sample in masked] == [[0, 0, 0], *[[0, 1, 1]] * 4]
+    assert [sample.advantage for sample in masked] == [-0.5, 0.5, 0, -0.5, 0.5] == [sample.advantage for sample in to_train_samples(groups, loss)]
+    assert all(sample.loss_mask.any() for sample in to_train_samples(groups, loss))
+    assert groups[0].samples[0].num_response_tokens == 2, "the rollout's own record stays as it was"
 
 
 def test_metadata_reaches_the_trainer():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+answers: list[int] = []  # prompts that first_sample_untrained was asked
+
 
 def length_reward(args, sample):
     return sample.num_response_tokens / args.rollout_max_response_len
@@ -99,6 +101,19 @@ async def ask_twice(args, prompt, sampling_params, engine):
 
     await engine.generate(prompt.tokens, sampling_params)
     return sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
+
+
+async def first_sample_untrained(args, prompt, sampling_params, engine):
+    """The first of two samples saw no answer of its own worth training on: a tool that failed, an answer without an end."""
+    import dataclasses
+
+    import numpy as np
+
+    from slime_like.rollout.generate import sample_from
+
+    sample = sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
+    answers.append(prompt.index)
+    return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) if answers.count(prompt.index) % 2 else sample
 
 
 async def no_sample(args, prompt, sampling_params, engine):

@@ -62,7 +62,7 @@ def score(*samples, function=None, model=None, group=False, evaluation=False, **
 def test_the_known_names_are_those_of_the_flag():
     assert set(REWARD_TYPES) == {*IN_PROCESS, *IN_WORKER, REMOTE}
     assert set(IN_WORKER) == set(SCORERS)
-    with pytest.raises(ConfigError, match="--rm-type maths is unknown. Known: math, deepscaler, exact, remote_rm"):
+    with pytest.raises(ConfigError, match="--rm-type maths is unknown. Known: math, math_strict, deepscaler, deepscaler_strict, exact, remote_rm"):
         RewardScorer(RewardConfig(rm_type="maths"), None, None)
 
 
