@@ -14,6 +14,7 @@ from slime_like.errors import CheckpointError
 from slime_like.job.protocols import Watch
 from slime_like.job.running import Job, ResolvedRun
 from slime_like.rollout.manager import RolloutManager
+from slime_like.rollout.service import EngineAccess
 
 #: Roles that train or score log-probs, as the plan names them: the policy, its critic, its reference.
 TRAINING_ROLES = ("actor", "critic", "ref")
@@ -79,14 +80,13 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
 
 def _rollouts(resolved: ResolvedRun, fleet: RolloutGroup, reward: RewardGroup | None) -> RolloutManager:
     assert fleet.router is not None, "wait_started() made it"
-    return RolloutManager(
-        resolved.config,
+    access = EngineAccess(
         router_url=fleet.router.url,
         router_api_key=fleet.router.api_key,
         num_engines=len(fleet.endpoints),
-        reward_model=reward,
         endpoints=fleet.endpoints,
     )
+    return RolloutManager(resolved.config, access, reward)
 
 
 def _wait_for_training(job: Job, roles: dict[str, TrainGroup], clock: _Clock) -> None:

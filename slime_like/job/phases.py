@@ -29,6 +29,7 @@ class Phases:
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     weights: WeightsRef = WeightsRef()
     saving: str | None = None  # the checkpoint that is being written in the background
+    _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
 
     @property
@@ -63,13 +64,16 @@ class Phases:
         if path:
             save_rollout(path, step, rollout.groups)
         self.log.log("rollout", step, rollout.metrics)
+        self._taken = tuple(group.prompt.index for group in rollout.groups)
         return rollout.groups, rollout.metrics
 
     def train_samples(self, step: int) -> tuple[list[TrainSample], dict[str, float]]:
         """What step `step` trains on: generated, loaded from a debug file, or supervised rows."""
         config = self.job.config
         if config.is_sft:
-            return supervised_samples(self.job.data, config.rollout.rollout_batch_size), {}
+            samples = supervised_samples(self.job.feed, config.rollout.rollout_batch_size)
+            self._taken = tuple(sample.prompt_index for sample in samples)
+            return samples, {}
         path = config.observability.load_debug_rollout_data
         groups, metrics = (load_rollout(path, step), {}) if path else self.generate(step)
         return to_train_samples(groups, config.loss, custom_advantages(config), mask_truncated=config.rollout.mask_truncated_samples), metrics
@@ -89,9 +93,18 @@ class Phases:
                 metrics |= report.metrics
             if self.job.reference is not None and self.job.config.loss.updates_reference_after(step):
                 self._update_reference(self.job.reference)
+        self._account_trained()
         metrics |= {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
         self.log.log("train", step, metrics)
         return report, metrics
+
+    def _account_trained(self) -> None:
+        """The ledger hears that the prompts of this step are used up; recorded rollouts have none."""
+        taken, self._taken = self._taken, ()
+        if self.job.config.is_sft:
+            self.job.feed.ledger.trained(taken)
+        elif self.job.rollouts is not None:
+            self.job.rollouts.trained(taken)
 
     def _train_critic(self, critic: Trainer, step: int, samples: list[TrainSample]) -> tuple[list[TrainSample], StepReport]:
         """The samples with what advantages need, and what fitting the critic to them did. Its values are from before."""
@@ -119,6 +132,7 @@ class Phases:
         started = time.monotonic()
         with self.timers.phase("sync"):
             weights = self.weights.next()
+            self._rollouts.policy_changing()
             receipt = self._sync(weights)
         self.weights = weights
         self._num_syncs += 1
@@ -194,7 +208,7 @@ class Phases:
         """Continue where the loaded checkpoint stopped; returns the first step to do."""
         job, state = self.job, self.job.client_state
         if state:
-            (job.rollouts or job.data).load_state_dict(state["rollout"])
+            (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])
         if job.reference is not None and job.config.loss.ref_update_interval and job.num_rollouts_done:
             job.config.loss.check_resume(job.num_rollouts_done)
@@ -202,4 +216,4 @@ class Phases:
         return job.num_rollouts_done
 
     def _data_state(self) -> dict:
-        return (self.job.rollouts or self.job.data).state_dict()
+        return (self.job.rollouts or self.job.feed).state_dict()

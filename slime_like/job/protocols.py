@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,8 +34,14 @@ class Rollouts(Protocol):
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
 
+    def policy_changing(self) -> None:
+        """Engines are about to get other weights: what they abort now did not fail."""
+
     def policy_changed(self, weights: WeightsRef) -> None:
         """The engines serve these weights from now on."""
+
+    def trained(self, prompts: Iterable[int]) -> None:
+        """The trainer has used the groups of these prompts."""
 
     def state_dict(self) -> dict:
         """What resuming needs, as JSON."""

@@ -9,6 +9,7 @@ from slime_like.config.run import RunConfig
 from slime_like.job.protocols import Closes, Engines, Rollouts, Trainer, Watch, closed_in_order
 from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.data_source import DataSource
+from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.utils.files import RunDirectory
 
 
@@ -40,9 +41,13 @@ class Job:
     num_rollouts_done: int = 0  # by the checkpoint that was loaded
     client_state: dict = dataclasses.field(default_factory=dict)  # of that checkpoint
     start_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    feed: PromptFeed = dataclasses.field(init=False)  # of supervised rows; a run with rollouts has its own inside them
     bf16: bool = False  # whether the trainer's weights are
     watch: Callable[[str], Watch] = _nobody  # for a phase: raises RunError if a process of the run has died
     closing: list[Closes] = dataclasses.field(default_factory=list)  # everything that was started, in the order in which it must end
+
+    def __post_init__(self) -> None:
+        self.feed = PromptFeed(self.resolved.data)
 
     @property
     def config(self) -> RunConfig:

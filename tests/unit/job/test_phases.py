@@ -53,7 +53,7 @@ class Part:
 
     def __getattr__(self, method: str):
         def call(*args, **options):
-            shown = next((str(value) for value in args if isinstance(value, int | str | WeightsRef)), "")
+            shown = next((str(value) for value in args if isinstance(value, int | str | tuple | WeightsRef)), "")
             self.calls.append(f"{self.name}.{method}" + (f" {shown}" if shown else ""))
             answer = self.answers.get(method)
             if isinstance(answer, Exception):
@@ -107,11 +107,19 @@ def config(**groups) -> RunConfig:
 
 
 def test_one_after_the_other(tmp_path):
-    step = ["rollouts.generate {0}", "trainer.train {0}", "engines.sync base@{1}", "rollouts.policy_changed base@{1}"]
+    step = [
+        "rollouts.generate {0}",
+        "trainer.train {0}",
+        "rollouts.trained {2}",
+        "rollouts.policy_changing",
+        "engines.sync base@{1}",
+        "rollouts.policy_changed base@{1}",
+    ]
     assert Run(tmp_path, config()).go() == [
+        "rollouts.policy_changing",
         "engines.sync base@1",
         "rollouts.policy_changed base@1",
-        *(line.format(number, number + 2) for number in (0, 1) for line in step),
+        *(line.format(number, number + 2, (2 * number, 2 * number + 1)) for number in (0, 1) for line in step),
     ]
     kinds = [(line["kind"], line["step"]) for line in read_json_lines(tmp_path / "metrics.jsonl")]
     per_step = ["rollout", "train", "sync", "step"]
@@ -120,8 +128,14 @@ def test_one_after_the_other(tmp_path):
 
 def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_path):
     calls = Run(tmp_path, config(placement=PlacementConfig(colocate=True)), num_rollout=1).go()
-    sync = ["engines.resume_memory weights", "engines.sync base@{}", "engines.resume_memory kv_cache", "rollouts.policy_changed base@{}"]
-    around = ["rollouts.generate 0", "engines.release_memory", "trainer.train 0"]
+    sync = [
+        "rollouts.policy_changing",
+        "engines.resume_memory weights",
+        "engines.sync base@{}",
+        "engines.resume_memory kv_cache",
+        "rollouts.policy_changed base@{}",
+    ]
+    around = ["rollouts.generate 0", "engines.release_memory", "trainer.train 0", "rollouts.trained (0, 1)"]
     assert calls == [line.format(1) for line in sync] + around + [line.format(2) for line in sync]
 
 
@@ -196,7 +210,7 @@ def test_a_resumed_run_goes_on_with_the_next_version(tmp_path):
     run = Run(tmp_path, config())
     run.job.num_rollouts_done, run.job.client_state = 1, {"rollout": {"data": {"position": 2}}, "weight_version": 7}
     calls = run.go()
-    assert calls[:3] == ["rollouts.load_state_dict", "engines.sync base@8", "rollouts.policy_changed base@8"]
+    assert calls[:4] == ["rollouts.load_state_dict", "rollouts.policy_changing", "engines.sync base@8", "rollouts.policy_changed base@8"]
     assert [call for call in calls if "generate" in call] == ["rollouts.generate 1"]
 
 
