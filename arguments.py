@@ -96,7 +96,7 @@ def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[st
     """The config with a complete architecture, from flags or from --hf-checkpoint; both must agree."""
     folder, flags = config.checkpoint.hf_checkpoint, config.model
     if not folder or not os.path.isfile(os.path.join(folder, "config.json")):
-        if flags.num_layers is None:
+        if not flags.is_known:
             return (
                 config,
                 ["the architecture is unknown: give --hf-checkpoint (a folder with config.json), or Megatron's model flags (source scripts/models/<name>.sh)."],
@@ -108,6 +108,6 @@ def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[st
         from_checkpoint = model_from_hf(hf, flags)
     except ConfigError as error:
         return config, error.problems, []
-    if flags.num_layers is None:
+    if not flags.is_known:
         return dataclasses.replace(config, model=from_checkpoint), [], ["architecture taken from --hf-checkpoint", *hf_notes(hf)]
     return config, disagreements(flags, from_checkpoint) if not flags.problems() else [], hf_notes(hf)

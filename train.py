@@ -58,24 +58,22 @@ def main(argv: list[str]) -> int:
 
 def _train(command: Command, report: PlanReport) -> int:
     # Heavy imports only here, so that --help, --plan and mistakes answer at once.
-    from slime_like.cluster.build import build, check_everything, resolve
+    from slime_like.job.build import build
+    from slime_like.job.resolve import resolve
     from slime_like.loops import sync_loop
     from slime_like.observability.console import ProgressConsole
     from slime_like.observability.metrics import MetricsLog
-    from slime_like.utils.files import RunDirectory, write_atomic
+    from slime_like.utils.files import write_atomic
 
-    checked = check_everything(command.config, report.plan)
-    plan, data = checked.plan, checked.data
-    report = dataclasses.replace(report, plan=plan)
-    run = RunDirectory.create(checked.config)
-    config = resolve(checked.config, plan, run, data)
-    write_atomic(run.config, config.to_json())
-    write_atomic(run.plan, as_json(report))
-    console = ProgressConsole(config.data.num_rollout)
+    resolved = resolve(command.config, report.plan)
+    run, plan = resolved.run, resolved.plan
+    write_atomic(run.config, resolved.config.to_json())
+    write_atomic(run.plan, as_json(dataclasses.replace(report, plan=plan)))
+    console = ProgressConsole(resolved.num_rollout)
     for note in (*command.notes, render_plan(plan), f"run directory {run.path}"):
         console.note(note)
-    with MetricsLog(run, tensorboard=config.observability.use_tensorboard) as log:
-        job = build(config, plan, run, data)
+    with MetricsLog(run, tensorboard=resolved.config.observability.use_tensorboard) as log:
+        job = build(resolved)
         try:
             sync_loop.run(job, log, console)
         finally:

@@ -35,10 +35,10 @@ from slime_like.config.rollout import DataConfig  # noqa: E402
 from slime_like.config.run import RunConfig  # noqa: E402
 from slime_like.config.system import PlacementConfig, SyncConfig  # noqa: E402
 from slime_like.config.training import CheckpointConfig, OptimizerConfig  # noqa: E402
-from slime_like.loops.probe import compare_probe, probe_samples  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.utils.net import free_port  # noqa: E402
 from slime_like.weight_sync.envelope import WeightUpdate  # noqa: E402
+from slime_like.weight_sync.probe import compare_probe, probe_samples  # noqa: E402
 
 #: Share of the bound that each transport is to reach, and the most that a receipt may cost.
 GOALS = {"ipc": 0.5, "broadcast": 0.5, "disk": 0.7}

@@ -69,6 +69,7 @@ class Sample:
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)  # "rule" and "model", unweighted, and "overlong", where a reward has several
     error: str | None = None  # why status is "failed"
     routed_experts: np.ndarray | None = None  # see TrainSample; None: not asked for (--use-rollout-routing-replay)
+    segment_index: int = 0  # within the episode, where one answer gives several samples: they share sample_index, and a reward
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")}
@@ -85,18 +86,27 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleGroup:
-    """All samples of one prompt; what advantages are normalised over."""
+    """All samples of one prompt; what advantages are normalised over: its episodes, each counted once."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
 
     @property
+    def episodes(self) -> tuple[tuple[Sample, ...], ...]:
+        """The samples by sample_index: one each, or the segments of an episode in their order."""
+        parts: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            parts.setdefault(sample.sample_index, []).append(sample)
+        return tuple(tuple(segments) for segments in parts.values())
+
+    @property
     def rewards(self) -> np.ndarray:
-        """[G] float64; raises if a sample is unscored."""
-        missing = [s.sample_index for s in self.samples if s.reward is None]
+        """[G] float64, one an episode: its last segment's. Raises ValueError if one is unscored."""
+        last = [segments[-1] for segments in self.episodes]
+        missing = [sample.sample_index for sample in last if sample.reward is None]
         if missing:
             raise ValueError(f"prompt {self.prompt.index}: samples {missing} have no reward yet")
-        return np.array([s.reward for s in self.samples], dtype=np.float64)
+        return np.array([sample.reward for sample in last], dtype=np.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,3 +242,22 @@ class SyncReceipt:
     probe_difference: float | None = None
     probe_seconds: float = 0.0
     delta: DeltaCount | None = None
+
+    def metrics(self) -> dict[str, float | str]:
+        """For metrics.jsonl, without the seconds of the whole sync, which only its caller knows."""
+        metrics: dict[str, float | str] = {
+            "sync/version": self.version,
+            "sync/bytes": self.num_bytes,
+            "sync/tensors": self.num_tensors,
+            "sync/engines_proven": self.engines_proven,
+            "sync/tensors_unproven": self.tensors_unproven,
+            "sync/verify_seconds": self.verify_seconds,
+            "sync/digest": self.digest,
+            "sync/transport": self.transport,
+        }
+        if self.bound_share is not None:
+            metrics["sync/bound_share"] = self.bound_share
+        if self.probe_difference is not None:
+            metrics["sync/probe_logprob_abs_diff"] = self.probe_difference
+            metrics["sync/probe_seconds"] = self.probe_seconds
+        return metrics | (self.delta.metrics() if self.delta is not None else {})

@@ -60,4 +60,4 @@ def _expert_weights(model: ModelConfig) -> int:
     """Weights that one token meets in a layer of experts: the router, the chosen experts and the shared ones."""
     chosen = model.moe_router_topk * _mlp_weights(model, model.moe_ffn_hidden_size or model.mlp_size)
     shared = _mlp_weights(model, model.moe_shared_expert_intermediate_size or 0)
-    return model.hidden_size * (model.num_experts or 0) + chosen + shared
+    return model.hidden_size * model.num_experts + chosen + shared

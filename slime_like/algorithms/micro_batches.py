@@ -30,6 +30,7 @@ def plan_micro_batches(
     else:
         shares = [list(range(rank, len(lengths), data_parallel_size)) for rank in ranks]
     if batch.use_dynamic_batch_size:
+        assert batch.max_tokens_per_gpu is not None, "BatchConfig.problems() asks for it"
         packs = [_first_fit(share, lengths, batch.max_tokens_per_gpu) for share in shares]
     else:
         size = batch.micro_batch_size

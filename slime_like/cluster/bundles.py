@@ -53,7 +53,7 @@ class Bundles:
         here = ray.get_runtime_context().get_node_id()
         return all(slot.node_id == here for slot in self.slots)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Give the GPUs back."""
         remove_placement_group(self.group)
 

@@ -58,6 +58,11 @@ def connect(num_gpus: int) -> bool:
         return False
 
 
+def disconnect() -> None:
+    """Leave the cluster; one that was started here ends. Harmless when called twice."""
+    ray.shutdown()
+
+
 def running_cluster() -> str | None:
     """The cluster to join: RAY_ADDRESS (which `ray job submit` sets), else the one that `ray start` left on this host.
 

@@ -19,7 +19,7 @@ from slime_like.config.system import engine_url
 from slime_like.errors import EngineError, RunError, WeightSyncError
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
-from slime_like.records import EngineEndpoint, SyncReceipt
+from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.external import HealthWatch
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, host_has_cuda, launch_engine
@@ -27,6 +27,7 @@ from slime_like.sglang_backend.router import Router, attach_router, launch_route
 from slime_like.utils.logs import start_logging
 from slime_like.utils.net import free_port, host_port
 from slime_like.weight_sync.envelope import WeightUpdate
+from slime_like.weight_sync.probe import compare_probe, probe_samples
 from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
 
 logger = logging.getLogger(__name__)
@@ -244,22 +245,22 @@ class RolloutGroup:
                 client.resume_memory_occupation([tag])
             self._released.discard(tag)
 
-    def update_weights(self, version: int, train: TrainGroup) -> SyncReceipt:
+    def sync(self, weights: WeightsRef, trainer: TrainGroup) -> SyncReceipt:
         """One weight sync: pause, send, compare digests, check the version on every engine, continue. A failed one leaves engines paused."""
-        sync = self._config.sync
+        sync, version = self._config.sync, weights.version
         update = WeightUpdate(
             self.clients, self._plan.transport, timeout_s=sync.update_weight_timeout_s, pause_mode=sync.update_weight_pause_mode, watch=self.check_watch
         )
         update.begin()
         try:
-            receipt = train.publish(version, self.endpoints, self.check_watch)
+            receipt = trainer.publish(version, self.endpoints, self.check_watch)
             if receipt.num_tensors == 0:
                 raise WeightSyncError(f"weight version {version}: the trainer sent no tensor")
             update.load(version, self._config.sync.update_weight_disk_dir)
             if self._config.sync.compares_digests:
                 started = time.monotonic()
                 update.open_for_digests()
-                proven, left_out = train.verify_weights(self.check_watch)
+                proven, left_out = trainer.verify_weights(self.check_watch)
                 seconds = time.monotonic() - started
                 receipt = dataclasses.replace(receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=seconds)
         except BaseException:
@@ -267,6 +268,17 @@ class RolloutGroup:
             raise
         update.finish(version)
         return receipt
+
+    @property
+    def num_members(self) -> int:
+        """Engines that serve."""
+        return len(self.clients)
+
+    def compare(self, trainer: TrainGroup, weights: WeightsRef, *, bf16: bool) -> float:
+        """Largest mean |log-prob difference| of a fixed prompt between an engine and the trainer. Raises WeightSyncError above the tolerance."""
+        samples = probe_samples(self._config)
+        expected = trainer.probe(samples)
+        return compare_probe(self._config, self.clients, samples, expected, version=weights.version, bf16=bf16)
 
     def close(self) -> None:
         """Deregister external engines, end our router and our engines."""

@@ -115,7 +115,7 @@ class TrainGroup:
             actor = actor_class.options(**options).remote(config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), log_path, threads)
             self.actors.append(actor)
         self._one_host = bundles.on_one_host()
-        self._build: dict | None = None
+        self._building: dict[str, ray.ObjectRef] = {}
         self._folder: str | None = None  # of the ranks' store, where all are on this machine
 
     def start(self) -> None:
@@ -126,11 +126,11 @@ class TrainGroup:
         else:
             wait = Wait(self._config.engine.engine_start_timeout_s, whom=f"{self._who} rank 0", phase="start")
             meeting = (*wait.gather({f"{self._who} rank 0": self.actors[0].address.remote()})[0], None)
-        self._build = {f"{self._who} rank {i}": actor.build.remote(*meeting) for i, actor in enumerate(self.actors)}
+        self._building = {f"{self._who} rank {i}": actor.build.remote(*meeting) for i, actor in enumerate(self.actors)}
 
     def wait_started(self) -> dict:
         """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
-        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(self._build)[0]
+        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(self._building)[0]
 
     def with_reference(self, samples: list[TrainSample]) -> list[TrainSample]:
         """The samples with this group's log-probs as `reference_logprobs`."""

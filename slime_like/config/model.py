@@ -41,14 +41,14 @@ _LATENT = (
 class ModelConfig:
     """Model architecture (Megatron's names; all of it comes from --hf-checkpoint when --num-layers is not given)"""
 
-    num_layers: int | None = flag(None, help="Transformer layers. Without it, the architecture is read from --hf-checkpoint.")
-    hidden_size: int | None = flag(None, help="Width of the residual stream.")
+    num_layers: int = flag(0, help="Transformer layers. 0: the architecture is read from --hf-checkpoint.")
+    hidden_size: int = flag(0, help="Width of the residual stream.")
     ffn_hidden_size: int | None = flag(None, help="Width inside the MLP. Default: 4 x hidden size.")
-    num_attention_heads: int | None = flag(None, help="Query heads.")
+    num_attention_heads: int = flag(0, help="Query heads.")
     group_query_attention: bool = flag(False, help="Use --num-query-groups key/value heads instead of one per query head.")
     num_query_groups: int | None = flag(None, help="Key/value heads, with --group-query-attention.")
     kv_channels: int | None = flag(None, help="Size of one head. Default: hidden size / heads.")
-    vocab_size: int | None = flag(None, help="Rows of the embedding in the HF checkpoint.")
+    vocab_size: int = flag(0, help="Rows of the embedding in the HF checkpoint.")
     make_vocab_size_divisible_by: int = flag(1, help="Pad the embedding to a multiple of this times the tensor parallel size.")
     max_position_embeddings: int | None = flag(None, help="Longest sequence the model takes. Default: from the HF checkpoint, else 32768.")
     normalization: str = flag("LayerNorm", choices=("RMSNorm", "LayerNorm"), help="Norm of every layer; the supported families use RMSNorm.")
@@ -91,7 +91,7 @@ class ModelConfig:
     original_max_position_embeddings: int = flag(4096, help="Longest sequence before yarn stretched the positions.")
     beta_fast: float = flag(32.0, help="Yarn: channels that turn more often than this over the original length are left as they are.")
     beta_slow: float = flag(1.0, help="Yarn: channels that turn less often than this are stretched by the whole factor.")
-    num_experts: int | None = flag(None, help="Experts of each mixture-of-experts layer.")
+    num_experts: int = flag(0, help="Experts of each mixture-of-experts layer. 0: the model is dense.")
     moe_layer_freq: str = flag("1", help="Which layers have experts: N (every Nth), or a list such as [0]*3+[1]*75.")
     moe_ffn_hidden_size: int | None = flag(None, help="Width inside one expert. Default: --ffn-hidden-size.")
     moe_shared_expert_intermediate_size: int | None = flag(None, help="Width of all shared experts together; without it there are none.")
@@ -112,6 +112,11 @@ class ModelConfig:
     moe_grouped_gemm: bool = flag(False, help="One kernel for all experts of a GPU.")
     moe_permute_fusion: bool = flag(False, help="Fused token permutation.")
     moe_enable_deepep: bool = flag(False, help="DeepEP communication, with the flex dispatcher.")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the architecture is here, from flags or from a checkpoint; else all sizes are 0."""
+        return self.num_layers > 0
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:

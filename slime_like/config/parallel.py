@@ -12,16 +12,20 @@ class Architecture(Protocol):
     """What the split needs to know of a model; a ModelConfig does."""
 
     @property
-    def num_layers(self) -> int | None:
+    def is_known(self) -> bool:
+        """Whether it is known at all."""
+
+    @property
+    def num_layers(self) -> int:
         """Transformer layers."""
 
     @property
-    def num_attention_heads(self) -> int | None:
+    def num_attention_heads(self) -> int:
         """Query heads."""
 
     @property
-    def num_experts(self) -> int | None:
-        """Experts of a layer."""
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 if it has none."""
 
     @property
     def moe_ffn_hidden_size(self) -> int | None:
@@ -154,6 +158,7 @@ class ParallelConfig:
             if counts[0] % layers:
                 raise ValueError(f"{flag_text} does not divide a stage's {counts[0]} layers")
             return counts[0] // layers if counts[0] > layers else None
+        assert given is not None, "one of the two flags is given"
         if any(count % given for count in counts):
             raise ValueError(f"--num-virtual-stages-per-pipeline-rank {given} does not divide every stage's layers: {counts}")
         return given
@@ -180,7 +185,7 @@ class ParallelConfig:
         if self.overlap_param_gather and not (self.overlap_grad_reduce and self.use_distributed_optimizer):
             found.append("--overlap-param-gather needs --overlap-grad-reduce and --use-distributed-optimizer.")
         found += self._interleaving_problems()
-        if found or model.num_layers is None:
+        if found or not model.is_known:
             return found
         for what, count in (("query heads", model.num_attention_heads), ("key/value heads", model.num_kv_heads), ("MLP channels", model.mlp_size)):
             if count % tensor:

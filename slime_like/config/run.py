@@ -148,7 +148,7 @@ class RunConfig:
         for name in GROUPS:
             group = getattr(self, name)
             if name == "model":
-                found += group.problems() if group.num_layers is not None else []
+                found += group.problems() if group.is_known else []
             elif name == "parallel":
                 found += group.problems(self.model)
             else:
@@ -219,7 +219,7 @@ class RunConfig:
             found.append(f"--sglang-dp-size {dp} does not divide the engine's {origin}.")
         if tp % ep:
             found.append(f"--sglang-ep-size {ep} does not divide the engine's {origin}.")
-        if ep > 1 and self.model.num_layers and not self.model.num_experts:
+        if ep > 1 and self.model.is_known and not self.model.num_experts:
             found.append(f"--sglang-ep-size {ep} needs a model with experts (--num-experts).")
         return found
 
@@ -230,7 +230,7 @@ class RunConfig:
             flag_name = f"--{name.replace('_', '-')}"
             if not getattr(self.loss, name):
                 continue
-            if self.model.num_layers is not None and not self.model.num_experts:
+            if self.model.is_known and not self.model.num_experts:
                 found.append(f"{flag_name} needs a model with experts (--num-experts). Fix: drop it.")
             if self.is_sft:
                 found.append(f"{flag_name} is about sampled responses; --loss-type sft_loss samples none. Fix: drop it.")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 
@@ -13,12 +14,14 @@ from slime_like.algorithms.losses import clipped_value_loss
 from slime_like.algorithms.reduce import weighted_sum
 from slime_like.config.run import RunConfig
 from slime_like.config.training import LossConfig
+from slime_like.errors import DataError
 from slime_like.megatron_backend.advantages import Parts, rollout_advantages
 from slime_like.megatron_backend.checkpoint_folder import is_megatron_folder
 from slime_like.megatron_backend.context_parallel import whole
 from slime_like.megatron_backend.packing import PackedBatch, packed_rows
 from slime_like.megatron_backend.start_weights import start_source, start_step
 from slime_like.megatron_backend.train_step import LogProbs, StepBatch, StepRunner
+from slime_like.records import TrainSample
 
 #: The critic's folder inside --save and --load.
 FOLDER = "critic"
@@ -98,10 +101,17 @@ def _value_metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
     }
 
 
+def _brought(sample: TrainSample) -> np.ndarray:
+    """The values that a sample brought. Raises DataError if it has none."""
+    if sample.values is None:
+        raise DataError(f"sample {sample.prompt_index}/{sample.sample_index} has no values, which the critic is fitted from.")
+    return sample.values
+
+
 def value_targets(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """(old values, returns) of each train step, [T] for each pack. Collective."""
     found = []
     for part, batch, (_, returns) in zip(parts, batches, rollout_advantages(parts, batches, loss), strict=True):
-        old = {index: part[index].values for index in returns}
+        old = {index: _brought(part[index]) for index in returns}
         found.append((packed_rows(old, batch.packs), packed_rows(returns, batch.packs)))
     return found

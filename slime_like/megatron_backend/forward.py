@@ -99,7 +99,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
         per_row = [None if grad is None else grad / columns.temperature for grad in (grad_log_prob, grad_entropy)]
         grad = logits if ctx.replaces else torch.empty_like(logits)
         for rows in _blocks(logits, ctx.chunk_tokens) if columns.width else ():
-            by_log_prob, by_entropy = (None if values is None else values[rows, None] for values in per_row)
+            by_log_prob, by_entropy = (_column(values, rows) for values in per_row)
             if not logits.is_cuda and by_entropy is None and not by_log_prob.any():
                 grad[rows] = 0.0  # tokens that are not trained on
                 continue
@@ -124,6 +124,11 @@ class _VocabParallelLogProb(torch.autograd.Function):
             del scaled, part
         grad[:, columns.width :] = 0.0
         return grad, None, None, None, None
+
+
+def _column(values, rows: slice):
+    """[rows, 1] of a gradient that autograd gave; None if it gave none."""
+    return None if values is None else values[rows, None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[Shard]:
             dim=_split_dim(parameter, entry.layout, is_expert=expert is not None),
             is_tied_copy=is_tied_copy,
             expert=int(expert[0]) if expert else None,
-            num_local_experts=(model.num_experts or 0) // parallel_state.get_expert_model_parallel_world_size(),
+            num_local_experts=model.num_experts // parallel_state.get_expert_model_parallel_world_size(),
         )
 
 
@@ -166,7 +166,7 @@ def hf_names(model: ModelConfig) -> set[str]:
         for hf in entry.hf
         for layer, has_experts in enumerate(model.expert_layers)
         if entry.is_in_layer(has_experts=has_experts)
-        for expert in (range(model.num_experts or 0) if "{expert}" in hf else (0,))
+        for expert in (range(model.num_experts) if "{expert}" in hf else (0,))
     }
     return names if model.untie_embeddings_and_output_weights else names - {_OUTPUT}
 

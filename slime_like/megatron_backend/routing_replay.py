@@ -69,7 +69,7 @@ class RoutingReplay:
         """For the policy's own processes, if --use-routing-replay or --use-rollout-routing-replay is given; a critic and a reference choose themselves."""
         if config.role != "actor" or not (config.loss.use_routing_replay or config.loss.use_rollout_routing_replay):
             return None
-        assert config.model.num_layers is not None and config.model.num_experts, "the architecture is resolved before workers are built"
+        assert config.model.is_known and config.model.num_experts, "the architecture is resolved before workers are built"
         return cls(
             model,
             num_layers=config.model.num_layers,

@@ -43,7 +43,7 @@ class TrainWorker:
     """
 
     def __init__(self, config: RunConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int, store_path: str | None = None):
-        assert config.model.num_layers is not None, "the architecture must be resolved before workers are built"
+        assert config.model.is_known, "the architecture must be resolved before workers are built"
         self._is_critic = config.role == "critic"
         self.config = config = critic_config(config) if self._is_critic else config
         self.rank = rank

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from slime_like.observability.tracing import PhaseTrace
@@ -72,44 +73,57 @@ class MetricsLog:
 
 
 class PhaseTimers:
-    """Seconds of each phase of one step.
+    """Seconds of each phase of one step. Phases may overlap, also from several threads: generating the next rollout while training this one.
 
     Example: with timers.phase("generate"): …;  timers.finish_step() -> {"step/seconds": 3.1, "step/generate_seconds": 1.2, …}
     """
 
-    #: What a step is for; the rest of its time is overhead.
+    #: What a step is for; the time in which none of it runs is overhead.
     WORK = ("generate", "train", "sync")
 
-    def __init__(self, trace: PhaseTrace | None = None, step: int = 0):
-        self._trace, self._step = trace, step
-        self._seconds: dict[str, float] = {}
-        self._start = time.monotonic()
+    def __init__(self, trace: PhaseTrace | None = None, step: int = 0, *, clock: Callable[[], float] = time.monotonic):
+        self._trace, self._step, self._clock = trace, step, clock
+        self._spans: dict[str, list[tuple[float, float]]] = {}
+        self._lock = threading.Lock()
+        self._start = clock()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time inside the block to the phase, also when it raises."""
-        start = time.monotonic()
+        start = self._clock()
         try:
             yield
         finally:
-            end = time.monotonic()
-            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            end = self._clock()
+            with self._lock:
+                self._spans.setdefault(name, []).append((start, end))
             if self._trace is not None:
                 self._trace.add(name, start, end, self._step)
 
     def seconds(self, name: str) -> float:
         """Seconds spent in the phase during this step; 0 if it did not run."""
-        return self._seconds.get(name, 0.0)
+        return sum(end - start for start, end in self._spans.get(name, ()))
 
     def finish_step(self) -> dict[str, float]:
         """Metrics of the step that ends now, and start the next. Phases outside WORK (save, eval) count as overhead too."""
-        now = time.monotonic()
-        total = now - self._start
-        metrics = {f"step/{name}_seconds": seconds for name, seconds in self._seconds.items()}
-        metrics["step/seconds"] = total
-        metrics["step/overhead_seconds"] = total - sum(self.seconds(name) for name in self.WORK)
-        self._seconds, self._start = {}, now
+        with self._lock:
+            now = self._clock()
+            total = now - self._start
+            metrics = {f"step/{name}_seconds": self.seconds(name) for name in self._spans}
+            work = [span for name in self.WORK for span in self._spans.get(name, ())]
+            metrics["step/seconds"] = total
+            metrics["step/overhead_seconds"] = total - covered_seconds(work)
+            self._spans, self._start = {}, now
         return metrics
+
+
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans (start, end) runs. Example: [(0, 2), (1, 3), (5, 6)] -> 4."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _number(name: str, value) -> float | int:

@@ -11,12 +11,15 @@ from pathlib import Path
 class PhaseTrace:
     """Appends one complete event a phase.
 
+    Each phase has a line of its own, so that phases which overlap are seen side by side.
+
     The file is a JSON array without its closing bracket, which the format allows: it can be read while the run goes on, and after a crash.
     """
 
     def __init__(self, path: str | os.PathLike):
         self._path = Path(path)
         self._zero = time.monotonic()
+        self._lines: dict[str, int] = {}
         self._path.write_text("[\n", encoding="utf-8")
 
     def add(self, name: str, start: float, end: float, step: int) -> None:
@@ -27,7 +30,7 @@ class PhaseTrace:
             "ts": round((start - self._zero) * 1e6),
             "dur": round((end - start) * 1e6),
             "pid": 0,
-            "tid": 0,
+            "tid": self._lines.setdefault(name, len(self._lines)),
             "args": {"step": step},
         }
         with open(self._path, "a", encoding="utf-8") as file:

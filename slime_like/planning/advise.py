@@ -39,7 +39,7 @@ def read_model(path: str) -> ModelConfig:
     parser = make_parser("")
     add_flags(parser, ModelConfig)
     model = from_namespace(ModelConfig, parse(parser, words))
-    if model.num_layers is None:
+    if not model.is_known:
         raise UserError(f"--model {path}: MODEL_ARGS has no --num-layers.")
     if problems := model.problems():
         raise ConfigError(problems)

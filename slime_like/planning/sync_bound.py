@@ -49,7 +49,7 @@ class SyncPlan:
 def weight_bytes(config: RunConfig) -> int:
     """Bytes of all HF tensors: unpadded, a tied embedding once, routers' fp32 biases with them."""
     model = config.model
-    routers = sum(model.expert_layers) * 4 * (model.num_experts or 0) if model.moe_router_enable_expert_bias else 0
+    routers = sum(model.expert_layers) * 4 * model.num_experts if model.moe_router_enable_expert_bias else 0
     return Precision.of(config.optimizer).weight * model_parameters(model) + routers
 
 

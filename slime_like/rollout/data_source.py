@@ -39,8 +39,8 @@ class Row:
 class DataSource:
     """The endless stream of prompts: position p is row p % num_rows of epoch p // num_rows.
 
-    num_filtered: rows left out because their prompt is too long. max_tokens: of prompt and answer together.
-    position: prompts drawn so far; all the state there is.
+    num_filtered: rows left out because their prompt is too long. max_tokens: of prompt and answer together. Which prompts were drawn is
+    for a ledger to know.
     """
 
     def __init__(self, rows: list[Row], data: DataConfig, *, path: str, tokenizer, max_tokens: int, num_filtered: int = 0):
@@ -50,17 +50,10 @@ class DataSource:
         self.path = path
         self.tokenizer = tokenizer
         self.num_filtered = num_filtered
-        self.position = 0
         self._order: tuple[int, np.ndarray] | None = None  # of one epoch
 
-    def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; the stream goes on into the next epoch."""
-        prompts = [self.prompt_at(self.position + i) for i in range(count)]
-        self.position += count
-        return prompts
-
     def prompt_at(self, position: int) -> Prompt:
-        """The prompt at a position of the stream, without moving."""
+        """The prompt at a position of the stream."""
         epoch, offset = divmod(position, len(self.rows))
         row = self.rows[self._epoch_order(epoch)[offset]]
         fields = {name: getattr(row, name) for name in ("text", "tokens", "label", "metadata", "response", "messages")}
@@ -77,17 +70,16 @@ class DataSource:
         """The token that ends an answer. Raises DataError if the tokenizer has none."""
         return end_of_turn_id(self.tokenizer, self.data.chat_template_kwargs if self.data.apply_chat_template else None)
 
-    def state_dict(self) -> dict:
-        """What resuming needs, as JSON."""
-        return {"position": self.position, "num_rows": len(self.rows), "shuffle": self.data.rollout_shuffle, "seed": self.data.rollout_seed}
+    def identity(self) -> dict:
+        """What makes a position in this stream mean the same prompt, as JSON."""
+        return {"num_rows": len(self.rows), "shuffle": self.data.rollout_shuffle, "seed": self.data.rollout_seed}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where the state was saved. Raises CheckpointError if the rows or their order are not the same any more."""
-        for name, now in self.state_dict().items():
-            if name != "position" and state.get(name) != now:
+    def check_identity(self, state: dict) -> None:
+        """Raises CheckpointError if the rows or their order are not those of a saved `identity` any more."""
+        for name, now in self.identity().items():
+            if state.get(name) != now:
                 change = f"{name} was {state.get(name)} and is {now}"
                 raise CheckpointError(f"the data position in {self.path} cannot be resumed: {change}. Fix: the same data flags, or --finetune.")
-        self.position = int(state["position"])
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:

@@ -18,7 +18,7 @@ from slime_like.utils.files import write_atomic
 
 _FORMAT = 1
 _SAMPLE_ARRAYS = {"tokens": np.int32, "loss_mask": np.int8, "engine_logprobs": np.float32, "weight_versions": np.int32}
-_SAMPLE_FIELDS = ("prompt_index", "sample_index", "response", "status", "label", "metadata", "reward", "reward_parts", "error")
+_SAMPLE_FIELDS = ("prompt_index", "sample_index", "segment_index", "response", "status", "label", "metadata", "reward", "reward_parts", "error")
 _PROMPT_FIELDS = ("index", "text", "label", "metadata", "response", "messages")
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from slime_like.config.run import RunConfig
 from slime_like.records import FAILED, TRUNCATED, SampleGroup
-from slime_like.rollout.collect import part_means
 from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.rollout.generate import Sampling
 from slime_like.rollout.groups import GroupMaker, refuse_if_all_failed
+from slime_like.rollout.rollout_metrics import part_means
 
 
 def eval_sampling(config: RunConfig, name: str) -> Sampling:
@@ -40,7 +40,7 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
     refuse_if_all_failed(outcomes)
     samples = [sample for outcome in outcomes for sample in outcome.group.samples]
     return {
-        f"eval/{name}/reward_mean": float(np.mean([sample.reward for sample in samples])),
+        f"eval/{name}/reward_mean": float(np.mean(np.concatenate([outcome.group.rewards for outcome in outcomes]))),
         f"eval/{name}/response_tokens_mean": float(np.mean([sample.num_response_tokens for sample in samples])),
         f"eval/{name}/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
         f"eval/{name}/failed_samples": float(sum(len(outcome.failed) for outcome in outcomes)),
@@ -52,7 +52,9 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
 
 def pass_rates(groups: Sequence[SampleGroup], threshold: float) -> dict[str, float]:
     """pass@1, pass@2, pass@4, … up to the samples of a prompt, each the mean over the prompts. A sample passes with a reward of at least `threshold`."""
-    passed = [[sample.status != FAILED and reward >= threshold for sample, reward in zip(group.samples, group.rewards, strict=True)] for group in groups]
+    passed = [
+        [segments[-1].status != FAILED and reward >= threshold for segments, reward in zip(group.episodes, group.rewards, strict=True)] for group in groups
+    ]
     fewest = min(map(len, passed))
     sizes = [2**power for power in range(fewest.bit_length())]
     return {f"pass@{k}": float(np.mean([pass_at_k(len(flags), sum(flags), k) for flags in passed])) for k in sizes}

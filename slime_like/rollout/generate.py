@@ -14,7 +14,7 @@ import numpy as np
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
-from slime_like.records import ABORTED, COMPLETED, FAILED, TRUNCATED, EngineEndpoint, Prompt, Sample
+from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
 
@@ -187,40 +187,3 @@ def _as_version(value: Any) -> int | None:
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def sample_from(prompt: Prompt, sample_index: int, generation: Generation) -> Sample:
-    """The flat record of prompt and response."""
-    prompt_length, length = len(prompt.tokens), len(generation.tokens)
-    return Sample(
-        prompt_index=prompt.index,
-        sample_index=sample_index,
-        tokens=np.concatenate([prompt.tokens, np.array(generation.tokens, dtype=np.int32)]).astype(np.int32),
-        loss_mask=np.repeat(np.array([0, 1], dtype=np.int8), [prompt_length, length]),
-        engine_logprobs=np.concatenate([np.zeros(prompt_length), generation.logprobs]).astype(np.float32),
-        weight_versions=np.repeat(np.array([-1, generation.weight_version], dtype=np.int32), [prompt_length, length]),
-        response=generation.text,
-        status=generation.status,
-        label=prompt.label,
-        metadata=prompt.metadata,
-        routed_experts=generation.routed_experts,
-    )
-
-
-def failed_sample(prompt: Prompt, sample_index: int, error: str) -> Sample:
-    """A sample without a response: nothing to train on, reward 0, and the reason."""
-    length = len(prompt.tokens)
-    return Sample(
-        prompt_index=prompt.index,
-        sample_index=sample_index,
-        tokens=prompt.tokens,
-        loss_mask=np.zeros(length, dtype=np.int8),
-        engine_logprobs=np.zeros(length, dtype=np.float32),
-        weight_versions=np.full(length, -1, dtype=np.int32),
-        response="",
-        status=FAILED,
-        label=prompt.label,
-        metadata=prompt.metadata,
-        reward=0.0,
-        error=error,
-    )

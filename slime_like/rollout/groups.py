@@ -11,9 +11,11 @@ import aiohttp
 
 from slime_like.errors import EngineError, RunError
 from slime_like.records import ABORTED, FAILED, Prompt, Sample, SampleGroup
-from slime_like.rollout.generate import GenerationClient, Sampling, failed_sample, sample_from
+from slime_like.rollout.generate import GenerationClient, Sampling
+from slime_like.rollout.policy import Policy
 from slime_like.rollout.rewards.overlong import punish_overlong
 from slime_like.rollout.rewards.scorer import RewardScorer
+from slime_like.rollout.sample_builder import SampleBuilder
 
 #: How often a sample whose request failed or was aborted is asked for again (each time with the client's own retries).
 NUM_REGENERATIONS = 2
@@ -29,11 +31,30 @@ class GroupOutcome:
 
     group: SampleGroup
     num_failures: int  # requests that failed or were aborted, also those that were made good later
+    num_interrupted: int = 0  # requests that our own weight syncs ended; asked again, and no failures
 
     @property
     def failed(self) -> list[Sample]:
         """The samples that could not be had."""
         return [sample for sample in self.group.samples if sample.status == FAILED]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Episode:
+    """One answer to a prompt: its samples, one or the segments of it, which share a reward."""
+
+    segments: tuple[Sample, ...]
+    num_failures: int
+    num_interrupted: int
+
+    @property
+    def failed(self) -> bool:
+        return self.segments[-1].status == FAILED
+
+    def rewarded(self, last: Sample) -> _Episode:
+        """The episode with the reward of its last segment, `last`, at each."""
+        before = [dataclasses.replace(sample, reward=last.reward) for sample in self.segments[:-1]]
+        return dataclasses.replace(self, segments=(*before, last))
 
 
 class GroupMaker:
@@ -43,6 +64,7 @@ class GroupMaker:
         self,
         client: GenerationClient,
         scorer: RewardScorer,
+        policy: Policy,
         *,
         plugin_args: Any,
         custom_generate: Callable | None,
@@ -51,6 +73,7 @@ class GroupMaker:
     ):
         self._client = client
         self._scorer = scorer
+        self._policy = policy
         self._args = plugin_args
         self._custom_generate = custom_generate
         self._custom_timeout_s = custom_timeout_s
@@ -58,66 +81,83 @@ class GroupMaker:
 
     async def group(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> GroupOutcome:
         """Generate and score num_samples answers to one prompt."""
-        made = await gather_or_cancel([self._sample(prompt, index, sampling) for index in range(num_samples)])
-        samples = [sample for sample, _ in made]
+        episodes = await gather_or_cancel([self._episode(prompt, index, sampling) for index in range(num_samples)])
         if self._scorer.config.group_rm:
-            samples = await self._scored_together(samples, prompt, sampling)
-        return GroupOutcome(group=SampleGroup(prompt=prompt, samples=tuple(samples)), num_failures=sum(failures for _, failures in made))
+            episodes = await self._scored_together(episodes, prompt, sampling)
+        return GroupOutcome(
+            group=SampleGroup(prompt=prompt, samples=tuple(sample for episode in episodes for sample in episode.segments)),
+            num_failures=sum(episode.num_failures for episode in episodes),
+            num_interrupted=sum(episode.num_interrupted for episode in episodes),
+        )
 
     async def groups(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[GroupOutcome]:
         """The groups of all prompts, in the prompts' order."""
         return await gather_or_cancel([self.group(prompt, num_samples, sampling) for prompt in prompts])
 
-    async def _scored_together(self, samples: list[Sample], prompt: Prompt, sampling: Sampling) -> list[Sample]:
-        """The samples with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
-        good = [sample for sample in samples if sample.status != FAILED]
-        scored = iter(self._shaped(sample, sampling) for sample in await self._scorer.score_group(good, prompt, evaluation=self._evaluation))
-        return [sample if sample.status == FAILED else next(scored) for sample in samples]
+    async def _scored_together(self, episodes: list[_Episode], prompt: Prompt, sampling: Sampling) -> list[_Episode]:
+        """The episodes with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
+        last = [episode.segments[-1] for episode in episodes if not episode.failed]
+        scored = iter(await self._scorer.score_group(last, prompt, evaluation=self._evaluation))
+        return [episode if episode.failed else episode.rewarded(self._shaped(next(scored), sampling)) for episode in episodes]
 
-    async def _sample(self, prompt: Prompt, index: int, sampling: Sampling) -> tuple[Sample, int]:
-        """(sample, scored unless --group-rm waits for its siblings, failures on the way). Only this sample is asked for again: its siblings are good."""
-        failures = 0
+    async def _episode(self, prompt: Prompt, index: int, sampling: Sampling) -> _Episode:
+        """One answer, scored unless --group-rm waits for its siblings. Only this one is asked for again: its siblings are good."""
+        failures = interrupted = 0
         while True:
-            sample = await self._generate(prompt, index, sampling)
-            if sample.status not in (FAILED, ABORTED):
+            changes = self._policy.num_changes
+            segments = await self._generate(prompt, index, sampling)
+            ended = {sample.status for sample in segments}
+            if not ended & {FAILED, ABORTED}:
+                episode = _Episode(tuple(segments), failures, interrupted)
                 if self._scorer.config.group_rm:
-                    return sample, failures
-                return self._shaped(await self._scorer.score(sample, prompt, evaluation=self._evaluation), sampling), failures
+                    return episode
+                scored = await self._scorer.score(segments[-1], prompt, evaluation=self._evaluation)
+                return episode.rewarded(self._shaped(scored, sampling))
+            if FAILED not in ended and self._policy.explains_abort(changes):
+                # Our own sync ended the request: that is no failure of the prompt's, and long answers meet it more often.
+                interrupted += 1
+                await self._policy.settled(self._custom_timeout_s)
+                continue
             failures += 1
             if failures > NUM_REGENERATIONS:
-                return failed_sample(prompt, index, sample.error or "the engine aborted the request"), failures
+                error = next((sample.error for sample in segments if sample.error), "the engine aborted the request")
+                return _Episode((SampleBuilder(prompt, index).fail(error),), failures, interrupted)
 
     def _shaped(self, sample: Sample, sampling: Sampling) -> Sample:
         """The scored sample, punished for its length if that is asked for; never in evaluations."""
         return sample if self._evaluation else punish_overlong(sample, self._scorer.config, max_response_tokens=sampling.max_response_tokens)
 
-    async def _generate(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        request = sampling.request(prompt, index)
+    async def _generate(self, prompt: Prompt, index: int, sampling: Sampling) -> Sequence[Sample]:
+        """The segments of one answer: one, but for a custom function that gives several."""
+        request, builder = sampling.request(prompt, index), SampleBuilder(prompt, index)
         try:
             if self._custom_generate is not None:
                 return await self._custom(self._custom_generate, prompt, index, request)
-            generation = await self._client.generate(prompt.tokens, request)
+            sample = builder.generated(await self._client.generate(prompt.tokens, request)).finish()
         except (EngineError, aiohttp.ClientError, OSError) as error:  # OSError includes TimeoutError
-            return failed_sample(prompt, index, f"{type(error).__name__}: {error}")
-        sample = sample_from(prompt, index, generation)
-        if sample.num_response_tokens == 0:
-            return failed_sample(prompt, index, f"the engine gave no token (status {sample.status})")
-        return sample
+            return [builder.fail(f"{type(error).__name__}: {error}")]
+        # A request that was aborted before its first token is an abort, whatever ended it.
+        if sample.num_response_tokens == 0 and sample.status != ABORTED:
+            return [builder.fail(f"the engine gave no token (status {sample.status})")]
+        return [sample]
 
-    async def _custom(self, function: Callable, prompt: Prompt, index: int, request: dict) -> Sample:
+    async def _custom(self, function: Callable, prompt: Prompt, index: int, request: dict) -> list[Sample]:
         where = f"--custom-generate-function-path, prompt {prompt.index}, sample {index}"
         try:
             async with asyncio.timeout(self._custom_timeout_s):
-                made = await function(self._args, prompt, request, self._client)
+                answer = await function(self._args, prompt, request, self._client)
         except (EngineError, aiohttp.ClientError, OSError):
             raise  # a request or tool that failed: may be tried again
         except Exception as error:
             raise RunError(f"{where}: the function raised {type(error).__name__}: {error}") from error
-        samples = made if isinstance(made, (list, tuple)) else [made]
-        if len(samples) != 1 or not isinstance(samples[0], Sample):
+        samples = list(answer) if isinstance(answer, (list, tuple)) else [answer]
+        if not samples or not all(isinstance(sample, Sample) for sample in samples):
             kinds = [type(item).__name__ for item in samples]
-            raise RunError(f"{where}: the function gave {kinds}; it must give one Sample (batch sizes count one per request).")
-        sample = samples[0]
+            raise RunError(f"{where}: the function gave {kinds}; it must give one Sample, or a list of them: the segments of one answer.")
+        return [self._checked(sample, prompt, index, number, where) for number, sample in enumerate(samples)]
+
+    def _checked(self, sample: Sample, prompt: Prompt, index: int, segment: int, where: str) -> Sample:
+        """A custom function's sample, numbered as what it is. Raises RunError if it cannot be trained on."""
         experts = sample.routed_experts
         if self._client.routing and sample.status not in (FAILED, ABORTED) and experts is None:
             if sample.loss_mask.any():
@@ -126,7 +166,7 @@ class GroupMaker:
                     "engine.generate (they cover all tokens that were sent and came), or drop the flag."
                 )
             experts = self._client.routing.unsaid(len(sample.tokens))
-        return dataclasses.replace(sample, prompt_index=prompt.index, sample_index=index, routed_experts=experts)
+        return dataclasses.replace(sample, prompt_index=prompt.index, sample_index=index, segment_index=segment, routed_experts=experts)
 
 
 def refuse_if_all_failed(outcomes: Sequence[GroupOutcome]) -> None:

@@ -1,127 +1,78 @@
-"""The rollout side as the loop sees it: generate, evaluate, remember the data position. Nothing here blocks another call."""
+"""The rollout side as the driver sees it: a service in an event loop in a thread of its own, and calls that wait for it."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import threading
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError, WaitTimeout
-from slime_like.records import EngineEndpoint
-from slime_like.rollout.collect import Collector, RolloutResult
-from slime_like.rollout.data_source import DataSource, check_data, context_tokens, load_eval_data
-from slime_like.rollout.evaluate import evaluate
-from slime_like.rollout.generate import GenerationClient, Sampling
-from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker
-from slime_like.rollout.plugins import load_plugins
-from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
-from slime_like.rollout.routed_experts import RoutingShape
-from slime_like.rollout.train_samples import to_train_samples
-
-__all__ = ["RolloutManager", "RolloutResult", "check_data", "to_train_samples"]
+from slime_like.records import WeightsRef
+from slime_like.rollout.data_source import DataSource, check_data
+from slime_like.rollout.rewards.scorer import ScoresSamples
+from slime_like.rollout.service import EngineAccess, RolloutResult, RolloutService, make_service
 
 _CLOSE_S = 30.0
+#: How long a call that only changes the service's state may take.
+_TELL_S = 60.0
 _T = TypeVar("_T")
 
 
 class RolloutManager:
-    """Lives in the driver; all requests run in one event loop in a thread of its own, so the driver is free meanwhile.
+    """All requests run in the thread's event loop, so the driver is free meanwhile.
 
     start() loads tokenizer, data and plugins and raises every error the user can make there; it needs no engine.
-    generate() and start_generate() move the data position; call one at a time. evaluate() may run beside them.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        router_url: str,
-        router_api_key: str | None,
-        num_engines: int,
-        reward_model: ScoresSamples | None = None,
-        endpoints: Sequence[EngineEndpoint] = (),
-    ):
-        self._config = config
-        self._endpoints = tuple(endpoints)  # of the engines behind the router; needed where they are asked for routed experts
-        self._reward_model = reward_model
-        self._router_url = router_url
-        self._router_api_key = router_api_key
-        self._concurrency = config.engine.sglang_server_concurrency * max(1, num_engines)
-        self._weight_version = 0
-        self._source: DataSource | None = None
-        self._eval_data: dict[str, DataSource] = {}
+    def __init__(self, config: RunConfig, access: EngineAccess, reward_model: ScoresSamples | None = None):
+        self._config, self._access, self._reward_model = config, access, reward_model
+        self._service: RolloutService | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._client: GenerationClient | None = None
-        self._scorer: RewardScorer | None = None
-        self._generating: concurrent.futures.Future | None = None
 
     def start(self, source: DataSource | None = None) -> None:
         """Get everything ready. source: what check_data gave, to save reading the data twice."""
-        config = self._config
-        plugin_args = config.plugin_args()
-        plugins = load_plugins(config)
-        scorer = RewardScorer(config.reward, plugins.reward, plugin_args, self._reward_model)
-        self._source = source or check_data(config)
-        self._eval_data = load_eval_data(config, self._source.tokenizer)
+        source = source or check_data(self._config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
-        self._scorer, self._client = scorer, self._wait(self._submit(self._make_client()), "making the client")
-        make = functools.partial(
-            GroupMaker,
-            self._client,
-            scorer,
-            plugin_args=plugin_args,
-            custom_generate=plugins.generate,
-            custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
-        )
-        self._maker, self._eval_maker = make(), make(evaluation=True)
-        sampling = Sampling.for_training(config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed))
-        self._collector = Collector(self._source, self._maker, config.rollout, sampling=sampling, group_filter=plugins.group_filter, plugin_args=plugin_args)
-
-    @property
-    def source(self) -> DataSource:
-        """The training data; start() must have run."""
-        assert self._source is not None, "start() first"
-        return self._source
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollout steps of the whole run, from --num-rollout or --num-epoch."""
-        return self.source.num_rollouts(self._config.rollout.rollout_batch_size)
+        starting = make_service(self._config, self._access, source, self._reward_model)
+        self._service = self._wait(self._submit(starting), "making the service")
 
     def generate(self, step: int, watch: Callable[[], None] | None = None) -> RolloutResult:
         """The groups of rollout `step`; waits for them. watch: asked each second meanwhile; what it raises ends the wait."""
         return self._wait(self.start_generate(step), f"rollout {step}", watch)
 
     def start_generate(self, step: int) -> concurrent.futures.Future[RolloutResult]:
-        """Begin rollout `step`; the result comes in the future. Raises RunError if another rollout is still being generated."""
-        if self._generating is not None and not self._generating.done():
-            raise RunError(f"rollout {step} cannot begin: the one before is still being generated.")
-        self._generating = self._submit(self._generate(step))
-        return self._generating
+        """Begin rollout `step`; the result comes in the future, or RunError if another rollout is still being generated."""
+        return self._submit(self._running().generate(step))
 
     def evaluate(self, step: int, watch: Callable[[], None] | None = None) -> dict[str, float]:
-        """Metrics of all evaluation sets with the present weights; {} if there are none. Does not move the training data."""
-        return self._wait(self._submit(self._evaluate()), f"the evaluation after {step} rollouts", watch)
+        """Metrics of all evaluation sets with the present weights; {} if there are none. May run beside a rollout."""
+        return self._wait(self._submit(self._running().evaluate()), f"the evaluation after {step} rollouts", watch)
 
-    def set_weight_version(self, version: int) -> None:
-        """What to record for engines that do not tell their version."""
-        self._weight_version = version
+    def policy_changing(self) -> None:
+        """Engines are about to get other weights; what they abort now did not fail."""
+        self._tell(self._running().policy_changing)
+
+    def policy_changed(self, weights: WeightsRef) -> None:
+        """The engines serve these from now on: also what to record for those that do not tell their version."""
+        self._tell(lambda: self._running().policy_changed(weights))
+
+    def trained(self, prompts: Iterable[int]) -> None:
+        """The trainer has used the groups of these prompts."""
+        self._tell(lambda: self._running().trained(prompts))
 
     def state_dict(self) -> dict:
-        """What resuming needs, as JSON. Meaningful between rollouts, not while one is being generated."""
-        return {"data": self.source.state_dict()}
+        """What resuming needs, as JSON."""
+        return {"data": self._tell(self._running().feed.state_dict)}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where the state was saved; raises CheckpointError if the data changed."""
-        self.source.load_state_dict(state["data"])
+        self._tell(lambda: self._running().feed.load_state_dict(state["data"]))
 
     def close(self) -> None:
         """Cancel what runs, close connections, end the reward processes. May be called twice, or without start()."""
@@ -139,49 +90,29 @@ class RolloutManager:
         if not thread.is_alive():
             loop.close()
 
-    async def _make_client(self) -> GenerationClient:
-        config = self._config
-        return GenerationClient(
-            self._router_url,
-            self._router_api_key,
-            config.rollout,
-            concurrency=self._concurrency,
-            weight_version=lambda: self._weight_version,
-            routing=RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
-            engines=self._endpoints,
-        )
-
-    async def _generate(self, step: int) -> RolloutResult:
-        assert self._scorer is not None, "start() first"
-        start, unscorable = time.monotonic(), self._scorer.num_unscorable
-        try:
-            result = await self._collector.collect()
-        except RunError as error:
-            error.add_note(f"in rollout {step}")
-            raise
-        seconds = time.monotonic() - start
-        extra = {
-            "rollout/seconds": seconds,
-            "rollout/tokens_per_second": result.metrics["rollout/generated_tokens"] / seconds,
-            "rollout/unscorable_samples": float(self._scorer.num_unscorable - unscorable),
-            "rollout/epoch": self.source.position / len(self.source.rows),
-        }
-        return RolloutResult(groups=result.groups, metrics=result.metrics | extra)
-
-    async def _evaluate(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for name, source in self._eval_data.items():
-            metrics |= await evaluate(self._eval_maker, name, source, self._config)
-        return metrics
-
     async def _shut_down(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for part in (self._client, self._scorer):
-            if part is not None:
-                await part.close()
+        if self._service is not None:
+            await self._service.close()
+
+    def _running(self) -> RolloutService:
+        if self._service is None or self._loop is None:
+            raise RunError("the rollout manager is not running: start() has not been called, or close() has.")
+        return self._service
+
+    def _tell(self, change: Callable[[], _T]) -> _T:
+        """Run `change` inside the event loop, between two of its steps."""
+
+        async def run() -> _T:
+            return change()
+
+        try:
+            return self._submit(run()).result(timeout=_TELL_S)
+        except TimeoutError:
+            raise WaitTimeout(who="driver", whom="the rollout thread", phase="a change of state", seconds=_TELL_S, last="its loop is busy") from None
 
     def _submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         if self._loop is None:

@@ -6,16 +6,16 @@ import numpy as np
 
 from slime_like.errors import DataError
 from slime_like.records import Prompt, TrainSample
-from slime_like.rollout.data_source import DataSource
+from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.tokenizer import encode
 
 
-def supervised_samples(source: DataSource, count: int) -> list[TrainSample]:
-    """The next `count` rows of the stream as train samples. source: from check_data of a run with --loss-type sft_loss.
+def supervised_samples(feed: PromptFeed, count: int) -> list[TrainSample]:
+    """The next `count` rows of the stream as train samples. feed: over check_data's source of a run with --loss-type sft_loss.
 
     Raises DataError if no row has room for an answer within the context.
     """
-    prompts = source.draw(count)
+    prompts, source = feed.take_answered(count), feed.source
     responses = encode(source.tokenizer, [prompt.response or "" for prompt in prompts])
     samples = [supervised_sample(prompt, response, source.end_id, source.max_tokens) for prompt, response in zip(prompts, responses, strict=True)]
     if not any(sample.loss_mask.any() for sample in samples):

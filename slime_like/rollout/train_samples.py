@@ -43,6 +43,7 @@ def to_train_samples(
 
     group_size: --n-samples-per-prompt; one sample that is left of several teaches nothing.
     custom: samples of a group -> their advantages (--custom-advantage-function-path); raises DataError if it gives something else.
+    An answer of several samples (segments of an episode) is compared once, by its last one, and all of them get its advantage.
     A failed sample has nothing to train on: it is left out, of the group's baseline too. A sample whose loss mask is all zero, or a truncated one
     with mask_truncated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4), trains nothing, but its reward is a part of the baseline.
     """
@@ -55,20 +56,23 @@ def to_train_samples(
         if custom is None:
             advantages = group_advantages.normalize(kept.rewards, loss, group_size=group_size, deviation=deviation)
         else:
-            advantages = group_advantages.checked(custom(list(kept.samples)), len(kept.samples), str(loss.custom_advantage_function_path))
-        for sample, reward, advantage in zip(kept.samples, kept.rewards, advantages, strict=True):
-            train_samples.append(
-                TrainSample(
-                    prompt_index=sample.prompt_index,
-                    sample_index=sample.sample_index,
-                    tokens=sample.tokens,
-                    loss_mask=np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask,
-                    engine_logprobs=sample.engine_logprobs,
-                    weight_versions=sample.weight_versions,
-                    reward=float(reward),
-                    advantage=float(advantage),
-                    routed_experts=sample.routed_experts,
-                    metadata=sample.metadata,
-                )
-            )
+            last = [segments[-1] for segments in kept.episodes]
+            advantages = group_advantages.checked(custom(last), len(last), str(loss.custom_advantage_function_path))
+        for segments, reward, advantage in zip(kept.episodes, kept.rewards, advantages, strict=True):
+            train_samples += [_train_sample(sample, float(reward), float(advantage), mask_truncated) for sample in segments]
     return train_samples
+
+
+def _train_sample(sample: Sample, reward: float, advantage: float, mask_truncated: bool) -> TrainSample:
+    return TrainSample(
+        prompt_index=sample.prompt_index,
+        sample_index=sample.sample_index,
+        tokens=sample.tokens,
+        loss_mask=np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask,
+        engine_logprobs=sample.engine_logprobs,
+        weight_versions=sample.weight_versions,
+        reward=reward,
+        advantage=advantage,
+        routed_experts=sample.routed_experts,
+        metadata=sample.metadata,
+    )

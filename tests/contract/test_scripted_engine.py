@@ -15,7 +15,8 @@ from scripts.make_tiny_model import make_model
 from slime_like.config.rollout import RolloutConfig
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
 from slime_like.rollout.data_source import ENGINE_RESERVED_TOKENS
-from slime_like.rollout.generate import GenerationClient, Sampling, sample_from
+from slime_like.rollout.generate import GenerationClient, Sampling
+from slime_like.rollout.sample_builder import SampleBuilder
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from slime_like.sglang_backend.router import launch_router
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
@@ -163,7 +164,7 @@ def test_our_client_makes_a_sample_of_the_answer(server):
             await client.close()
 
     server.post("/update_weight_version", {"new_version": "11", "abort_all_requests": False})
-    sample = sample_from(prompt, 0, asyncio.run(run()))
+    sample = SampleBuilder(prompt, 0).generated(asyncio.run(run())).finish()
     assert 1 <= sample.num_response_tokens <= 6 and sample.status in (COMPLETED, TRUNCATED) and sample.status != ABORTED
     assert set(sample.weight_versions.tolist()) == {-1, 11}
     assert (sample.engine_logprobs[sample.loss_mask == 1] <= 0).all()

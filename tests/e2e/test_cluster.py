@@ -64,7 +64,7 @@ plan = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(acto
 bundles = reserve(plan, 60)
 found["slots"], found["on one host"] = [slot.gpu_id for slot in bundles.slots], bundles.on_one_host()
 attempt("held", lambda: reserve(plan, 2))
-bundles.remove()
+bundles.close()
 large = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1)))
 attempt("impossible", lambda: reserve(large, 60))
 again = reserve(plan, 60)

@@ -59,7 +59,7 @@ def compare(name, plan):
     said[name] = f"{'SAME' if real == want else f'DIFFERENT {real} {want}'} {len(real)} seats on {len(order)} machines"
     for actor in refs.values():
         ray.kill(actor)
-    bundles.remove()
+    bundles.close()
 
 def attempt(name, function):
     started = time.monotonic()
@@ -82,13 +82,13 @@ compare("all training", planned(
 ))
 held = reserve(planned(actor_num_nodes=3, actor_num_gpus_per_node=2, rollout_num_gpus=1), 60)
 attempt("held", lambda: reserve(planned(actor_num_gpus_per_node=2, rollout_num_gpus=2), 2))
-held.remove()
+held.close()
 attempt("too many", lambda: reserve(planned(actor_num_nodes=4, actor_num_gpus_per_node=2, rollout_num_gpus=1), 60))
 attempt("too large", lambda: reserve(planned(num_gpus_per_node=8, actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=4), 60))
 # The plan believes in machines of 8, so whether Ray tears an engine is chance; in either case nothing stays reserved.
 odd = planned(num_gpus_per_node=8, actor_num_gpus_per_node=1, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
-attempt("perhaps torn", lambda: reserve(odd, 60).remove())
-attempt("freed", lambda: reserve(planned(actor_num_nodes=4, actor_num_gpus_per_node=2, colocate=True), 30).remove())
+attempt("perhaps torn", lambda: reserve(odd, 60).close())
+attempt("freed", lambda: reserve(planned(actor_num_nodes=4, actor_num_gpus_per_node=2, colocate=True), 30).close())
 ray.shutdown()
 cluster.shutdown()
 with open(sys.argv[1], "w") as file:

@@ -1,5 +1,5 @@
 """The three placements on the real stack, started as users start them, and proven against HF transformers."""
-# Covers slime_like.cluster.build and slime_like.loops.sync_loop too, which it does not import itself.
+# Covers slime_like.job.build and slime_like.loops.sync_loop too, which it does not import itself.
 
 from __future__ import annotations
 

@@ -17,17 +17,17 @@ import numpy as np
 import ray
 import torch
 
-from slime_like.cluster.build import Job
 from slime_like.cluster.bundles import Bundles, reserve
 from slime_like.cluster.ray_session import Wait, connect
 from slime_like.cluster.rollout_group import RolloutGroup
 from slime_like.cluster.train_group import TrainGroup
 from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig, SyncConfig
-from slime_like.loops.step import Phases
+from slime_like.job.phases import Phases
+from slime_like.job.running import Job, ResolvedRun
 from slime_like.observability.tracing import PhaseTrace
 from slime_like.planning.placement import PlacementPlan, make_plan
-from slime_like.records import SyncReceipt
+from slime_like.records import SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, start_engine
 from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
@@ -60,9 +60,9 @@ class Sampling:
 
     version: int | None = None
 
-    def set_weight_version(self, version: int) -> None:
+    def policy_changed(self, weights: WeightsRef) -> None:
         """As RolloutManager's."""
-        self.version = version
+        self.version = weights.version
 
 
 class NoProcess:
@@ -113,7 +113,7 @@ class Trainers:
     def close(self) -> None:
         """End everything."""
         self.end()
-        self.bundles.remove()
+        self.bundles.close()
         ray.shutdown()
 
 
@@ -172,8 +172,10 @@ class SyncWorld:
         group.endpoints = tuple(dataclasses.replace(self.engines[tp].endpoint, external=True, **beside) for tp in tps)
         group.clients = [EngineClient(endpoint, timeout_s=TIMEOUT_S) for endpoint in group.endpoints]
         group.router = NoProcess()
-        job = Job(config, self.trainers.plan, types.SimpleNamespace(path=str(self.root)), None, train=self.train, engines=group, manager=self.sampling)
-        return Phases(job, self.metrics, console=None, trace=PhaseTrace(self.root / "trace.json"), version=self.version)
+        run = types.SimpleNamespace(path=str(self.root))
+        resolved = ResolvedRun(config=config, plan=self.trainers.plan, run=run, data=None, num_rollout=0)
+        job = Job(resolved, trainer=self.train, engines=group, rollouts=self.sampling)
+        return Phases(job, self.metrics, console=None, trace=PhaseTrace(self.root / "trace.json"), weights=WeightsRef(version=self.version))
 
     def sync(self, *tps: int, phases: Phases | None = None) -> SyncReceipt:
         """One sync of a run."""

@@ -47,7 +47,7 @@ def cluster(tmp_path_factory):
     connect(plan.num_gpus)
     bundles = reserve(plan, 60)
     yield plan, bundles
-    bundles.remove()
+    bundles.close()
     ray.shutdown()
 
 

@@ -10,6 +10,7 @@ LAYERS = [
     {"weight_sync"},
     {"megatron_backend", "rollout", "reward_model"},
     {"cluster", "testing"},
+    {"job"},
     {"loops", "api_server"},
 ]
 
@@ -42,13 +43,11 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is tested with them.
 #: Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "cluster.build": ("multiprocess/test_fault_table.py", "e2e/test_placements.py"),
     "cluster.ray_session": ("e2e/test_cluster.py", "multiprocess/test_reward_group.py"),
     "cluster.receivers": ("unit/config/test_delta.py",),
     "cluster.reward_group": ("multiprocess/test_reward_group.py",),
-    "cluster.train_group": ("multiprocess/test_fault_table.py",),
-    "loops.step": ("multiprocess/test_fault_table.py",),
-    "loops.sync_loop": ("e2e/test_placements.py",),
+    "job.build": ("e2e/test_placements.py",),
+    "loops.sync_loop": ("unit/job/test_phases.py",),
     "megatron_backend.advantages": ("multiprocess/test_algorithms.py",),
     "megatron_backend.async_save": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint": ("multiprocess/test_async_save.py", "multiprocess/test_checkpoint.py"),
@@ -63,12 +62,12 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.layer_spec": ("multiprocess/test_plan_memory.py",),
     "megatron_backend.model_provider": ("multiprocess/test_plan_memory.py", "unit/megatron_backend/test_compat.py"),
-    "megatron_backend.objective": ("multiprocess/test_algorithms.py",),
     "megatron_backend.routing_replay": ("multiprocess/test_routing_replay.py",),
     "megatron_backend.start_weights": ("unit/megatron_backend/test_checkpoint_folder.py",),
     "megatron_backend.worker": ("multiprocess/test_training.py", "multiprocess/test_parity.py"),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
+    "rollout.service": ("unit/rollout/test_manager.py",),
     "sglang_backend.cpu_compat": ("contract/test_engine_server_args.py",),
     "sglang_backend.cpu_server": ("e2e/test_external.py",),
     "sglang_backend.router_server": ("contract/test_engine_router.py",),

@@ -8,24 +8,30 @@ import pytest
 
 from slime_like.config.model import ModelConfig
 from slime_like.config.notices import notices
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.system import EngineConfig, PlacementConfig
 
 
+def plain(**groups) -> RunConfig:
+    """Groups of two: a group of one is a notice of its own."""
+    return RunConfig(**{"rollout": RolloutConfig(n_samples_per_prompt=2), **groups})
+
+
 def test_a_plain_run_needs_no_notice():
-    assert notices(RunConfig()) == []
+    assert notices(plain()) == []
 
 
 def test_a_kl_loss_without_weight_is_only_measured():
-    loss = dataclasses.replace(RunConfig().loss, use_kl_loss=True)
+    loss = dataclasses.replace(plain().loss, use_kl_loss=True)
     notice = "--kl-loss-coef is 0: the KL to the reference is measured, not trained on"
-    assert notice in notices(RunConfig(loss=dataclasses.replace(loss, kl_loss_coef=0.0)))
-    assert notice not in notices(RunConfig(loss=dataclasses.replace(loss, kl_loss_coef=0.1)))
+    assert notice in notices(plain(loss=dataclasses.replace(loss, kl_loss_coef=0.0)))
+    assert notice not in notices(plain(loss=dataclasses.replace(loss, kl_loss_coef=0.1)))
 
 
 def test_external_engines_keep_their_memory():
     placement = PlacementConfig(rollout_external=True, rollout_external_engine_addrs=["a:1"], offload_rollout=True)
-    (notice,) = notices(RunConfig(placement=placement))
+    (notice,) = notices(plain(placement=placement))
     assert notice.startswith("--offload-rollout is off")
 
 
@@ -41,10 +47,10 @@ def test_external_engines_keep_their_memory():
     ],
 )
 def test_kernels_of_gpu_hosts_are_named(model: dict, sglang: dict, named: list[str]):
-    told = notices(RunConfig(model=ModelConfig(**model), engine=EngineConfig(sglang=sglang)))
+    told = notices(plain(model=ModelConfig(**model), engine=EngineConfig(sglang=sglang)))
     assert [notice.split(": for GPU hosts")[0] for notice in told] == named
 
 
 def test_engines_that_are_not_started_need_no_notice():
-    config = RunConfig(engine=EngineConfig(sglang={"attention_backend": "fa3"}), placement=PlacementConfig(debug_train_only=True))
+    config = plain(engine=EngineConfig(sglang={"attention_backend": "fa3"}), placement=PlacementConfig(debug_train_only=True))
     assert notices(config) == []

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from slime_like.observability.metrics import MetricsLog, PhaseTimers, json_metrics
+from slime_like.observability.metrics import MetricsLog, PhaseTimers, covered_seconds, json_metrics
 from slime_like.utils.files import RunDirectory, read_json_lines
 
 
@@ -62,6 +62,27 @@ def test_neither_torch_nor_matplotlib_is_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_time_in_which_phases_overlap_is_counted_once_as_work():
+    now = [0.0]
+    timers = PhaseTimers(clock=lambda: now[0])
+    generating, training = timers.phase("generate"), timers.phase("train")
+    for at, act in ((1.0, generating.__enter__), (2.0, training.__enter__)):
+        now[0] = at
+        act()
+    for at, phase in ((5.0, generating), (6.0, training)):
+        now[0] = at
+        phase.__exit__(None, None, None)
+    now[0] = 10.0
+    metrics = timers.finish_step()
+    assert (metrics["step/generate_seconds"], metrics["step/train_seconds"], metrics["step/seconds"]) == (4.0, 4.0, 10.0)
+    assert metrics["step/overhead_seconds"] == 5.0  # 0 to 1 and 6 to 10
+
+
+@pytest.mark.parametrize(("spans", "seconds"), [([], 0), ([(0, 2), (1, 3), (5, 6)], 4), ([(0, 9), (1, 2)], 9), ([(3, 4), (1, 3)], 3)])
+def test_covered_seconds(spans, seconds):
+    assert covered_seconds(spans) == seconds
 
 
 def test_phase_timers_add_up():

@@ -9,14 +9,19 @@ import sys
 import numpy as np
 import pytest
 
-from slime_like.errors import CheckpointError, DataError, PluginError
+from slime_like.errors import DataError, PluginError
 from slime_like.rollout.data_source import check_data, load_eval_data
+from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.tokenizer import load_tokenizer
 from tests.unit.rollout.rows import digits_row
 
 
+def feed_of(config) -> PromptFeed:
+    return PromptFeed(check_data(config))
+
+
 def test_prompts_are_rendered_with_the_chat_template(make_config, tokenizer):
-    prompt = check_data(make_config()).draw(1)[0]
+    prompt = feed_of(make_config()).draw(1)[0]
     assert prompt.text == "<|im_start|>user\nsort 0000<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.tokens.dtype == np.int32 and tokenizer.decode(prompt.tokens.tolist()) == prompt.text
     assert (prompt.index, prompt.label, prompt.metadata, prompt.response) == (0, "0000", {}, None)
@@ -24,49 +29,32 @@ def test_prompts_are_rendered_with_the_chat_template(make_config, tokenizer):
 
 def test_a_string_is_one_user_turn_with_the_template_and_raw_without(make_config):
     rows = [{"prompt": "sort 12", "label": "12", "metadata": {"level": 3}}]
-    assert check_data(make_config(rows)).draw(1)[0].text == "<|im_start|>user\nsort 12<|im_end|>\n<|im_start|>assistant\n"
-    raw = check_data(make_config(rows, apply_chat_template=False)).draw(1)[0]
+    assert feed_of(make_config(rows)).draw(1)[0].text == "<|im_start|>user\nsort 12<|im_end|>\n<|im_start|>assistant\n"
+    raw = feed_of(make_config(rows, apply_chat_template=False)).draw(1)[0]
     assert (raw.text, raw.metadata) == ("sort 12", {"level": 3})
 
 
 def test_rows_come_in_file_order_and_wrap_into_the_next_epoch(make_config):
     source = check_data(make_config())  # 7 rows
-    prompts = source.draw(9)
+    prompts = PromptFeed(source).draw(9)
     assert [prompt.index for prompt in prompts] == list(range(9))
     assert [prompt.label for prompt in prompts] == ["0000", "0001", "0002", "0003", "0004", "0005", "0006", "0000", "0001"]
 
 
 def test_shuffle_gives_each_epoch_its_own_order_and_every_run_the_same(make_config):
     config = make_config(rollout_shuffle=True, rollout_seed=5)
-    labels = [prompt.label for prompt in check_data(config).draw(21)]
-    assert labels == [prompt.label for prompt in check_data(config).draw(21)]
+    labels = [prompt.label for prompt in feed_of(config).draw(21)]
+    assert labels == [prompt.label for prompt in feed_of(config).draw(21)]
     epochs = [labels[i : i + 7] for i in (0, 7, 14)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert labels != [prompt.label for prompt in check_data(make_config(rollout_shuffle=True, rollout_seed=6)).draw(21)]
+    assert labels != [prompt.label for prompt in feed_of(make_config(rollout_shuffle=True, rollout_seed=6)).draw(21)]
 
 
 def test_the_shuffled_order_is_fixed_for_ever(make_config):
     """A change of this order would break resuming of runs that exist."""
-    labels = [int(prompt.label) for prompt in check_data(make_config(rollout_shuffle=True, rollout_seed=42)).draw(7)]
+    labels = [int(prompt.label) for prompt in feed_of(make_config(rollout_shuffle=True, rollout_seed=42)).draw(7)]
     assert labels == np.random.Generator(np.random.PCG64(np.random.SeedSequence([42, 0]))).permutation(7).tolist()
-
-
-@pytest.mark.parametrize("drawn", [0, 3, 7, 11])
-def test_resume_continues_exactly_also_in_the_middle_of_an_epoch(make_config, drawn):
-    config = make_config(rollout_shuffle=True)
-    whole, first, second = check_data(config), check_data(config), check_data(config)
-    first.draw(drawn)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    expected = [(prompt.index, prompt.label) for prompt in whole.draw(drawn + 10)][drawn:]
-    assert [(prompt.index, prompt.label) for prompt in second.draw(10)] == expected
-
-
-def test_resume_refuses_other_data(make_config):
-    state = check_data(make_config()).state_dict()
-    other = check_data(make_config([digits_row(1), digits_row(2)]))
-    with pytest.raises(CheckpointError, match="num_rows was 7 and is 2"):
-        other.load_state_dict(state)
 
 
 def test_slices_take_rows_by_position_and_errors_keep_the_file_line(make_config, write_rows):
@@ -170,7 +158,7 @@ def with_tools(make_config, tmp_path, tokenizer):
 
 def test_tools_reach_the_chat_template(with_tools):
     rows = [digits_row(1) | {"tools": [ADD]}, digits_row(2) | {"tools": json.dumps([ADD])}, digits_row(3), digits_row(4) | {"tools": []}]
-    prompts = check_data(with_tools(rows)).draw(4)
+    prompts = feed_of(with_tools(rows)).draw(4)
     assert [prompt.text for prompt in prompts[:2]] == [f"<tools>add;</tools>user:sort 000{n}|" for n in (1, 2)]
     assert [prompt.text for prompt in prompts[2:]] == ["user:sort 0003|", "user:sort 0004|"]
     assert [prompt.metadata for prompt in prompts] == [{"tools": [ADD]}, {"tools": [ADD]}, {}, {}]
@@ -178,8 +166,8 @@ def test_tools_reach_the_chat_template(with_tools):
 
 def test_tools_under_another_key_and_for_evaluations(with_tools, write_rows):
     rows = [digits_row(1) | {"functions": [ADD], "metadata": {"tools": "mine"}}]
-    assert check_data(with_tools(rows)).draw(1)[0].text == "user:sort 0001|"
-    prompt = check_data(with_tools(rows, tool_key="functions")).draw(1)[0]
+    assert feed_of(with_tools(rows)).draw(1)[0].text == "user:sort 0001|"
+    prompt = feed_of(with_tools(rows, tool_key="functions")).draw(1)[0]
     assert prompt.text.startswith("<tools>add;") and prompt.metadata == {"tools": "mine"}
     held_out = {"eval_prompt_data": ["held-out", write_rows(rows, "held-out.jsonl")], "eval_interval": 1}
     for options, text in (({}, "user:sort 0001|"), ({"eval_tool_key": "functions"}, "<tools>add;</tools>user:sort 0001|")):
@@ -189,11 +177,11 @@ def test_tools_under_another_key_and_for_evaluations(with_tools, write_rows):
 
 def test_an_assistant_may_only_call_tools(with_tools):
     calls = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [ADD]}, {"role": "tool", "content": "2"}]
-    assert check_data(with_tools([{"prompt": calls, "label": "2"}])).draw(1)[0].text == "user:1+1|assistant:->add|tool:2|"
+    assert feed_of(with_tools([{"prompt": calls, "label": "2"}])).draw(1)[0].text == "user:1+1|assistant:->add|tool:2|"
 
 
 def test_tools_beside_a_prompt_without_a_template_are_for_the_users_functions(make_config):
-    prompt = check_data(make_config([{"prompt": "add: 1+1", "label": "2", "tools": [ADD]}], apply_chat_template=False)).draw(1)[0]
+    prompt = feed_of(make_config([{"prompt": "add: 1+1", "label": "2", "tools": [ADD]}], apply_chat_template=False)).draw(1)[0]
     assert (prompt.text, prompt.metadata) == ("add: 1+1", {"tools": [ADD]})
 
 

@@ -10,7 +10,7 @@ import pytest
 from slime_like.errors import DataError
 from slime_like.records import Prompt, Sample, SampleGroup
 from slime_like.rollout.debug_data import load_rollout, save_rollout
-from slime_like.rollout.generate import failed_sample
+from slime_like.rollout.sample_builder import SampleBuilder
 
 
 def group(index: int, num_samples: int) -> SampleGroup:
@@ -30,7 +30,7 @@ def group(index: int, num_samples: int) -> SampleGroup:
         )
         for i in range(num_samples - 1)
     ]
-    return SampleGroup(prompt=prompt, samples=(*good, failed_sample(prompt, num_samples - 1, "gone")))
+    return SampleGroup(prompt=prompt, samples=(*good, SampleBuilder(prompt, num_samples - 1).fail("gone")))
 
 
 def assert_equal(one, other):

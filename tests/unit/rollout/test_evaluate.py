@@ -12,6 +12,7 @@ from slime_like.errors import RunError
 from slime_like.records import FAILED, Prompt, SampleGroup
 from slime_like.rollout.evaluate import pass_at_k, pass_rates
 from slime_like.rollout.manager import RolloutManager
+from slime_like.rollout.service import EngineAccess
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 from tests.unit.rollout.rewards.test_scorer import make_sample
 from tests.unit.rollout.rows import digits_row
@@ -23,7 +24,7 @@ def evaluate(make_config, write_rows, sorting_script, decode):
         path = write_rows(rows or [digits_row(n) for n in (4321, 8765, 11)], "held-out.jsonl")
         config = make_config(eval_prompt_data=["held", path, "few", f"{path}@[0:1]"], eval_interval=1, **options)
         with ScriptedEngine(sorting_script, decode=decode, fault_for=fault_for) as engine:
-            manager = RolloutManager(config, router_url=engine.url, router_api_key=None, num_engines=1)
+            manager = RolloutManager(config, EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1))
             manager.start()
             try:
                 return manager.evaluate(0), engine.requests, manager.state_dict()["data"]["position"]
@@ -80,7 +81,7 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_passing_sample():
 
 def group_of(*rewards, failed=()):
     prompt = Prompt(index=0, text="p", tokens=np.array([1, 2], dtype=np.int32))
-    samples = [make_sample(status=FAILED if place in failed else "completed") for place in range(len(rewards))]
+    samples = [dataclasses.replace(make_sample(status=FAILED if place in failed else "completed"), sample_index=place) for place in range(len(rewards))]
     return SampleGroup(prompt=prompt, samples=tuple(dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)))
 
 

@@ -12,7 +12,8 @@ import pytest
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, Prompt
-from slime_like.rollout.generate import GenerationClient, Sampling, sample_from, sample_seed
+from slime_like.rollout.generate import GenerationClient, Sampling, sample_seed
+from slime_like.rollout.sample_builder import SampleBuilder
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 
 PROMPT = Prompt(index=3, text="p", tokens=np.array([11, 12], dtype=np.int32), label="x", metadata={"k": 1})
@@ -39,7 +40,7 @@ def ask(engine, *, sampling_params=None, api_key=None, num=1, concurrency=8, **o
 def test_a_sample_is_prompt_and_response_in_flat_arrays():
     with ScriptedEngine(three_tokens) as engine:
         engine.weight_version = "4"
-        sample = sample_from(PROMPT, 1, ask(engine)[0])
+        sample = SampleBuilder(PROMPT, 1).generated(ask(engine)[0]).finish()
     assert sample.tokens.tolist() == [11, 12, 21, 22, 2]
     assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1]
     np.testing.assert_array_equal(sample.engine_logprobs, np.array([0, 0, -0.3, -0.1, -0.7], dtype=np.float32))

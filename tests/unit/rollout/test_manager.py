@@ -10,8 +10,11 @@ import pytest
 
 from slime_like.config.training import LossConfig
 from slime_like.errors import CheckpointError, DataError, PluginError, RewardError, RunError
-from slime_like.records import COMPLETED
-from slime_like.rollout.manager import RolloutManager, check_data, to_train_samples
+from slime_like.records import COMPLETED, WeightsRef
+from slime_like.rollout.data_source import check_data
+from slime_like.rollout.manager import RolloutManager
+from slime_like.rollout.service import EngineAccess
+from slime_like.rollout.train_samples import to_train_samples
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 from tests.unit.rollout.rows import digits_row
 
@@ -25,7 +28,7 @@ def run(make_config, sorting_script, decode):
 
     def start(rows=None, *, engine_options=None, script=None, **options):
         engine = ScriptedEngine(script or sorting_script, decode=decode, **(engine_options or {})).start()
-        manager = RolloutManager(make_config(rows, **options), router_url=engine.url, router_api_key=None, num_engines=1)
+        manager = RolloutManager(make_config(rows, **options), EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1))
         opened.extend([manager, engine])
         manager.start()
         return manager, engine
@@ -69,11 +72,13 @@ def test_resume_in_the_middle_of_an_epoch_draws_what_would_have_come(run):
     whole, _ = run(rollout_shuffle=True, rollout_batch_size=3)
     labels = [[group.prompt.label for group in whole.generate(step).groups] for step in range(4)]
     first, _ = run(rollout_shuffle=True, rollout_batch_size=3)
-    first.generate(0)
-    first.generate(1)
+    for step in (0, 1):
+        first.trained([group.prompt.index for group in first.generate(step).groups])
+    lost = first.generate(2)  # taken, and not trained on when the state was saved
     second, _ = run(rollout_shuffle=True, rollout_batch_size=3)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [[group.prompt.label for group in second.generate(step).groups] for step in (2, 3)] == labels[2:]
+    assert labels[2] == [group.prompt.label for group in lost.groups]
     other, _ = run([digits_row(1)])
     with pytest.raises(CheckpointError):
         other.load_state_dict(first.state_dict())
@@ -161,13 +166,13 @@ def test_a_filter_that_keeps_nothing_ends_at_the_bound_with_its_reasons(run):
 @pytest.mark.parametrize(("name", "message"), [("bad_filter", "the filter gave 'yes'"), ("raising_filter", "the filter raised RuntimeError: broken filter")])
 def test_a_bad_filter_is_named(run, name, message):
     manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.{name}")
-    with pytest.raises(RunError, match=f"--dynamic-sampling-filter-path {HERE}.{name}, prompt 0: {message}"):
+    with pytest.raises(RunError, match=f"--dynamic-sampling-filter-path {HERE}.{name}, prompt [01]: {message}"):
         manager.generate(0)
 
 
 def test_a_raising_reward_names_the_sample_and_cancels_the_rest(run):
     manager, _ = run(custom_rm_path=f"{HERE}.raising_reward", rm_type=None)
-    with pytest.raises(RewardError, match="raised ValueError: no such answer: prompt 0, sample 0"):
+    with pytest.raises(RewardError, match="raised ValueError: no such answer: prompt [01], sample 0"):
         manager.generate(0)
 
 
@@ -206,17 +211,17 @@ def test_masked_truncated_samples_are_counted_as_untrained(run):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("no_sample", r"the function gave \['str'\]; it must give one Sample"), ("raising_generate", "the function raised ValueError: my own bug")],
+    [("no_sample", r"the function gave \['str'\]; it must give one Sample, or a list"), ("raising_generate", "the function raised ValueError: my own bug")],
 )
 def test_a_bad_custom_generate_function_is_named(run, name, message):
     manager, _ = run(custom_generate_function_path=f"{HERE}.{name}")
-    with pytest.raises(RunError, match=f"--custom-generate-function-path, prompt 0, sample 0: {message}"):
+    with pytest.raises(RunError, match=f"--custom-generate-function-path, prompt [01], sample [01]: {message}"):
         manager.generate(0)
 
 
 def test_user_errors_surface_at_start_without_an_engine(make_config):
     def start(**options):
-        manager = RolloutManager(make_config(**options), router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1)
+        manager = RolloutManager(make_config(**options), EngineAccess(router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1))
         try:
             manager.start()
         finally:
@@ -237,8 +242,8 @@ def test_start_generate_leaves_the_driver_free_and_evaluation_runs_beside_it(run
     slow = {"fault_for": lambda body: None if body["sampling_params"]["temperature"] == 0 else Fault(delay_s=1.5)}
     manager, _ = run(**greedy, engine_options=slow)
     future = manager.start_generate(0)
-    with pytest.raises(RunError, match="rollout 1 cannot begin"):
-        manager.start_generate(1)
+    with pytest.raises(RunError, match="asked for while others are still being taken"):
+        manager.generate(1)
     assert manager.evaluate(0)["eval/held_out/pass@1"] == 1
     assert not future.done()
     assert indexes(future.result(timeout=5)) == [0, 1]
@@ -257,10 +262,9 @@ def test_close_cancels_a_running_rollout(run):
 
 def test_num_rollouts_counts_epochs(make_config):
     config = make_config(num_rollout=None, num_epoch=2)
-    manager = RolloutManager(config, router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1)
+    manager = RolloutManager(config, EngineAccess(router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1))
     manager.start(check_data(config))
-    assert manager.num_rollouts == 7  # 14 prompts, 2 a rollout
-    manager.close()
+    assert check_data(config).num_rollouts(2) == 7  # 14 prompts, 2 a rollout
 
 
 def test_train_samples_are_normalised_within_their_group(run, sorting_script):
@@ -279,3 +283,59 @@ def test_train_samples_are_normalised_within_their_group(run, sorting_script):
         for sample, train in zip(group.samples, pair, strict=True):
             assert train.tokens is sample.tokens and train.reward == sample.reward
             np.testing.assert_array_equal(train.loss_mask, sample.loss_mask)
+
+
+def test_an_abort_by_our_own_sync_is_no_failure(run):
+    """Five aborts of one request are more than any failure may have; nothing is dropped, and every answer is asked for again."""
+    aborted = []
+
+    def fault(body):
+        if len(aborted) < 5 and body["sampling_params"]["sampling_seed"] == first_seed(body, aborted):
+            aborted.append(body["sampling_params"]["sampling_seed"])
+            return Fault(delay_s=0.3, abort=1)
+        return None
+
+    def first_seed(body, before):
+        return before[0] if before else body["sampling_params"]["sampling_seed"]
+
+    manager, _ = run(engine_options={"fault_for": fault})
+    future = manager.start_generate(0)
+    version = 0
+    while not future.done():
+        manager.policy_changing()
+        version += 1
+        manager.policy_changed(WeightsRef(version=version))
+        time.sleep(0.1)
+    result = future.result(timeout=5)
+    assert indexes(result) == [0, 1] and all(sample.reward == 1 for group in result.groups for sample in group.samples)
+    metrics = result.metrics
+    assert (metrics["rollout/interrupted_requests"], metrics["rollout/failed_requests"], metrics["rollout/dropped_groups"]) == (5, 0, 0)
+
+
+def test_a_request_that_is_aborted_during_a_sync_waits_for_its_end(run):
+    manager, engine = run(engine_options={"faults": [Fault(abort=1)]}, rollout_batch_size=1, n_samples_per_prompt=1)
+    manager.policy_changing()
+    future = manager.start_generate(0)
+    time.sleep(0.5)
+    assert len(engine.requests) == 1 and not future.done()
+    manager.policy_changed(WeightsRef(version=1))
+    assert future.result(timeout=5).metrics["rollout/interrupted_requests"] == 1
+
+
+def test_segments_of_an_answer_are_one_member_of_their_group(run):
+    manager, _ = run(custom_generate_function_path=f"{HERE}.two_segments", custom_rm_path=f"{HERE}.sample_number", rm_type=None)
+    group = manager.generate(0).groups[0]
+    assert [(sample.sample_index, sample.segment_index, sample.reward) for sample in group.samples] == [(0, 0, 0.0), (0, 1, 0.0), (1, 0, 1.0), (1, 1, 1.0)]
+    assert group.rewards.tolist() == [0.0, 1.0]
+
+
+def test_the_ledger_is_told_in_metrics_and_adds_up(run):
+    manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", over_sampling_batch_size=5)
+    metrics = manager.generate(0).metrics
+    states = {name.removeprefix("rollout/ledger/"): value for name, value in metrics.items() if name.startswith("rollout/ledger/")}
+    assert states == {"drawn": 0, "in_flight": 0, "ready": 0, "taken": 2, "trained": 0, "dropped": 3, "waiting": 0}
+    manager.trained([0, 2])
+    assert manager.state_dict()["data"] == {
+        **{"position": 5, "trained": 2, "dropped": {"filter/filtered": 2, "surplus": 1}, "open": {}, "waiting": []},
+        **{"num_rows": 7, "shuffle": False, "seed": 42},
+    }

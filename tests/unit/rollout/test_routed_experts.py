@@ -14,9 +14,11 @@ from slime_like.config.model import ModelConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, RunError
 from slime_like.records import EngineEndpoint, Prompt
-from slime_like.rollout.generate import GenerationClient, Sampling, sample_from
+from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.groups import GroupMaker
+from slime_like.rollout.policy import Policy
 from slime_like.rollout.routed_experts import RoutingShape
+from slime_like.rollout.sample_builder import SampleBuilder
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 
 SHAPE = RoutingShape(num_layers=2, topk=2, num_experts=8, expert_layers=(0, 1))
@@ -114,7 +116,7 @@ def ask(engines, num=1, keys=None):
 
 def test_a_sample_carries_the_experts_of_its_tokens():
     with telling(api_key="own") as engine:
-        sample = sample_from(PROMPT, 0, ask([engine], keys={0: "own"})[0])
+        sample = SampleBuilder(PROMPT, 0).generated(ask([engine], keys={0: "own"})[0]).finish()
         assert engine.requests[0]["return_routed_experts"] is True
     assert sample.routed_experts[:, 0, 0].tolist() == [11 % 8, 12 % 8, 21 % 8, 22 % 8, -1]
     with pytest.raises(ValueError, match="'routed_experts': 4"):
@@ -135,11 +137,11 @@ def test_an_engine_that_reports_none():
 
 def test_a_custom_function_must_pass_them_on():
     async def forgets(args, prompt, sampling_params, engine):
-        made = sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
+        made = SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
         return dataclasses.replace(made, routed_experts=None)
 
     async def passes_on(args, prompt, sampling_params, engine):
-        return sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
+        return SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
 
     async def trains_nothing(args, prompt, sampling_params, engine):
         made = await forgets(args, prompt, sampling_params, engine)
@@ -148,9 +150,9 @@ def test_a_custom_function_must_pass_them_on():
     async def run(function, engine):
         endpoint = EngineEndpoint(index=0, url=engine.url)
         client = GenerationClient("http://127.0.0.1:1", None, RolloutConfig(), concurrency=1, weight_version=lambda: 0, routing=SHAPE, engines=[endpoint])
-        maker = GroupMaker(client, types.SimpleNamespace(), plugin_args=None, custom_generate=function, custom_timeout_s=10)
+        maker = GroupMaker(client, types.SimpleNamespace(), Policy(), plugin_args=None, custom_generate=function, custom_timeout_s=10)
         try:
-            return await maker._generate(PROMPT, 0, Sampling.for_training(RolloutConfig(), max_context_tokens=100, seed="1"))
+            return (await maker._generate(PROMPT, 0, Sampling.for_training(RolloutConfig(), max_context_tokens=100, seed="1")))[0]
         finally:
             await client.close()
 

@@ -8,6 +8,7 @@ import pytest
 from slime_like.errors import DataError
 from slime_like.records import Prompt
 from slime_like.rollout.data_source import check_data
+from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.supervised import supervised_sample, supervised_samples
 from slime_like.rollout.tokenizer import end_of_turn_id
 from tests.unit.rollout.rows import digits_row
@@ -18,9 +19,9 @@ def rows():
 
 
 def test_the_answer_and_the_end_token_are_trained_on(make_config, tokenizer):
-    source = check_data(make_config(rows(), loss_type="sft_loss", rm_type=None))
-    samples = supervised_samples(source, 7)
-    assert [sample.prompt_index for sample in samples] == list(range(7)) and source.position == 7
+    feed = PromptFeed(check_data(make_config(rows(), loss_type="sft_loss", rm_type=None)))
+    samples = supervised_samples(feed, 7)
+    assert [sample.prompt_index for sample in samples] == list(range(7)) and feed.ledger.counts()["taken"] == 7
     sample = samples[1]
     trained = sample.tokens[sample.loss_mask == 1]
     assert tokenizer.decode(sample.tokens.tolist()) == "<|im_start|>user\nsort 0001<|im_end|>\n<|im_start|>assistant\n0001<|im_end|>"

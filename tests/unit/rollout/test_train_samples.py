@@ -1,5 +1,6 @@
 """Groups -> train samples: every group is its own baseline, whatever its size, and a user's function may take its place."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -128,3 +129,12 @@ def test_a_missing_function_is_known_before_the_start():
     assert custom_advantages(RunConfig()) is None
     with pytest.raises(PluginError, match="--custom-advantage-function-path"):
         custom_advantages(config_with("pass_at_3"))
+
+
+def test_an_answer_of_several_samples_is_compared_once():
+    """Answers of 1 and 0 have the mean 1/2, though the first one's reward stands at three samples."""
+    pair = group(0, [1, 0])
+    segments = [dataclasses.replace(pair.samples[0], segment_index=number) for number in range(3)]
+    longer = dataclasses.replace(pair, samples=(*segments, pair.samples[1]))
+    found = to_train_samples([longer], LossConfig(disable_grpo_std_normalization=True), group_size=2)
+    assert [(sample.sample_index, sample.advantage) for sample in found] == [(0, 0.5)] * 3 + [(1, -0.5)]

@@ -97,10 +97,10 @@ def raising_filter(args, samples):
 
 async def ask_twice(args, prompt, sampling_params, engine):
     """Throws the first answer away."""
-    from slime_like.rollout.generate import sample_from
+    from slime_like.rollout.sample_builder import SampleBuilder
 
     await engine.generate(prompt.tokens, sampling_params)
-    return sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
+    return SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
 
 
 async def first_sample_untrained(args, prompt, sampling_params, engine):
@@ -109,11 +109,22 @@ async def first_sample_untrained(args, prompt, sampling_params, engine):
 
     import numpy as np
 
-    from slime_like.rollout.generate import sample_from
+    from slime_like.rollout.sample_builder import SampleBuilder
 
-    sample = sample_from(prompt, 0, await engine.generate(prompt.tokens, sampling_params))
+    sample = SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
     answers.append(prompt.index)
     return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) if answers.count(prompt.index) % 2 else sample
+
+
+async def two_segments(args, prompt, sampling_params, engine):
+    """One answer in two samples, as a context that was cut and begun anew gives them."""
+    from slime_like.rollout.sample_builder import SampleBuilder
+
+    return [SampleBuilder(prompt).generated(await engine.generate(prompt.tokens, sampling_params)).finish() for _ in range(2)]
+
+
+def sample_number(args, sample):
+    return float(sample.sample_index)
 
 
 async def no_sample(args, prompt, sampling_params, engine):

@@ -12,8 +12,8 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.system import SyncConfig
 from slime_like.errors import WeightSyncError
-from slime_like.loops.probe import compare_probe, probe_samples
 from slime_like.records import EngineEndpoint
+from slime_like.weight_sync.probe import compare_probe, probe_samples
 
 
 def config(**sync) -> RunConfig:

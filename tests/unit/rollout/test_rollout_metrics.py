@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from slime_like.records import COMPLETED, TRUNCATED, Prompt, Sample, SampleGroup
-from slime_like.rollout.collect import part_means, sample_metrics
+from slime_like.rollout.rollout_metrics import part_means, sample_metrics
 
 
 def sample(num_tokens: int, reward: float, *, status: str = COMPLETED, parts: dict | None = None) -> Sample:
@@ -15,7 +17,8 @@ def sample(num_tokens: int, reward: float, *, status: str = COMPLETED, parts: di
 
 
 def group(*samples: Sample) -> SampleGroup:
-    return SampleGroup(prompt=Prompt(index=0, text="q", tokens=np.zeros(1)), samples=samples)
+    numbered = tuple(dataclasses.replace(one, sample_index=number) for number, one in enumerate(samples))
+    return SampleGroup(prompt=Prompt(index=0, text="q", tokens=np.zeros(1)), samples=numbered)
 
 
 def test_rewards_and_lengths():

@@ -1,0 +1,146 @@
+"""A resolved run -> placement group -> running job. Whatever fails on the way, what was started is ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from slime_like.cluster.bundles import reserve
+from slime_like.cluster.ray_session import LifeWatch, connect, disconnect
+from slime_like.cluster.reward_group import RewardGroup
+from slime_like.cluster.rollout_group import RolloutGroup
+from slime_like.cluster.train_group import TrainGroup
+from slime_like.errors import CheckpointError
+from slime_like.job.protocols import Watch
+from slime_like.job.running import Job, ResolvedRun
+from slime_like.rollout.manager import RolloutManager
+from slime_like.rollout.service import EngineAccess
+
+logger = logging.getLogger(__name__)
+
+#: Roles that train or score log-probs, as the plan names them: the policy, its critic, its reference.
+TRAINING_ROLES = ("actor", "critic", "ref")
+
+
+def build(resolved: ResolvedRun) -> Job:
+    """Start every part of a run; returns when all are healthy. Whatever fails on the way, what was started is ended."""
+    job = Job(resolved=resolved)
+    try:
+        _start(job, resolved)
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
+class _Session:
+    """The connection to Ray, as something that ends."""
+
+    def close(self) -> None:
+        disconnect()
+
+
+def _start(job: Job, resolved: ResolvedRun) -> None:
+    config, plan, logs = resolved.config, resolved.plan, str(resolved.run.logs)
+    clock = _Clock(job.start_seconds)
+    connect(plan.num_gpus)
+    job.closing.append(_Session())
+    clock.lap("ray")
+    bundles = reserve(plan, config.placement.placement_timeout)
+    job.closing.insert(0, bundles)
+    clock.lap("placement")
+    roles: dict[str, TrainGroup] = {}
+    for name in reversed(TRAINING_ROLES):  # the last to start is the first to end
+        if plan.has_processes(name):
+            roles[name] = TrainGroup(config, plan, bundles, logs, name)
+            job.closing.insert(0, roles[name])
+            roles[name].start()
+    reward = None
+    if plan.has_processes("reward"):
+        reward = RewardGroup(config, plan, bundles, logs)
+        job.closing.insert(0, reward)
+        reward.start()
+    fleet = None
+    if plan.engines:
+        fleet = RolloutGroup(config, plan, bundles, resolved.run.path)
+        job.closing.insert(0, fleet)
+        fleet.start()
+        fleet.wait_started()
+        job.engines = fleet
+        clock.lap("engines")
+        rollouts = _rollouts(resolved, fleet, reward)
+        job.closing.insert(0, rollouts)
+        rollouts.start(resolved.data)
+        job.rollouts = rollouts
+        clock.lap("rollout manager")
+    _wait_for_training(job, roles, clock)
+    if reward is not None:
+        reward.wait_started()
+        clock.lap("waiting for the reward model")
+    job.watch = _watching(fleet, [*roles.values(), *([reward] if reward is not None else [])])
+
+
+def _rollouts(resolved: ResolvedRun, fleet: RolloutGroup, reward: RewardGroup | None) -> RolloutManager:
+    assert fleet.router is not None, "wait_started() made it"
+    access = EngineAccess(
+        router_url=fleet.router.url,
+        router_api_key=fleet.router.api_key,
+        num_engines=len(fleet.endpoints),
+        endpoints=fleet.endpoints,
+    )
+    return RolloutManager(resolved.config, access, reward)
+
+
+def _wait_for_training(job: Job, roles: dict[str, TrainGroup], clock: _Clock) -> None:
+    """Wait for every training role, and hear what the policy's checkpoint says."""
+    job.trainer, job.critic, job.reference = (roles.get(name) for name in TRAINING_ROLES)
+    if "actor" in roles:
+        report = roles["actor"].wait_started()
+        job.num_rollouts_done, job.client_state = report["num_rollouts_done"], report["client_state"]
+        job.bf16 = report["bf16"]
+        job.start_seconds |= {f"trainer {part}": seconds for part, seconds in report["seconds"].items()}
+        clock.lap("waiting for the trainer")
+    if "critic" in roles:
+        _check_together(roles["critic"].wait_started()["num_rollouts_done"], job)
+        clock.lap("waiting for the critic")
+    if "ref" in roles:
+        roles["ref"].wait_started()
+        clock.lap("waiting for the reference")
+
+
+def _watching(fleet: RolloutGroup | None, groups: Sequence[TrainGroup | RewardGroup]) -> Callable[[str], Watch]:
+    """What to ask each second during a phase: raises RunError if an engine, or a process that waits meanwhile, has died."""
+    life = LifeWatch(lambda: {name: ping for group in groups for name, ping in group.pings().items()})
+
+    def watch(phase: str) -> Watch:
+        def check() -> None:
+            if fleet is not None:
+                fleet.check_watch()
+            life.check(phase)
+
+        return check
+
+    return watch
+
+
+def _check_together(critic_rollouts: int, job: Job) -> None:
+    """A resumed critic must be as old as the policy; a fresh one goes with any. Raises CheckpointError."""
+    done, load = job.num_rollouts_done, job.config.checkpoint.load
+    if critic_rollouts not in (0, done):
+        raise CheckpointError(
+            f"--load {load}: the policy has done {done} rollouts and the critic in {load}/critic {critic_rollouts}. Fix: write the same number into both "
+            "latest_checkpointed_iteration.txt."
+        )
+
+
+class _Clock:
+    """Writes the seconds between laps into a dict."""
+
+    def __init__(self, laps: dict[str, float]):
+        self._laps, self._last = laps, time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._laps[name], self._last = now - self._last, now
+        logger.info("start, %s: %.1f s", name, self._laps[name])

@@ -1,0 +1,226 @@
+"""The phases of a rollout step, written once: generate, train, sync, save, evaluate. Loops only order them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+from slime_like.errors import RunError
+from slime_like.job.protocols import Engines, Rollouts, Trainer
+from slime_like.job.running import Job
+from slime_like.observability.console import ProgressConsole
+from slime_like.observability.metrics import MetricsLog, PhaseTimers
+from slime_like.observability.tracing import PhaseTrace
+from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
+from slime_like.rollout.debug_data import load_rollout, save_rollout
+from slime_like.rollout.supervised import supervised_samples
+from slime_like.rollout.train_samples import custom_advantages, to_train_samples
+
+
+@dataclasses.dataclass
+class Phases:
+    """One run's phases over a Job; `weights` are those that the engines hold. Each phase's seconds go to `timers`."""
+
+    job: Job
+    log: MetricsLog
+    console: ProgressConsole
+    trace: PhaseTrace
+    timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
+    weights: WeightsRef = WeightsRef()
+    saving: str | None = None  # the checkpoint that is being written in the background
+    _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
+    _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.job.trainer is not None, "this mode trains nothing; loops ask before"
+        return self.job.trainer
+
+    @property
+    def _engines(self) -> Engines:
+        assert self.job.engines is not None, "this mode has no engines; loops ask before"
+        return self.job.engines
+
+    @property
+    def _rollouts(self) -> Rollouts:
+        assert self.job.rollouts is not None, "this mode generates nothing; loops ask before"
+        return self.job.rollouts
+
+    def begin_step(self, step: int) -> None:
+        """Count and trace phases as of `step` from now on."""
+        self.timers = PhaseTimers(self.trace, step)
+
+    def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
+        """One rollout step's scored groups, and its metrics."""
+        try:
+            with self.timers.phase("generate"):
+                rollout = self._rollouts.generate(step, self.job.watch("generate"))
+        except RunError:
+            # A dead engine explains the failure better than its last request does.
+            self._engines.check_after_failure()
+            raise
+        path = self.job.config.observability.save_debug_rollout_data
+        if path:
+            save_rollout(path, step, rollout.groups)
+        self.log.log("rollout", step, rollout.metrics)
+        self._taken = tuple(group.prompt.index for group in rollout.groups)
+        return rollout.groups, rollout.metrics
+
+    def train_samples(self, step: int) -> tuple[list[TrainSample], dict[str, float]]:
+        """What step `step` trains on: generated, loaded from a debug file, or supervised rows."""
+        config = self.job.config
+        if config.is_sft:
+            samples = supervised_samples(self.job.feed, config.rollout.rollout_batch_size)
+            self._taken = tuple(sample.prompt_index for sample in samples)
+            return samples, {}
+        path = config.observability.load_debug_rollout_data
+        groups, metrics = (load_rollout(path, step), {}) if path else self.generate(step)
+        samples = to_train_samples(
+            groups,
+            config.loss,
+            custom_advantages(config),
+            group_size=config.rollout.n_samples_per_prompt,
+            mask_truncated=config.rollout.mask_truncated_samples,
+        )
+        return samples, metrics
+
+    def train(self, step: int, samples: list[TrainSample]) -> tuple[StepReport, dict[str, float]]:
+        """Train on one rollout's samples."""
+        started, metrics = time.monotonic(), {}
+        with self.timers.phase("train"):
+            if self.job.reference is not None:
+                samples = self.job.reference.with_reference(samples)
+                metrics["train/reference_seconds"] = time.monotonic() - started
+            if self.job.critic is not None:
+                samples, report = self._train_critic(self.job.critic, step, samples)
+                metrics |= report.metrics
+            if step >= self.job.config.loss.num_critic_only_steps:
+                report = self._trainer.train(step, samples)
+                metrics |= report.metrics
+            if self.job.reference is not None and self.job.config.loss.updates_reference_after(step):
+                self._update_reference(self.job.reference)
+        self._account_trained()
+        metrics |= {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
+        self.log.log("train", step, metrics)
+        return report, metrics
+
+    def _account_trained(self) -> None:
+        """The ledger hears that the prompts of this step are used up; recorded rollouts have none."""
+        taken, self._taken = self._taken, ()
+        if self.job.config.is_sft:
+            self.job.feed.ledger.trained(taken)
+        elif self.job.rollouts is not None:
+            self.job.rollouts.trained(taken)
+
+    def _train_critic(self, critic: Trainer, step: int, samples: list[TrainSample]) -> tuple[list[TrainSample], StepReport]:
+        """The samples with what advantages need, and what fitting the critic to them did. Its values are from before."""
+        started = time.monotonic()
+        if self.job.config.loss.kl_coef:
+            samples = self._trainer.with_kl(samples)
+        samples = critic.with_values(samples)
+        report = critic.train_critic(step, samples)
+        metrics = report.metrics | {"train/critic_seconds": time.monotonic() - started}
+        return samples, dataclasses.replace(report, metrics=metrics)
+
+    def _update_reference(self, reference: Trainer) -> None:
+        """A reference on GPUs of its own becomes the present policy; by way of the run directory, which every host sees."""
+        folder = os.path.join(self.job.run.path, "reference")
+        self._trainer.save_hf(folder)
+        reference.take_weights(folder)
+
+    def release(self) -> None:
+        """Engines give their memory to the trainer (colocated runs)."""
+        if self.job.config.offload_rollout:
+            self._engines.release_memory()
+
+    def sync(self, step: int) -> SyncReceipt:
+        """Engines get the trainer's weights and prove that they hold them; their memory comes back around it."""
+        started = time.monotonic()
+        with self.timers.phase("sync"):
+            weights = self.weights.next()
+            self._rollouts.policy_changing()
+            receipt = self._sync(weights)
+        self.weights = weights
+        self._num_syncs += 1
+        self._rollouts.policy_changed(weights)
+        self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
+        num_members = self._engines.num_members
+        if self._num_syncs == 1 and self.job.config.sync.compares_digests and receipt.engines_proven < num_members:
+            proven = f"digests prove the weights of {receipt.engines_proven} of {num_members} engines"
+            self.console.note(f"{proven}; logs/actor-*.log say why not of the others")
+        return receipt
+
+    def _sync(self, weights: WeightsRef) -> SyncReceipt:
+        offload = self.job.config.offload_rollout
+        try:
+            if offload:
+                self._engines.resume_memory("weights")
+            receipt = self._engines.sync(weights, self._trainer)
+            if offload:
+                self._engines.resume_memory("kv_cache")
+            if self.job.config.sync.probes_at(self._num_syncs):
+                receipt = self._probe(receipt, weights)
+        except RunError:
+            self._engines.check_after_failure()
+            raise
+        return receipt
+
+    def _probe(self, receipt: SyncReceipt, weights: WeightsRef) -> SyncReceipt:
+        """The receipt with what engines and trainer make of fixed prompts. Raises WeightSyncError if they disagree."""
+        started = time.monotonic()
+        difference = self._engines.compare(self._trainer, weights, bf16=self.job.bf16)
+        return dataclasses.replace(receipt, probe_difference=difference, probe_seconds=time.monotonic() - started)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Mean reward and pass@k on each evaluation set."""
+        with self.timers.phase("eval"):
+            metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
+        self.log.log("eval", step, metrics)
+        self.console.evaluation(step, metrics)
+        return metrics
+
+    def save(self, num_rollouts_done: int) -> None:
+        """A Megatron checkpoint with the data position in it, and an HF folder if asked for.
+
+        With --async-save the former is only begun.
+        """
+        self.finish_save(wait=True)
+        in_background = self.job.config.checkpoint.async_save
+        with self.timers.phase("save"):
+            if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
+                self.job.critic.save(num_rollouts_done, {})
+            state = {"rollout": self._data_state(), "weight_version": self.weights.version}
+            folder = self._trainer.save(num_rollouts_done, state)
+            self.saving = folder if in_background else None
+            self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
+            save_hf = self.job.config.checkpoint.save_hf
+            if save_hf:
+                folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
+                self._trainer.save_hf(folder)
+                self.console.note(f"saved {folder} (HF)")
+
+    def finish_save(self, *, wait: bool) -> None:
+        """Let a checkpoint that is written in the background count, once it is whole; wait: until it is."""
+        if self.saving is None:
+            return
+        with self.timers.phase("save"):
+            for role in (self.job.critic, self.job.trainer):  # the critic's first, as in save()
+                if role is not None and not role.finish_save(wait=wait):
+                    return
+        self.console.note(f"saved {self.saving}")
+        self.saving = None
+
+    def restore(self) -> int:
+        """Continue where the loaded checkpoint stopped; returns the first step to do."""
+        job, state = self.job, self.job.client_state
+        if state:
+            (job.rollouts or job.feed).load_state_dict(state["rollout"])
+            self.weights = dataclasses.replace(self.weights, version=state["weight_version"])
+        if job.reference is not None and job.config.loss.ref_update_interval and job.num_rollouts_done:
+            job.config.loss.check_resume(job.num_rollouts_done)
+            self._update_reference(job.reference)
+        return job.num_rollouts_done
+
+    def _data_state(self) -> dict:
+        return (self.job.rollouts or self.job.feed).state_dict()

@@ -1,0 +1,114 @@
+"""The three sides of a run as its phases see them. Whoever fits can be driven: Ray's groups in a run, lists of calls in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
+
+#: Asked each second during a wait; what it raises ends the wait.
+Watch = Callable[[], None]
+
+
+class Rollout(Protocol):
+    """What one rollout step gave."""
+
+    @property
+    def groups(self) -> tuple[SampleGroup, ...]:
+        """Exactly --rollout-batch-size of them, scored."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`rollout/...`"""
+
+
+class Rollouts(Protocol):
+    """Makes samples: prompts in, scored groups out. Knows weights by reference only."""
+
+    def generate(self, step: int, watch: Watch | None = None) -> Rollout:
+        """The groups of rollout `step`; nothing is in flight afterwards."""
+
+    def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
+        """Metrics of all evaluation sets; moves nothing of the training's."""
+
+    def policy_changing(self) -> None:
+        """Engines are about to get other weights: what they abort now did not fail."""
+
+    def policy_changed(self, weights: WeightsRef) -> None:
+        """The engines serve these weights from now on."""
+
+    def trained(self, prompts: Iterable[int]) -> None:
+        """The trainer has used the groups of these prompts."""
+
+    def state_dict(self) -> dict:
+        """What resuming needs, as JSON."""
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was saved. Raises CheckpointError if the data changed."""
+
+
+class Engines(Protocol):
+    """Serve weights. The trainer's go to them in one `sync`."""
+
+    @property
+    def num_members(self) -> int:
+        """Engines that serve."""
+
+    def sync(self, weights: WeightsRef, trainer: Trainer) -> SyncReceipt:
+        """Every member gets the trainer's weights, proves that it holds them, and serves them as `weights`."""
+
+    def compare(self, trainer: Trainer, weights: WeightsRef, *, bf16: bool) -> float:
+        """Largest mean |log-prob difference| of a fixed prompt between a member and the trainer. Raises WeightSyncError above the tolerance."""
+
+    def release_memory(self) -> None:
+        """Give the GPUs to the trainer."""
+
+    def resume_memory(self, tag: str) -> None:
+        """Take "weights" (before a sync) or "kv_cache" (after it) back, if it was released."""
+
+    def check_after_failure(self) -> None:
+        """Raise EngineError if a member has died, which explains a failure better than its last request does."""
+
+
+class Trainer(Protocol):
+    """All ranks of one training role: the policy, the critic, or a reference on GPUs of its own."""
+
+    def train(self, step: int, samples: list[TrainSample]) -> StepReport:
+        """The policy's train steps over one rollout."""
+
+    def train_critic(self, step: int, samples: list[TrainSample]) -> StepReport:
+        """The critic's."""
+
+    def with_reference(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """The samples with this role's log-probs as those of the reference."""
+
+    def with_values(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """The samples with this role's values."""
+
+    def with_kl(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """The samples with the policy's distance to the reference."""
+
+    def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
+        """Log-probs [T] of each sample at temperature 1."""
+
+    def save(self, num_rollouts_done: int, client_state: dict) -> str:
+        """Write a checkpoint, or begin to (--async-save); its folder."""
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether no save is under way any more."""
+
+    def save_hf(self, folder: str) -> None:
+        """Write an HF folder."""
+
+    def take_weights(self, folder: str) -> None:
+        """Score with the weights of an HF folder from now on."""
+
+
+class Closes(Protocol):
+    """Something that was started and must end."""
+
+    def close(self) -> None:
+        """End it; harmless when called twice."""

@@ -1,0 +1,45 @@
+"""Config and plan -> a run that can start: every file read, every plugin found, every default filled in, before any process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from slime_like.algorithms.plugins import load_loss_plugins
+from slime_like.cluster.external import with_servers
+from slime_like.config.run import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.job.running import ResolvedRun
+from slime_like.planning.placement import PlacementPlan
+from slime_like.rollout.data_source import DataSource, check_data
+from slime_like.utils.files import RunDirectory
+from slime_like.weight_sync.transform import load_transform
+
+
+def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
+    """Check everything that can be known to be wrong (data files, keys, templates, plugins, external engines), then make the run's directory.
+
+    Raises a UserError of the kind of what is wrong.
+    """
+    load_loss_plugins(config.loss)
+    load_transform(config.sync)
+    replays = bool(config.observability.load_debug_rollout_data)
+    if replays and config.data.num_rollout is None:
+        raise ConfigError(["--load-debug-rollout-data needs --num-rollout: how many saved rollouts to train on."])
+    data = None if replays else check_data(config)
+    config, plan = with_servers(config, plan, data)
+    source = data or DataSource([], config.data, path="", tokenizer=None, max_tokens=0)
+    num_rollout = source.num_rollouts(config.rollout.rollout_batch_size)
+    run = RunDirectory.create(config)
+    return ResolvedRun(config=_filled(config, plan, run, num_rollout), plan=plan, run=run, data=source, num_rollout=num_rollout)
+
+
+def _filled(config: RunConfig, plan: PlacementPlan, run: RunDirectory, num_rollout: int) -> RunConfig:
+    """The config as every process will see it."""
+    data = dataclasses.replace(config.data, num_rollout=num_rollout, num_epoch=None)
+    sync = dataclasses.replace(config.sync, update_weight_transport=plan.transport)
+    if plan.transport == "disk":
+        folder = os.path.abspath(sync.update_weight_disk_dir or os.path.join(run.path, "weights"))
+        sync = dataclasses.replace(sync, update_weight_disk_dir=folder)
+    observability = dataclasses.replace(config.observability, run_dir=run.path)
+    return dataclasses.replace(config, data=data, sync=sync, observability=observability)

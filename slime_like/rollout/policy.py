@@ -1,0 +1,41 @@
+"""Which weights the engines serve, as the rollout side is told: before they change, and after."""
+
+from __future__ import annotations
+
+import asyncio
+
+from slime_like.errors import WaitTimeout
+from slime_like.records import WeightsRef
+
+
+class Policy:
+    """Use it inside one event loop. A request that is aborted while weights change, or changed since it began, did not fail."""
+
+    def __init__(self, weights: WeightsRef | None = None):
+        self.weights = weights or WeightsRef()
+        self.num_changes = 0  # begun or ended
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    def changing(self) -> None:
+        """Engines are about to get other weights: what runs may be aborted."""
+        self.num_changes += 1
+        self._settled.clear()
+
+    def changed(self, weights: WeightsRef) -> None:
+        """They serve these from now on."""
+        self.num_changes += 1
+        self.weights = weights
+        self._settled.set()
+
+    def explains_abort(self, num_changes_before: int) -> bool:
+        """Whether a request that began when `num_changes` had this value can have been aborted by a change of weights."""
+        return self.num_changes != num_changes_before or not self._settled.is_set()
+
+    async def settled(self, timeout_s: float) -> None:
+        """Until no change is under way. Raises WaitTimeout."""
+        try:
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
+        except TimeoutError:
+            last = f"engines serve {self.weights}, the next sync has begun"
+            raise WaitTimeout(who="the rollout", whom="a weight sync", phase="generate", seconds=timeout_s, last=last) from None

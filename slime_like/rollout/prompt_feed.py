@@ -1,0 +1,41 @@
+"""Prompts as a run uses them up: the rows of a data source, and the ledger that knows which of them were drawn."""
+
+from __future__ import annotations
+
+from slime_like.records import Prompt
+from slime_like.rollout.data_source import DataSource
+from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN, Ledger
+
+
+class PromptFeed:
+    """Draws from `source`, as `ledger` says what is next. One object for everyone who draws."""
+
+    def __init__(self, source: DataSource):
+        self.source = source
+        self.ledger = Ledger()
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; the stream goes on into the next epoch."""
+        return [self.source.prompt_at(position) for position in self.ledger.draw(count)]
+
+    def take_answered(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, for who trains on the answers that stand in the file: nothing is generated for them."""
+        prompts = self.draw(count)
+        for prompt in prompts:
+            for state in (IN_FLIGHT, READY, TAKEN):
+                self.ledger.move(prompt.index, state)
+        return prompts
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, with their fraction."""
+        return self.ledger.position / len(self.source.rows)
+
+    def state_dict(self) -> dict:
+        """What resuming needs, as JSON: the ledger, and which rows in which order it counts."""
+        return self.ledger.state_dict() | self.source.identity()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was saved. Raises CheckpointError if the rows or their order are not the same any more."""
+        self.source.check_identity(state)
+        self.ledger.load_state_dict(state)

@@ -1,0 +1,153 @@
+"""The rollout side by itself: generates, evaluates and keeps the ledger, inside whatever event loop it is started in.
+
+Knows neither the driver nor Ray: a thread of the driver runs it today (manager.py), an actor's event loop could.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from slime_like.config.run import RunConfig
+from slime_like.errors import RunError
+from slime_like.records import EngineEndpoint, Prompt, SampleGroup, WeightsRef
+from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
+from slime_like.rollout.evaluate import evaluate
+from slime_like.rollout.filters import apply_filter
+from slime_like.rollout.generate import GenerationClient, Sampling
+from slime_like.rollout.group_stream import GroupStream, StreamLimits
+from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome
+from slime_like.rollout.plugins import load_plugins
+from slime_like.rollout.policy import Policy
+from slime_like.rollout.prompt_feed import PromptFeed
+from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
+from slime_like.rollout.rollout_metrics import FILTERED, drop_metrics, ledger_metrics, sample_metrics
+from slime_like.rollout.routed_experts import RoutingShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutResult:
+    """Exactly rollout_batch_size groups in the order of their prompts, and the rollout's metrics."""
+
+    groups: tuple[SampleGroup, ...]
+    metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineAccess:
+    """Where requests go."""
+
+    router_url: str
+    router_api_key: str | None = dataclasses.field(repr=False)
+    num_engines: int
+    endpoints: tuple[EngineEndpoint, ...] = ()  # of the engines behind the router; needed where they are asked for routed experts
+
+
+class RolloutService:
+    """Make it inside the event loop that runs it. Raises every error that the user can make; needs no engine for that."""
+
+    def __init__(self, config: RunConfig, access: EngineAccess, source: DataSource, reward_model: ScoresSamples | None = None):
+        self._config = config
+        self.feed = PromptFeed(source)
+        self.policy = Policy()
+        plugins, plugin_args = load_plugins(config), config.plugin_args()
+        self._eval_data = load_eval_data(config, source.tokenizer)
+        self._scorer = RewardScorer(config.reward, plugins.reward, plugin_args, reward_model)
+        self._client = self._make_client(access)
+        make = functools.partial(
+            GroupMaker,
+            self._client,
+            self._scorer,
+            self.policy,
+            plugin_args=plugin_args,
+            custom_generate=plugins.generate,
+            custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
+        )
+        self._maker, self._eval_maker = make(), make(evaluation=True)
+        self._filter, self._plugin_args = plugins.group_filter, plugin_args
+        self._sampling = Sampling.for_training(config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed))
+        self.stream = GroupStream(self.feed, self._group, self._judge, self._limits())
+
+    async def generate(self, step: int) -> RolloutResult:
+        """The groups of rollout `step`; nothing is in flight afterwards."""
+        rollout = self._config.rollout
+        start, unscorable = time.monotonic(), self._scorer.num_unscorable
+        try:
+            taken = await self.stream.take(rollout.rollout_batch_size)
+        except RunError as error:
+            error.add_note(f"in rollout {step}")
+            raise
+        seconds = time.monotonic() - start
+        metrics = sample_metrics(taken.groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(taken.outcomes, taken.dropped)
+        metrics |= ledger_metrics(self.feed.ledger)
+        metrics |= {
+            "rollout/seconds": seconds,
+            "rollout/tokens_per_second": metrics["rollout/generated_tokens"] / seconds,
+            "rollout/unscorable_samples": float(self._scorer.num_unscorable - unscorable),
+            "rollout/epoch": self.feed.epoch,
+        }
+        return RolloutResult(groups=taken.groups, metrics=metrics)
+
+    async def evaluate(self) -> dict[str, float]:
+        """Metrics of all evaluation sets with the present weights; {} if there are none. Moves nothing of the training's."""
+        metrics: dict[str, float] = {}
+        for name, source in self._eval_data.items():
+            metrics |= await evaluate(self._eval_maker, name, source, self._config)
+        return metrics
+
+    def policy_changing(self) -> None:
+        """Engines are about to get other weights; what they abort now did not fail."""
+        self.policy.changing()
+
+    def policy_changed(self, weights: WeightsRef) -> None:
+        """The engines serve these from now on."""
+        self.policy.changed(weights)
+        self.stream.policy_changed(weights)
+
+    def trained(self, prompts: Iterable[int]) -> None:
+        """The trainer has used the groups of these prompts."""
+        self.feed.ledger.trained(prompts)
+
+    async def close(self) -> None:
+        """End what runs, close connections, end the reward processes."""
+        await self.stream.stop()
+        for part in (self._client, self._scorer):
+            await part.close()
+
+    async def _group(self, prompt: Prompt) -> GroupOutcome:
+        return await self._maker.group(prompt, self._config.rollout.n_samples_per_prompt, self._sampling)
+
+    def _judge(self, outcome: GroupOutcome) -> str | None:
+        if self._filter is None:
+            return None
+        path = str(self._config.rollout.dynamic_sampling_filter_path)
+        keep, reason = apply_filter(self._filter, path, self._plugin_args, outcome.group)
+        return None if keep else FILTERED + reason
+
+    def _limits(self) -> StreamLimits:
+        rollout = self._config.rollout
+        # Without a filter only failures leave gaps, and a gap is one prompt.
+        batch = (rollout.over_sampling_batch_size or rollout.rollout_batch_size) if self._filter else None
+        return StreamLimits(draw_batch=batch, max_draws=rollout.dynamic_sampling_max_draws)
+
+    def _make_client(self, access: EngineAccess) -> GenerationClient:
+        config = self._config
+        return GenerationClient(
+            access.router_url,
+            access.router_api_key,
+            config.rollout,
+            concurrency=config.engine.sglang_server_concurrency * max(1, access.num_engines),
+            weight_version=lambda: self.policy.weights.version,
+            routing=RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
+            engines=access.endpoints,
+        )
+
+
+async def make_service(config: RunConfig, access: EngineAccess, source: DataSource, reward_model: Any = None) -> RolloutService:
+    """A service in the running event loop."""
+    asyncio.get_running_loop()
+    return RolloutService(config, access, source, reward_model)

@@ -1,0 +1,224 @@
+"""What a loop does in which order: whole runs of phases over parts that only write down their calls. No Ray, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_like.config.rollout import DataConfig, EvalConfig, RolloutConfig
+from slime_like.config.run import RunConfig
+from slime_like.config.system import PlacementConfig, SyncConfig
+from slime_like.config.training import CheckpointConfig, LossConfig
+from slime_like.errors import EngineError, RunError
+from slime_like.job.running import Job, ResolvedRun
+from slime_like.loops import sync_loop
+from slime_like.observability.console import ProgressConsole
+from slime_like.observability.metrics import MetricsLog
+from slime_like.records import Prompt, Sample, SampleGroup, StepReport, SyncReceipt, WeightsRef
+from slime_like.rollout.data_source import DataSource
+from slime_like.utils.files import RunDirectory, read_json_lines
+
+
+def group(index: int) -> SampleGroup:
+    tokens, mask = np.array([1, 2, 3], dtype=np.int32), np.array([0, 1, 1], dtype=np.int8)
+    zeros, versions = np.zeros(3, dtype=np.float32), np.array([-1, 1, 1], dtype=np.int32)
+    prompt = Prompt(index=index, text="", tokens=tokens[:1])
+    samples = [
+        Sample(
+            prompt_index=index,
+            sample_index=number,
+            tokens=tokens,
+            loss_mask=mask,
+            engine_logprobs=zeros,
+            weight_versions=versions,
+            response="",
+            reward=float(number),
+        )
+        for number in range(2)
+    ]
+    return SampleGroup(prompt=prompt, samples=tuple(samples))
+
+
+class Part:
+    """A part that answers with what it was given for a method, and writes every call into the common list."""
+
+    def __init__(self, name: str, calls: list[str], answers: dict):
+        self.name, self.calls, self.answers = name, calls, answers
+
+    def __getattr__(self, method: str):
+        def call(*args, **options):
+            shown = next((str(value) for value in args if isinstance(value, int | str | tuple | WeightsRef)), "")
+            self.calls.append(f"{self.name}.{method}" + (f" {shown}" if shown else ""))
+            answer = self.answers.get(method)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer(*args) if callable(answer) else answer
+
+        return call
+
+
+class Run:
+    """A job over such parts, and what it left."""
+
+    def __init__(self, folder: Path, config: RunConfig, *, num_rollout: int = 2, parts: tuple[str, ...] = ("trainer", "engines", "rollouts"), **answers: dict):
+        self.calls: list[str] = []
+        run = RunDirectory(str(folder))
+        data = DataSource([], config.data, path="", tokenizer=None, max_tokens=0)
+        resolved = ResolvedRun(config=config, plan=types.SimpleNamespace(), run=run, data=data, num_rollout=num_rollout)
+        defaults = {
+            "trainer": {
+                "train": lambda step, samples: StepReport(step=step, num_train_steps=1, num_samples=len(samples), num_tokens=4, metrics={"train/loss": 0.5}),
+                "save": lambda done, state: f"checkpoint-{done}",
+                "finish_save": True,
+            },
+            "engines": {
+                "sync": lambda weights, trainer: SyncReceipt(version=weights.version, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"),
+                "compare": 0.0,
+                "num_members": 1,
+            },
+            "rollouts": {
+                "generate": lambda step, watch: types.SimpleNamespace(groups=(group(2 * step), group(2 * step + 1)), metrics={"rollout/reward_mean": 0.5}),
+                "evaluate": {"eval/x/reward_mean": 0.5},
+                "state_dict": {"data": {}},
+            },
+        }
+        made = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}
+        if "engines" in made:
+            made["engines"].num_members = 1
+        self.job = Job(resolved=resolved, **made)
+        self.log = MetricsLog(run, tensorboard=False)
+
+    def go(self) -> list[str]:
+        """Run the loop; the calls."""
+        with open("/dev/null", "w") as nowhere:
+            sync_loop.run(self.job, self.log, ProgressConsole(self.job.num_rollout, nowhere))
+        return self.calls
+
+
+def config(**groups) -> RunConfig:
+    base = RunConfig(data=DataConfig(num_rollout=2), rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2))
+    return dataclasses.replace(base, **{"sync": SyncConfig(verify_weight_sync_interval=0), **groups})
+
+
+def test_one_after_the_other(tmp_path):
+    step = [
+        "rollouts.generate {0}",
+        "trainer.train {0}",
+        "rollouts.trained {2}",
+        "rollouts.policy_changing",
+        "engines.sync base@{1}",
+        "rollouts.policy_changed base@{1}",
+    ]
+    assert Run(tmp_path, config()).go() == [
+        "rollouts.policy_changing",
+        "engines.sync base@1",
+        "rollouts.policy_changed base@1",
+        *(line.format(number, number + 2, (2 * number, 2 * number + 1)) for number in (0, 1) for line in step),
+    ]
+    kinds = [(line["kind"], line["step"]) for line in read_json_lines(tmp_path / "metrics.jsonl")]
+    per_step = ["rollout", "train", "sync", "step"]
+    assert kinds == [("start", 0), ("sync", 0), *((kind, number + (kind == "sync")) for number in (0, 1) for kind in per_step)]
+
+
+def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_path):
+    calls = Run(tmp_path, config(placement=PlacementConfig(colocate=True)), num_rollout=1).go()
+    sync = [
+        "rollouts.policy_changing",
+        "engines.resume_memory weights",
+        "engines.sync base@{}",
+        "engines.resume_memory kv_cache",
+        "rollouts.policy_changed base@{}",
+    ]
+    around = ["rollouts.generate 0", "engines.release_memory", "trainer.train 0", "rollouts.trained (0, 1)"]
+    assert calls == [line.format(1) for line in sync] + around + [line.format(2) for line in sync]
+
+
+def test_a_checkpoint_is_saved_before_the_engines_get_its_weights_and_evaluation_sees_them(tmp_path):
+    options = {"checkpoint": CheckpointConfig(save=str(tmp_path), save_interval=1), "eval": EvalConfig(eval_interval=2)}
+    calls = Run(tmp_path, config(**options)).go()
+    order = ["trainer.train 1", "rollouts.state_dict", "trainer.save 2", "engines.sync base@3", "rollouts.policy_changed base@3", "rollouts.evaluate 2"]
+    assert [call for call in calls if call in order] == ["rollouts.state_dict", *order]
+    assert calls.index("rollouts.evaluate 0") < calls.index("rollouts.generate 0")  # the first weights too
+
+
+def test_a_probe_follows_the_first_sync_and_every_nth(tmp_path):
+    calls = Run(tmp_path, config(sync=SyncConfig(verify_weight_sync_interval=2)), num_rollout=4).go()
+    probed = [calls[at - 1] for at, call in enumerate(calls) if call.startswith("engines.compare")]
+    assert probed == ["engines.sync base@1", "engines.sync base@3", "engines.sync base@5"]
+
+
+def test_no_evaluation_before_training_if_not_wanted(tmp_path):
+    calls = Run(tmp_path, config(eval=EvalConfig(eval_interval=1, skip_eval_before_train=True)), num_rollout=1).go()
+    assert calls[-1] == "rollouts.evaluate 1" and sum("evaluate" in call for call in calls) == 1
+
+
+def test_a_save_in_the_background_counts_once_it_is_whole(tmp_path):
+    checkpoint = CheckpointConfig(save=str(tmp_path), save_interval=1, async_save=True)
+    answers = iter([False, True, True, True])
+    calls = Run(tmp_path, config(checkpoint=checkpoint), trainer={"finish_save": lambda: next(answers)}).go()
+    saving = [call for call in calls if call.startswith(("trainer.save", "trainer.finish_save", "trainer.train"))]
+    assert saving == [
+        *("trainer.train 0", "trainer.save 1"),
+        *("trainer.finish_save", "trainer.train 1", "trainer.finish_save", "trainer.save 2"),
+        "trainer.finish_save",
+    ]
+
+
+def test_the_critic_is_fitted_first_and_the_policy_waits_for_its_turn(tmp_path):
+    loss = LossConfig(advantage_estimator="ppo", kl_coef=0.1, num_critic_only_steps=1)
+    report = StepReport(step=0, num_train_steps=1, num_samples=4, num_tokens=8, metrics={"train/value_loss": 1.0})
+    critic = {"with_values": lambda samples: samples, "train_critic": lambda step, samples: report}
+    parts = ("trainer", "critic", "engines", "rollouts")
+    calls = Run(tmp_path, config(loss=loss), parts=parts, critic=critic, trainer={"with_kl": lambda samples: samples}).go()
+    trained = [call for call in calls if call.startswith(("trainer", "critic"))]
+    fitted = ["trainer.with_kl", "critic.with_values", "critic.train_critic {}"]
+    assert trained == [*(line.format(0) for line in fitted), *(line.format(1) for line in fitted), "trainer.train 1"]
+
+
+def test_a_reference_of_its_own_scores_and_follows(tmp_path):
+    reference = {"with_reference": lambda samples: samples}
+    parts = ("trainer", "reference", "engines", "rollouts")
+    loss = LossConfig(use_kl_loss=True, ref_update_interval=2)
+    calls = Run(tmp_path, config(loss=loss), parts=parts, reference=reference).go()
+    folder = str(tmp_path / "reference")
+    assert [call for call in calls if "reference" in call] == [
+        "reference.with_reference",
+        "reference.with_reference",
+        f"trainer.save_hf {folder}",
+        f"reference.take_weights {folder}",
+    ]
+
+
+def test_a_dead_engine_is_named_instead_of_what_it_led_to(tmp_path):
+    dead = EngineError("engine 0 has ended")
+    run = Run(tmp_path, config(), rollouts={"generate": RunError("no answer")}, engines={"check_after_failure": dead})
+    with pytest.raises(EngineError, match="engine 0 has ended"):
+        run.go()
+    sending = Run(tmp_path, config(), engines={"check_after_failure": dead, "sync": RunError("sending failed")})
+    with pytest.raises(EngineError, match="engine 0 has ended"):
+        sending.go()
+    assert "rollouts.policy_changed base@1" not in sending.calls  # nobody may generate with half of the weights
+
+
+def test_a_resumed_run_goes_on_with_the_next_version(tmp_path):
+    run = Run(tmp_path, config())
+    run.job.num_rollouts_done, run.job.client_state = 1, {"rollout": {"data": {"position": 2}}, "weight_version": 7}
+    calls = run.go()
+    assert calls[:4] == ["rollouts.load_state_dict", "rollouts.policy_changing", "engines.sync base@8", "rollouts.policy_changed base@8"]
+    assert [call for call in calls if "generate" in call] == ["rollouts.generate 1"]
+
+
+def test_rollouts_only(tmp_path):
+    assert Run(tmp_path, config(), parts=("engines", "rollouts")).go() == ["rollouts.generate 0", "rollouts.generate 1"]
+
+
+def test_phases_need_neither_ray_nor_torch():
+    code = "import sys, slime_like.loops.sync_loop; assert not {'ray', 'torch', 'megatron', 'sglang'} & set(sys.modules), sorted(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

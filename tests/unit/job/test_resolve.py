@@ -1,0 +1,66 @@
+"""What a run needs is filled in and checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_like.config.model import ModelConfig
+from slime_like.config.rollout import DataConfig, RewardConfig, RolloutConfig
+from slime_like.config.run import RunConfig
+from slime_like.config.system import ObservabilityConfig, PlacementConfig, SyncConfig
+from slime_like.config.training import CheckpointConfig
+from slime_like.errors import ConfigError, DataError
+from slime_like.job.resolve import resolve
+from slime_like.planning.placement import make_plan
+
+TINY = Path(__file__).parents[3] / "models" / "tiny-qwen3"
+
+
+def config(tmp_path: Path, **groups) -> RunConfig:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"sort {n}", "label": "1"}) + "\n" for n in range(9)))
+    base = RunConfig(
+        model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=320, max_position_embeddings=64),
+        checkpoint=CheckpointConfig(hf_checkpoint=str(TINY)),
+        data=DataConfig(prompt_data=str(path), input_key="prompt", label_key="label", num_epoch=2),
+        rollout=RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=2),
+        reward=RewardConfig(rm_type="exact"),
+        observability=ObservabilityConfig(run_dir=str(tmp_path / "run")),
+        placement=PlacementConfig(actor_num_gpus_per_node=1, rollout_num_gpus=1),
+    )
+    return dataclasses.replace(base, **groups)
+
+
+def test_everything_is_filled_in(tmp_path):
+    given = config(tmp_path, sync=SyncConfig(update_weight_transport="disk"))
+    resolved = resolve(given, make_plan(given))
+    assert resolved.num_rollout == resolved.config.data.num_rollout == 4 and resolved.config.data.num_epoch is None  # 18 prompts, 4 a rollout
+    assert resolved.config.sync.update_weight_transport == "disk"
+    assert resolved.config.sync.update_weight_disk_dir == str(tmp_path / "run" / "weights")
+    assert resolved.config.observability.run_dir == resolved.run.path == str(tmp_path / "run") and len(resolved.data.rows) == 9
+    assert None not in [getattr(resolved, field.name) for field in dataclasses.fields(resolved)]
+
+
+def test_recorded_rollouts_replace_the_data(tmp_path):
+    given = config(
+        tmp_path,
+        data=DataConfig(num_rollout=3),
+        placement=PlacementConfig(actor_num_gpus_per_node=1, debug_train_only=True),
+        observability=ObservabilityConfig(run_dir=str(tmp_path / "run"), load_debug_rollout_data="x-{rollout_id}.npz"),
+    )
+    resolved = resolve(given, make_plan(given))
+    assert (resolved.num_rollout, resolved.data.rows) == (3, [])
+    with pytest.raises(ConfigError, match="--load-debug-rollout-data needs --num-rollout"):
+        resolve(dataclasses.replace(given, data=DataConfig(num_epoch=1)), make_plan(given))
+
+
+def test_a_mistake_leaves_no_run_directory(tmp_path):
+    given = config(tmp_path)
+    wrong = dataclasses.replace(given, data=dataclasses.replace(given.data, label_key="gold"))
+    with pytest.raises(DataError, match="--label-key"):
+        resolve(wrong, make_plan(given))
+    assert not (tmp_path / "run").exists()
