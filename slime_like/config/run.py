@@ -11,6 +11,7 @@ from slime_like.config.not_yet import engine_not_yet, model_not_yet, training_no
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.system import EngineConfig, ObservabilityConfig, PlacementConfig, SyncConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
+from slime_like.config.transports import fitting
 
 GROUPS = {
     "placement": PlacementConfig,
@@ -299,14 +300,17 @@ class RunConfig:
             found.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
         if self.sync.custom_weight_transform_path and (not self.uses_engines or self.placement.debug_rollout_only):
             found.append("--custom-weight-transform-path: this run sends no weights. Fix: leave it out.")
-        sync = self.sync.update_weight_transport
         if self.sync.update_weight_interface and self.placement.colocate:
             found.append("--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it.")
-        if sync == "ipc" and not self.placement.colocate:
-            found.append("--update-weight-transport ipc needs --colocate. Fix: broadcast or disk.")
-        if sync == "broadcast" and self.placement.colocate:
-            found.append("--update-weight-transport broadcast does not go with --colocate: NCCL refuses two ranks on one GPU. Fix: ipc or disk.")
-        return found + self._delta_problems()
+        return found + self._transport_problems() + self._delta_problems()
+
+    def _transport_problems(self) -> list[str]:
+        """A transport for engines on the trainer's GPUs where they are apart, and the other way round."""
+        row, colocate = self.sync.transport_row, self.placement.colocate
+        if row is None or row.is_mode or row.goes_with(colocate=colocate):
+            return []
+        wrong = f"does not go with --colocate: {row.why_not_colocated}" if colocate else "needs --colocate"
+        return [f"--update-weight-transport {row.name} {wrong}. Fix: {' or '.join(fitting(colocate=colocate))}."]
 
     def _delta_problems(self) -> list[str]:
         """What --update-weight-mode delta needs, and what is given without it."""

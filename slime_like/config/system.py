@@ -7,9 +7,8 @@ import os
 from urllib.parse import urlsplit
 
 from slime_like.config.base import flag
+from slime_like.config.transports import RECEIVER, SHARED_FOLDER, Transport, choices, modes, transport_of
 from slime_like.utils.logs import LOG_LEVELS
-
-TRANSPORTS = ("ipc", "broadcast", "disk")
 
 #: SGLang's /pause_generation.
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -201,9 +200,9 @@ class EngineConfig:
 class SyncConfig:
     """Weight sync"""
 
-    update_weight_transport: str | None = flag(None, choices=TRANSPORTS, help="How weights travel. Default: ipc with --colocate, else broadcast.")
+    update_weight_transport: str | None = flag(None, choices=choices(), help="How weights travel. Default: ipc with --colocate, else broadcast.")
     update_weight_mode: str = flag(
-        "full", choices=("full", "delta"), help="Send all weights at each sync, or only what changed, to a receiver beside each engine: for slow links."
+        "full", choices=("full", *modes()), help="Send all weights at each sync, or only what changed, to a receiver beside each engine: for slow links."
     )
     update_weight_delta_encoding: str | None = flag(
         None, choices=("xor", "overwrite"), help="With delta: send changed values as their difference in bits, or as they are. Default: xor, which is smaller."
@@ -248,7 +247,9 @@ class SyncConfig:
         found = []
         if self.update_weight_buffer_size < 1:
             found.append(f"--update-weight-buffer-size {self.update_weight_buffer_size}: must be at least 1 byte.")
-        if self.update_weight_disk_dir and self.update_weight_transport != "disk" and not self.sends_deltas:
+        given = self.transport_row
+        writes_folder = given is not None and given.loads_from == SHARED_FOLDER
+        if self.update_weight_disk_dir and not writes_folder and not self.sends_deltas:
             found.append("--update-weight-disk-dir needs --update-weight-transport disk.")
         for name in ("update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_local_checkpoint_dir"):
             if getattr(self, name) is not None and not self.sends_deltas:
@@ -258,9 +259,9 @@ class SyncConfig:
                 f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode delta, which is sent over HTTP to a receiver "
                 "beside each engine. Fix: leave it out."
             )
-        if self.update_weight_disk_keep_files and self.update_weight_transport != "disk":
+        if self.update_weight_disk_keep_files and not writes_folder:
             found.append("--update-weight-disk-keep-files needs --update-weight-transport disk.")
-        if self.update_weight_interface and self.update_weight_transport not in (None, "broadcast"):
+        if self.update_weight_interface and given is not None and not given.takes_interface:
             found.append(f"--update-weight-interface does nothing with --update-weight-transport {self.update_weight_transport}. Fix: drop it.")
         if self.verify_weight_sync_interval < 0:
             found.append(f"--verify-weight-sync-interval {self.verify_weight_sync_interval}: must not be negative.")
@@ -269,9 +270,19 @@ class SyncConfig:
         return found
 
     @property
+    def transport_row(self) -> Transport | None:
+        """What --update-weight-transport names; None: it is left to the placement."""
+        return None if self.update_weight_transport is None else transport_of(self.update_weight_transport)
+
+    @property
+    def mode_row(self) -> Transport | None:
+        """The transport that --update-weight-mode stands for; None with full, which any transport sends."""
+        return None if self.update_weight_mode == "full" else transport_of(self.update_weight_mode)
+
+    @property
     def sends_deltas(self) -> bool:
-        """Whether only what changed is sent."""
-        return self.update_weight_mode == "delta"
+        """Whether only what changed is sent, to a receiver beside each engine."""
+        return self.mode_row is not None and self.mode_row.loads_from == RECEIVER
 
     @property
     def delta_encoding(self) -> str:

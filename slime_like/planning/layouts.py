@@ -11,6 +11,7 @@ from slime_like.config.rollout import DataConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
 from slime_like.config.training import BatchConfig, OptimizerConfig
+from slime_like.config.transports import fitting
 from slime_like.errors import ConfigError
 from slime_like.planning.engine_bytes import engine_elements
 from slime_like.planning.hardware import GIB
@@ -257,7 +258,7 @@ def _settings(request: Request, gpus: tuple[int, int, int], parallel: dict, opti
         "data": {"num_rollout": 1},
         "reward": {"rm_type": "math"},
         # Shared memory ends at the machine, and NCCL refuses two ranks on one GPU.
-        "sync": {} if apart or trainer <= request.gpus_per_node else {"update_weight_transport": "disk"},
+        "sync": {} if apart or trainer <= request.gpus_per_node else {"update_weight_transport": fitting(colocate=True, several_machines=True)[0]},
         # Engines apart from the trainer fill their cards up to a tenth that SGLang works in.
         "engine": {"mem_fraction_static": 0.85},
     }

@@ -16,6 +16,7 @@ import dataclasses
 import json
 
 from slime_like.config.run import RunConfig
+from slime_like.config.transports import fitting, transport_of
 from slime_like.planning.engines import EnginePlan, make_engines, rollout_gpus
 from slime_like.planning.roles import RolePlan, RoleSize, crossing_notes, role_plans, training_roles
 
@@ -107,22 +108,23 @@ def cannot_run_yet(plan: PlacementPlan) -> list[str]:
     held = [engine for engine in plan.engines if engine.bundles]
     found = []
     machines = sorted({plan.bundles[index].node for engine in held for index in engine.bundles})
-    if plan.transport == "ipc" and len(machines) > 1:
+    row = None if plan.transport is None else transport_of(plan.transport)
+    if row is not None and row.one_machine and len(machines) > 1:
         found.append(
-            f"--colocate over {len(machines)} machines: weights sent by ipc reach only engines on the machine of the trainer's first rank. "
+            f"--colocate over {len(machines)} machines: weights sent by {row.name} reach only engines on the machine of the trainer's first rank. "
             "Fix: --update-weight-transport disk, with --update-weight-disk-dir on a file system that all machines share."
         )
     staged = [engine for engine in plan.engines if engine.pp > 1]
-    if staged and plan.transport in ("ipc", "broadcast"):
+    if staged and row is not None and not row.reaches_stages:
         found.append(
-            f"engine {staged[0].index} has {staged[0].pp} pipeline stages (--sglang-pp-size): weights cannot be sent to them by {plan.transport} yet. "
+            f"engine {staged[0].index} has {staged[0].pp} pipeline stages (--sglang-pp-size): weights cannot be sent to them by {row.name} yet. "
             "Fix: --update-weight-transport disk."
         )
     spread = [engine for engine in held if engine.num_nodes > 1]
-    if spread and plan.transport == "delta":
+    if spread and row is not None and not row.reaches_spread:
+        fix = "--update-weight-mode full" if row.is_mode else "--update-weight-transport disk"
         found.append(
-            f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent as deltas reach only the first of them. "
-            "Fix: --update-weight-mode full."
+            f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent by {row.name} reach only the first of them. Fix: {fix}."
         )
     return found
 
@@ -130,9 +132,9 @@ def cannot_run_yet(plan: PlacementPlan) -> list[str]:
 def _transport(config: RunConfig, mode: str) -> str | None:
     if mode in ("train_only", "rollout_only"):
         return None
-    if config.sync.sends_deltas:
-        return "delta"
-    return config.sync.update_weight_transport or ("ipc" if mode == "colocate" else "broadcast")
+    if config.sync.mode_row is not None:
+        return config.sync.mode_row.name
+    return config.sync.update_weight_transport or fitting(colocate=mode == "colocate")[0]
 
 
 def _gpus_per_node(config: RunConfig, sizes: list[RoleSize]) -> int:

@@ -8,27 +8,11 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.run import RunConfig
+from slime_like.config.transports import TRANSPORTS, SyncBound, SyncShape, transport_of
 from slime_like.planning.hardware import bandwidths
 from slime_like.planning.parameters import model_parameters
 from slime_like.planning.placement import PlacementPlan
 from slime_like.planning.trainer_bytes import Precision
-
-#: Share of the weights that a sync finds changed, for the delta row: an assumption, not a measurement.
-DELTA_SHARE = 0.05
-#: A changed value is sent with its 4-byte position.
-_POSITION_BYTES = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SyncBound:
-    """One way of syncing. available: whether this version can do it on these GPUs."""
-
-    transport: str
-    bytes: int
-    bound_s: float
-    how: str
-    available: bool = True
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncPlan:
@@ -53,39 +37,9 @@ def weight_bytes(config: RunConfig) -> int:
     return Precision.of(config.optimizer).weight * model_parameters(model) + routers
 
 
-def bounds(
-    size: int, rates: dict[str, float], *, same_node: bool, engine_gpus: int, width: int = 2, num_sources: int = 1, num_engines: int = 2
-) -> dict[str, SyncBound]:
-    """Every transport's bound for `size` bytes. rates: bytes a second by name. engine_gpus: of one engine, which split what they load.
-
-    num_sources: pipeline stages, each of which sends its share from a card of its own.
-    """
-    wire, name = (rates["nvlink"], "nvlink") if same_node else (rates["network"], "network")
-    # Engines load one bucket while the next is copied to the host, and pcie goes both ways at once.
-    host = max(size / num_sources, size / engine_gpus) / rates["pcie"]
-    disk = size / rates["disk"] * (1 if same_node else 2)
-    delta = int(size / width * DELTA_SHARE * (width + _POSITION_BYTES))
-    return {
-        "ipc": SyncBound(
-            transport="ipc", bytes=size, bound_s=host, available=same_node,
-            how=f"over pcie to the host, each source its {1 / num_sources:.0%}, and back at the same time, each engine GPU its {1 / engine_gpus:.0%}"
-            + ("" if same_node else "; engines on other machines than their source cannot be reached this way"),
-        ),
-        "ipc-handles": SyncBound(
-            transport="ipc-handles", bytes=size, bound_s=size / engine_gpus / rates["ipc"],
-            available=same_node and num_sources == num_engines == 1,
-            how="CUDA IPC: each GPU copies its share within the card (with one engine and one pipeline stage)",
-        ),
-        "broadcast": SyncBound(transport="broadcast", bytes=size, bound_s=size / wire, how=f"one source at a time over {name}"),
-        "disk": SyncBound(
-            transport="disk", bytes=size, bound_s=disk,
-            how="written once; read from the page cache of the same machine" if same_node else "written once, then read once by all engines together",
-        ),
-        "delta": SyncBound(
-            transport="delta", bytes=delta, bound_s=delta / rates["network"],
-            how=f"if {DELTA_SHARE:.0%} of the weights changed, value and position of each over network",
-        ),
-    }  # fmt: skip
+def bounds(shape: SyncShape) -> dict[str, SyncBound]:
+    """Every way's bound, by its name."""
+    return {bound.transport: bound for row in TRANSPORTS.values() for bound in row.bounds(shape)}
 
 
 def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
@@ -96,13 +50,18 @@ def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
     engines = {plan.bundles[i].node for engine in plan.engines for i in engine.bundles}
     # External engines are elsewhere. A source sends from its own machine to every engine, wherever their trainer ranks are.
     same_node = bool(engines) and len(trainer | engines) == 1
-    size, width = weight_bytes(config), Precision.of(config.optimizer).weight
-    sizes = {"engine_gpus": config.placement.rollout_num_gpus_per_engine, "num_engines": len(plan.engines)}
-    sizes["num_sources"] = config.parallel.pipeline_model_parallel_size
-    found = bounds(size, bandwidths(config.placement), same_node=same_node, width=width, **sizes)
-    on_device = plan.transport == "ipc" and found["ipc-handles"].available
-    chosen = found.pop("ipc-handles" if on_device else plan.transport)
-    return SyncPlan(transport=plan.transport, bytes=chosen.bytes, bound_s=chosen.bound_s, how=chosen.how, others=tuple(found.values()))
+    shape = SyncShape(
+        num_bytes=weight_bytes(config),
+        rates=bandwidths(config.placement),
+        same_node=same_node,
+        engine_gpus=config.placement.rollout_num_gpus_per_engine,
+        width=Precision.of(config.optimizer).weight,
+        num_sources=config.parallel.pipeline_model_parallel_size,
+        num_engines=len(plan.engines),
+    )
+    every, own = bounds(shape), transport_of(plan.transport).bounds(shape)
+    chosen = every.pop(next((bound for bound in reversed(own) if bound.available), own[0]).transport)
+    return SyncPlan(transport=plan.transport, bytes=chosen.bytes, bound_s=chosen.bound_s, how=chosen.how, others=tuple(every.values()))
 
 
 def render_sync(plan: SyncPlan | None) -> str:

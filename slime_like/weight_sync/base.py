@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
-from slime_like.errors import ConfigError
-from slime_like.weight_sync.broadcast import BroadcastPublisher
-from slime_like.weight_sync.delta import DeltaPublisher
-from slime_like.weight_sync.disk import DiskPublisher
-from slime_like.weight_sync.ipc import IpcPublisher
+from slime_like.config.transports import transport_of
 from slime_like.weight_sync.stream import PublisherOptions, SentReport, WeightPublisher, buckets
 
-__all__ = ["PUBLISHERS", "PublisherOptions", "SentReport", "WeightPublisher", "buckets", "make_publisher"]
-
-#: --update-weight-transport -> its publisher; delta is --update-weight-mode delta.
-PUBLISHERS: dict[str, Callable[[PublisherOptions], WeightPublisher]] = {
-    "ipc": IpcPublisher,
-    "broadcast": BroadcastPublisher,
-    "disk": DiskPublisher,
-    "delta": DeltaPublisher,
-}
+__all__ = ["PublisherOptions", "SentReport", "WeightPublisher", "buckets", "make_publisher"]
 
 
 def make_publisher(options: PublisherOptions) -> WeightPublisher:
     """The publisher of `options.transport`. Raises ConfigError listing the known ones."""
-    if options.transport not in PUBLISHERS:
-        raise ConfigError([f"--update-weight-transport {options.transport} is unknown. Known: {', '.join(PUBLISHERS)}."])
-    return PUBLISHERS[options.transport](options)
+    module, _, name = transport_of(options.transport).publisher.partition(":")
+    return getattr(importlib.import_module(f"slime_like.weight_sync.{module}"), name)(options)

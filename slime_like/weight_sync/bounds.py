@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from slime_like.config.transports import transport_of
 from slime_like.utils.net import is_own_address, url_host
 from slime_like.weight_sync.stream import PublisherOptions
 
@@ -26,17 +27,22 @@ _REPEATS = 3
 
 
 def best_rate(options: PublisherOptions) -> float | None:
-    """Bytes a second of what bounds a transport: one copy in memory (ipc), a loopback connection (broadcast to engines on this machine), one
-    write into the folder (disk). None where it cannot be known from here: on a GPU, with engines elsewhere, with deltas.
+    """Bytes a second of what bounds a transport: one copy in memory, a loopback connection (to engines on this machine), one write into
+    the folder. None where it cannot be known from here: on a GPU, with engines elsewhere, with deltas.
     """
-    measures: dict[str, Callable[[str | None], contextlib.AbstractContextManager[Callable[[], None]]]] = {"ipc": _copy, "broadcast": _loopback, "disk": _write}
-    if options.transport not in measures or torch.cuda.is_available():
+    measures: dict[str, Callable[[str | None], contextlib.AbstractContextManager[Callable[[], None]]]] = {
+        "memory": _copy,
+        "loopback": _loopback,
+        "file": _write,
+    }
+    kind = transport_of(options.transport).best_rate
+    if kind is None or torch.cuda.is_available():
         return None
-    if options.transport == "broadcast" and not all(is_own_address(url_host(endpoint.url)) for endpoint in options.endpoints):
+    if kind == "loopback" and not all(is_own_address(url_host(endpoint.url)) for endpoint in options.endpoints):
         return None
     seconds = []
     try:
-        with measures[options.transport](options.directory) as move:
+        with measures[kind](options.directory) as move:
             for _ in range(_REPEATS):
                 start = time.perf_counter()
                 move()

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from slime_like.config.transports import SyncShape
 from slime_like.planning.placement import make_plan
 from slime_like.planning.sync_bound import bounds, render_sync, sync_plan, weight_bytes
 from tests.helpers.plan_models import DEEPSEEK_V3, LLAMA_70B, TINY, plan_config
@@ -13,11 +14,12 @@ APART = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus":
 
 
 def test_each_transport_by_hand():
-    near, far = (bounds(600, RATES, same_node=near, engine_gpus=4) for near in (True, False))
+    shape = SyncShape(num_bytes=600, rates=RATES, same_node=True, engine_gpus=4)
+    near, far = bounds(shape), bounds(dataclasses.replace(shape, same_node=False))
     assert near["broadcast"].bound_s == 6 and far["broadcast"].bound_s == 60
     # Out of one card over its link while it goes into four over theirs: 600 / 20; out of eight cards, 75 bytes each, the way in is longer.
     assert near["ipc"].bound_s == 30 and near["ipc"].available and not far["ipc"].available
-    assert bounds(600, RATES, same_node=True, engine_gpus=4, num_sources=8)["ipc"].bound_s == 7.5
+    assert bounds(dataclasses.replace(shape, num_sources=8))["ipc"].bound_s == 7.5
     assert near["disk"].bound_s == 120 and far["disk"].bound_s == 240
     # 5% of 300 values, 2 bytes and a position of 4 each; it goes over HTTP.
     assert near["delta"].bytes == 90 and near["delta"].bound_s == far["delta"].bound_s == 9

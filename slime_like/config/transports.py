@@ -1,0 +1,180 @@
+"""How weights can travel: one row for each transport, read by config, plan, trainer and engines' side alike. No torch.
+
+A new transport is a row here and its publisher (weight_sync/stream.py says what that is); nothing else names one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from slime_like.errors import ConfigError
+
+#: Share of the weights that a sync finds changed, for the bound of deltas: an assumption, not a measurement.
+DELTA_SHARE = 0.05
+#: A changed value is sent with its 4-byte position.
+_POSITION_BYTES = 4
+
+#: Transport.loads_from: a folder that trainer and engines both see, or the one of the receiver beside each engine.
+SHARED_FOLDER, RECEIVER = "shared folder", "receiver"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncShape:
+    """What bounds a sync. rates: bytes a second by name (planning/hardware.py). engine_gpus: of one engine, which split what they load.
+
+    same_node: trainer and engines are all on one machine. width: bytes of a weight. num_sources: pipeline stages of the trainer, each of
+    which sends its share from a card of its own.
+    """
+
+    num_bytes: int
+    rates: Mapping[str, float]
+    same_node: bool
+    engine_gpus: int
+    width: int = 2
+    num_sources: int = 1
+    num_engines: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncBound:
+    """One way of syncing, and the least time that it can take. available: whether this version can do it on these GPUs."""
+
+    transport: str
+    bytes: int
+    bound_s: float
+    how: str
+    available: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transport:
+    """One way from the trainer to the engines: what it needs, whom it reaches, and the least time that it takes."""
+
+    name: str
+    publisher: str  # module:class below slime_like.weight_sync; imported where weights are sent
+    #: Least time of a sync, for the plan; of several ways the last one that is available is taken.
+    bounds: Callable[[SyncShape], tuple[SyncBound, ...]]
+    is_mode: bool = False  # asked for by --update-weight-mode <name> instead of --update-weight-transport <name>
+    needs_pause: bool = True  # whether generation stops while weights change
+    loads_from: str | None = None  # what the engine is told to load when all was sent; None: it takes tensors in as they are sent
+    every_gatherer_writes: bool = False  # all ranks that gather a stage's weights send a share of them, not only the first
+    sources_meet: bool = False  # the sources of several pipeline stages must know of each other (weight_sync/sources.py)
+    files_outlive_a_kill: bool = False  # of shared memory, say: given back before the process is killed
+    takes_interface: bool = False  # --update-weight-interface
+    colocated: bool | None = None  # True: only with --colocate; False: never with it
+    why_not_colocated: str = ""
+    one_machine: bool = False  # all engines are on the machine of the trainer's first rank
+    reaches_stages: bool = True  # engines of several pipeline stages
+    reaches_spread: bool = True  # engines on several machines
+    best_rate: str | None = None  # what weight_sync/bounds.py measures for a receipt's share: memory, loopback or file
+
+    def goes_with(self, *, colocate: bool) -> bool:
+        """Whether it can be used with, or without, --colocate."""
+        return self.colocated in (None, colocate)
+
+
+def _ipc_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
+    size, sources, gpus = shape.num_bytes, shape.num_sources, shape.engine_gpus
+    # Engines load one bucket while the next is copied to the host, and pcie goes both ways at once.
+    host = max(size / sources, size / gpus) / shape.rates["pcie"]
+    how = f"over pcie to the host, each source its {1 / sources:.0%}, and back at the same time, each engine GPU its {1 / gpus:.0%}"
+    far = "" if shape.same_node else "; engines on other machines than their source cannot be reached this way"
+    on_device = shape.same_node and sources == shape.num_engines == 1
+    within = "CUDA IPC: each GPU copies its share within the card (with one engine and one pipeline stage)"
+    return (
+        SyncBound(transport="ipc", bytes=size, bound_s=host, how=how + far, available=shape.same_node),
+        SyncBound(transport="ipc-handles", bytes=size, bound_s=size / gpus / shape.rates["ipc"], how=within, available=on_device),
+    )
+
+
+def _broadcast_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
+    wire = "nvlink" if shape.same_node else "network"
+    bound_s = shape.num_bytes / shape.rates[wire]
+    return (SyncBound(transport="broadcast", bytes=shape.num_bytes, bound_s=bound_s, how=f"one source at a time over {wire}"),)
+
+
+def _disk_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
+    bound_s = shape.num_bytes / shape.rates["disk"] * (1 if shape.same_node else 2)
+    near, far = "written once; read from the page cache of the same machine", "written once, then read once by all engines together"
+    return (SyncBound(transport="disk", bytes=shape.num_bytes, bound_s=bound_s, how=near if shape.same_node else far),)
+
+
+def _delta_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
+    size = int(shape.num_bytes / shape.width * DELTA_SHARE * (shape.width + _POSITION_BYTES))
+    how = f"if {DELTA_SHARE:.0%} of the weights changed, value and position of each over network"
+    return (SyncBound(transport="delta", bytes=size, bound_s=size / shape.rates["network"], how=how),)
+
+
+#: Name -> row. Of those that fit, the first one is the default.
+TRANSPORTS: dict[str, Transport] = {
+    row.name: row
+    for row in (
+        Transport(
+            name="ipc",
+            publisher="ipc:IpcPublisher",
+            bounds=_ipc_bounds,
+            sources_meet=True,
+            files_outlive_a_kill=True,
+            colocated=True,
+            one_machine=True,
+            reaches_stages=False,
+            best_rate="memory",
+        ),
+        Transport(
+            name="broadcast",
+            publisher="broadcast:BroadcastPublisher",
+            bounds=_broadcast_bounds,
+            sources_meet=True,
+            takes_interface=True,
+            colocated=False,
+            why_not_colocated="NCCL refuses two ranks on one GPU",
+            reaches_stages=False,
+            best_rate="loopback",
+        ),
+        Transport(
+            name="disk",
+            publisher="disk:DiskPublisher",
+            bounds=_disk_bounds,
+            loads_from=SHARED_FOLDER,
+            every_gatherer_writes=True,
+            best_rate="file",
+        ),
+        Transport(
+            name="delta",
+            publisher="delta:DeltaPublisher",
+            bounds=_delta_bounds,
+            is_mode=True,
+            loads_from=RECEIVER,
+            colocated=False,
+            why_not_colocated="it is for slow links",
+            reaches_spread=False,
+        ),
+    )
+}
+
+
+def transport_of(name: str) -> Transport:
+    """The row of a transport. Raises ConfigError listing the known ones."""
+    if name not in TRANSPORTS:
+        raise ConfigError([f"--update-weight-transport {name} is unknown. Known: {', '.join(TRANSPORTS)}."])
+    return TRANSPORTS[name]
+
+
+def choices() -> tuple[str, ...]:
+    """What --update-weight-transport takes."""
+    return tuple(name for name, row in TRANSPORTS.items() if not row.is_mode)
+
+
+def modes() -> tuple[str, ...]:
+    """What --update-weight-mode takes beside full."""
+    return tuple(name for name, row in TRANSPORTS.items() if row.is_mode)
+
+
+def fitting(*, colocate: bool, several_machines: bool = False) -> tuple[str, ...]:
+    """Values of --update-weight-transport for engines on the trainer's GPUs or apart from them; the first one is the default.
+
+    several_machines: the engines are not all on the machine of the trainer's first rank.
+    """
+    rows = (TRANSPORTS[name] for name in choices())
+    return tuple(row.name for row in rows if row.goes_with(colocate=colocate) and not (several_machines and row.one_machine))
