@@ -35,10 +35,11 @@ from slime_like.config.rollout import DataConfig  # noqa: E402
 from slime_like.config.run import RunConfig  # noqa: E402
 from slime_like.config.system import PlacementConfig, SyncConfig  # noqa: E402
 from slime_like.config.training import CheckpointConfig, OptimizerConfig  # noqa: E402
+from slime_like.records import WeightsRef  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.utils.net import free_port  # noqa: E402
-from slime_like.weight_sync.envelope import WeightUpdate  # noqa: E402
 from slime_like.weight_sync.probe import compare_probe, probe_samples  # noqa: E402
+from slime_like.weight_sync.session import EngineSide, PublishOrder  # noqa: E402
 
 #: Share of the bound that each transport is to reach, and the most that a receipt may cost.
 GOALS = {"ipc": 0.5, "broadcast": 0.5, "disk": 0.7}
@@ -65,36 +66,40 @@ class Bench:
     """A trainer rank and an engine of one model, and everything measured between them."""
 
     def __init__(self, folder: Path, client: EngineClient, transports: list[str]):
-        from slime_like.megatron_backend.publish import WeightPublisher
+        from slime_like.megatron_backend.publish import gathering
         from slime_like.megatron_backend.worker import TrainWorker
+        from slime_like.weight_sync.sender import WeightSender
 
         self._folder, self.client, self._version = folder, client, 0
         configs = {(t, verify): make_config(folder, t, verify) for t in transports for verify in ("off", "digest")}
         self.config = next(iter(configs.values()))
         self.worker = TrainWorker(self.config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port())
         self.worker.start()
-        self._publishers = {}
-        for key, config in configs.items():
-            self._publishers[key] = WeightPublisher(config, [client.endpoint], master_address="127.0.0.1")
-            self._publishers[key].connect()
+        self._recorder = Recorder()  # of the sync that is under way
+        gathered = gathering(self.config.model, lambda: self._recorder.timed(self.worker.weights(), "source"), master_address="127.0.0.1")
+        self._orders = {key: PublishOrder.of(config, key[0], [client.endpoint], WeightsRef()) for key, config in configs.items()}
+        self._senders = {key: WeightSender(config, self._orders[key], gathered) for key, config in configs.items()}
+        for sender in self._senders.values():
+            sender.connect()
 
     def sync(self, transport: str, verify: str) -> SyncTimes:
         """One whole sync of weights that the engine did not have before. Raises WeightSyncError if a receipt does not prove it."""
         self._version += 1
         for parameter in self.worker.stage[0].parameters():
             parameter.data.neg_()
-        publisher = self._publishers[transport, verify]
+        sender, weights = self._senders[transport, verify], WeightsRef(version=self._version)
 
         def send(recorder: Recorder) -> None:
-            publisher.send(self._version, lambda: recorder.timed(self.worker.weights(), "source"))
+            self._recorder = recorder
+            sender.send(weights)
 
         def check() -> None:
-            engines, left_out = publisher.verify()
+            engines, left_out = sender.prove()
             if engines != 1 or left_out:
                 raise SystemExit(f"weight_sync: the receipt compared {engines} engines and left {left_out} tensors out")
 
-        update = WeightUpdate([self.client], transport, TIMEOUT_S)
-        return timed_sync(update, self._version, str(self._folder / "sync"), send, check if verify == "digest" else None)
+        engines = EngineSide(dataclasses.replace(self._orders[transport, verify], weights=weights))
+        return timed_sync(engines, send, check if verify == "digest" else None)
 
     def probe(self) -> float:
         """Seconds of one probe. Raises WeightSyncError if trainer and engine compute different log-probs."""
@@ -105,8 +110,8 @@ class Bench:
 
     def close(self) -> None:
         """Leave the engine and the process group."""
-        for publisher in self._publishers.values():
-            publisher.close()
+        for sender in self._senders.values():
+            sender.close()
         self.worker.close()
 
 

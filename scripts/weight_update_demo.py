@@ -38,12 +38,12 @@ from sync_timing import InlinePublisher, Recorder, SyncTimes, medians, timed_syn
 from slime_like.config.hf_model import model_from_hf, read_hf_config  # noqa: E402
 from slime_like.config.model import ModelConfig  # noqa: E402
 from slime_like.errors import SlimeLikeError  # noqa: E402
-from slime_like.records import EngineEndpoint  # noqa: E402
+from slime_like.records import EngineEndpoint, WeightsRef  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.weight_sync.base import PublisherOptions, make_publisher  # noqa: E402
-from slime_like.weight_sync.envelope import WeightUpdate  # noqa: E402
 from slime_like.weight_sync.receipt import Receipt  # noqa: E402
 from slime_like.weight_sync.receiver_client import start_receiver  # noqa: E402
+from slime_like.weight_sync.session import EngineSide, PublishOrder  # noqa: E402
 from slime_like.weight_sync.stream import WeightPublisher  # noqa: E402
 
 #: Name -> its publisher, and what it does in a line.
@@ -125,8 +125,14 @@ class Trainer:
                 raise SystemExit(f"weight_update_demo: not everything was proven: {receipt.not_compared or receipt.unknown}")
 
         # With inline as with ipc nothing is left for the engine to load at the end.
-        update = WeightUpdate([self._client], "ipc" if method == "inline" else method, TIMEOUT_S)
-        times = timed_sync(update, version, str(self._folder / f"sync-{method}"), send, verify)
+        order = PublishOrder(
+            weights=WeightsRef(version=version),
+            endpoints=(self._client.endpoint,),
+            transport="ipc" if method == "inline" else method,
+            timeout_s=TIMEOUT_S,
+            directory=str(self._folder / f"sync-{method}"),
+        )
+        times = timed_sync(EngineSide(order), send, verify)
         (report,) = reports
         copies = {"broadcast": self._args.tp, "inline": 0}.get(method, 1)
         return times, times.http_bytes + (report.delta.num_bytes if report.delta else copies * report.num_bytes)

@@ -229,7 +229,7 @@ class SyncReceipt:
     bound_share: what sending (in `seconds`) would take at the rate that bounds the transport, over what it took; None where that is unknown.
     """
 
-    version: int
+    weights: WeightsRef
     transport: str
     num_tensors: int
     num_bytes: int
@@ -242,6 +242,11 @@ class SyncReceipt:
     probe_difference: float | None = None
     probe_seconds: float = 0.0
     delta: DeltaCount | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.weights.version
 
     def metrics(self) -> dict[str, float | str]:
         """For metrics.jsonl, without the seconds of the whole sync, which only its caller knows."""

@@ -16,8 +16,8 @@ from unittest import mock
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.engine_receipt import RECEIPT_NAME
-from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.receipt import Receipt, loader_request
+from slime_like.weight_sync.session import EngineSide
 from slime_like.weight_sync.stream import Digest, NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes
 
 
@@ -121,23 +121,23 @@ class Recorder:
             yield
 
 
-def timed_sync(update: WeightUpdate, version: int, directory: str | None, send: Callable[[Recorder], None], verify: Callable[[], None] | None) -> SyncTimes:
-    """One whole sync. send: gives every tensor to a publisher, its source wrapped in `recorder.timed(…, "source")`."""
+def timed_sync(engines: EngineSide, send: Callable[[Recorder], None], verify: Callable[[], None] | None) -> SyncTimes:
+    """One whole sync, as session.run_session orders it. send: gives every tensor to a publisher, its source wrapped in `recorder.timed(…, "source")`."""
     recorder = Recorder()
     marks = [time.perf_counter()]
     with recorder.watching():
-        update.begin()
+        engines.begin()
         marks.append(time.perf_counter())
         send(recorder)
         marks.append(time.perf_counter())
-        update.load(version, directory)
+        engines.load()
         marks.append(time.perf_counter())
         inside = {kind: recorder.seconds(kind) for kind in ("source", "hash", "receipt", "engine")}
         if verify is not None:
-            update.open_for_digests()
+            engines.open()
             verify()
         marks.append(time.perf_counter())
-        update.finish(version)
+        engines.finish()
         marks.append(time.perf_counter())
     begin, sending, load, verifying, finish = (after - before for before, after in zip(marks, marks[1:], strict=False))
     receipt = max(0.0, inside["receipt"] - inside["source"])

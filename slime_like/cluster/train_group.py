@@ -19,9 +19,10 @@ from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.config.run import RunConfig
 from slime_like.planning.placement import PlacementPlan
-from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
+from slime_like.records import StepReport, SyncReceipt, TrainSample
 from slime_like.utils.logs import start_logging
 from slime_like.utils.net import address_of_interface
+from slime_like.weight_sync.session import PublishOrder
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,6 @@ class TrainActor:
         return rows if self._place["rank"] == 0 else None
 
 
-#: How long the news of a failure may take from rank to rank.
-_HEAR_S = 10.0
 #: How long ranks may take to leave.
 _LEAVE_S = 2.0
 #: Roles that run as a TrainGroup, in the words of messages.
@@ -161,18 +160,10 @@ class TrainGroup:
         """Fit the critic to one rollout's samples, which carry its `values`."""
         return self._all("train_critic", "train", step, ray.put(samples))[0]
 
-    def publish(self, version: int, endpoints: tuple[EngineEndpoint, ...], watch: Callable[[], None] | None = None) -> SyncReceipt:
-        """Send the weights to every engine, inside the envelope that the caller opened. watch: asked each second; what it raises ends the wait."""
-        return self._all("publish", "weight sync", version, endpoints, seconds=self._sync_seconds, watch=watch)[0]
-
-    def verify_weights(self, watch: Callable[[], None] | None = None) -> tuple[int, int]:
-        """Compare the engines' weights with those last published: (engines compared, tensors left out). Raises WeightSyncError."""
-        return self._all("verify_weights", "verify weights", seconds=self._sync_seconds, watch=watch)[0]
-
-    @property
-    def _sync_seconds(self) -> float:
-        """Longer than a rank waits for an engine, which may begin at any time: it says which engine, we could only say which rank."""
-        return 2 * self._config.sync.update_weight_timeout_s + _HEAR_S
+    def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
+        """One whole weight sync (weight_sync/session.py). watch: asked each second; what it raises ends the wait."""
+        seconds = order.longest_s(self._config.parallel.pipeline_model_parallel_size)
+        return self._all("publish", "weight sync", order, seconds=seconds, watch=watch)[0]
 
     def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
         """Log-probs [T] of every sample at temperature 1."""

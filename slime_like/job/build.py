@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from slime_like.cluster.bundles import reserve
+from slime_like.cluster.engine_fleet import EngineFleet
+from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.cluster.ray_session import LifeWatch, connect, disconnect
 from slime_like.cluster.reward_group import RewardGroup
-from slime_like.cluster.rollout_group import RolloutGroup
 from slime_like.cluster.train_group import TrainGroup
 from slime_like.errors import CheckpointError
 from slime_like.job.protocols import Watch
@@ -63,7 +64,7 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
         reward.start()
     fleet = None
     if plan.engines:
-        fleet = RolloutGroup(config, plan, bundles, resolved.run.path)
+        fleet = EngineFleet(config, plan, EngineProcesses(config, plan, bundles, resolved.run.path), resolved.run.path)
         job.closing.insert(0, fleet)
         fleet.start()
         fleet.wait_started()
@@ -81,7 +82,7 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
     job.watch = _watching(fleet, [*roles.values(), *([reward] if reward is not None else [])])
 
 
-def _rollouts(resolved: ResolvedRun, fleet: RolloutGroup, reward: RewardGroup | None) -> RolloutManager:
+def _rollouts(resolved: ResolvedRun, fleet: EngineFleet, reward: RewardGroup | None) -> RolloutManager:
     assert fleet.router is not None, "wait_started() made it"
     access = EngineAccess(
         router_url=fleet.router.url,
@@ -109,7 +110,7 @@ def _wait_for_training(job: Job, roles: dict[str, TrainGroup], clock: _Clock) ->
         clock.lap("waiting for the reference")
 
 
-def _watching(fleet: RolloutGroup | None, groups: Sequence[TrainGroup | RewardGroup]) -> Callable[[str], Watch]:
+def _watching(fleet: EngineFleet | None, groups: Sequence[TrainGroup | RewardGroup]) -> Callable[[str], Watch]:
     """What to ask each second during a phase: raises RunError if an engine, or a process that waits meanwhile, has died."""
     life = LifeWatch(lambda: {name: ping for group in groups for name, ping in group.pings().items()})
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
+from slime_like.weight_sync.session import PublishOrder
 
 #: Asked each second during a wait; what it raises ends the wait.
 Watch = Callable[[], None]
@@ -90,6 +91,9 @@ class Trainer(Protocol):
 
     def with_kl(self, samples: list[TrainSample]) -> list[TrainSample]:
         """The samples with the policy's distance to the reference."""
+
+    def publish(self, order: PublishOrder, watch: Watch | None = None) -> SyncReceipt:
+        """One whole weight sync (weight_sync/session.py); what `watch` raises ends the wait."""
 
     def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
         """Log-probs [T] of each sample at temperature 1."""

@@ -8,6 +8,7 @@ import os
 from slime_like.algorithms.plugins import load_loss_plugins
 from slime_like.cluster.external import with_servers
 from slime_like.config.run import RunConfig
+from slime_like.config.transports import SHARED_FOLDER, transport_of
 from slime_like.errors import ConfigError
 from slime_like.job.running import ResolvedRun
 from slime_like.planning.placement import PlacementPlan
@@ -38,7 +39,7 @@ def _filled(config: RunConfig, plan: PlacementPlan, run: RunDirectory, num_rollo
     """The config as every process will see it."""
     data = dataclasses.replace(config.data, num_rollout=num_rollout, num_epoch=None)
     sync = dataclasses.replace(config.sync, update_weight_transport=plan.transport)
-    if plan.transport == "disk":
+    if plan.transport is not None and transport_of(plan.transport).loads_from == SHARED_FOLDER:
         folder = os.path.abspath(sync.update_weight_disk_dir or os.path.join(run.path, "weights"))
         sync = dataclasses.replace(sync, update_weight_disk_dir=folder)
     observability = dataclasses.replace(config.observability, run_dir=run.path)

@@ -26,12 +26,14 @@ from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_d
 from slime_like.megatron_backend.model_provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
 from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler, forget_moments
 from slime_like.megatron_backend.packing import record_layout
-from slime_like.megatron_backend.publish import WeightPublisher
+from slime_like.megatron_backend.publish import gathering
 from slime_like.megatron_backend.reference import brought_log_probs, checked_row, copy_weights, put_weights, swapped
 from slime_like.megatron_backend.routing_replay import Routing, RoutingReplay
 from slime_like.megatron_backend.start_weights import load_weights, reference_step, start_source, start_step
 from slime_like.megatron_backend.train_step import LogProbs, StepBatch, StepRunner, combine_steps, split_rollout
-from slime_like.records import EngineEndpoint, StepReport, SyncReceipt, TrainSample
+from slime_like.records import StepReport, SyncReceipt, TrainSample
+from slime_like.weight_sync.sender import WeightSender
+from slime_like.weight_sync.session import PublishOrder, run_session
 
 
 class TrainWorker:
@@ -49,7 +51,7 @@ class TrainWorker:
         self.rank = rank
         self.world_size, self.local_rank = world_size, local_rank
         self.master_address, self.master_port, self._store_path = master_address, master_port, store_path
-        self._publisher: WeightPublisher | None = None
+        self._sender: WeightSender | None = None
         self._sync: GradientSync  # where this role trains
         self._saving: PendingSave | None = None
         self._trains = config.role in ("actor", "critic")
@@ -114,16 +116,16 @@ class TrainWorker:
 
     def close(self) -> None:
         """Leave engines and process groups. Safe to call twice."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         release_hooks(getattr(self, "model", ()))
         shut_down()
 
     def remove_files(self) -> None:
         """Give back what would outlive this process, before it is killed."""
-        if self._publisher is not None:
-            self._publisher.remove_files()
+        if self._sender is not None:
+            self._sender.remove_files()
 
     # ------------------------------------------------------------------ training
 
@@ -219,24 +221,22 @@ class TrainWorker:
         """This pipeline stage's tensors under their HF names. Collective over the ranks with hf_convert.joins_export()."""
         return hf_convert.export_hf(self.stage, self.config.model)
 
-    def publish(self, version: int, endpoints: Sequence[EngineEndpoint]) -> SyncReceipt:
-        """Send the weights to the engines as `version`. Pausing and checking the engines is the caller's part.
+    def publish(self, order: PublishOrder) -> SyncReceipt:
+        """One whole weight sync: engines generate with these weights when it returns. Raises on every rank; engines then stay paused.
 
-        The connection is made at the first call and kept; it is made anew when the engines are others.
+        The connection is made at the first call and kept; it is made anew when the order's route is another.
         """
-        if self._publisher is not None and self._publisher.endpoints != tuple(endpoints):
-            self._publisher.close()
-            self._publisher = None
-        if self._publisher is None:
-            publisher = WeightPublisher(self.config, endpoints, master_address=self.master_address)
-            publisher.connect()
-            self._publisher = publisher
-        return self._publisher.send(version, self.weights)
-
-    def verify_weights(self) -> tuple[int, int]:
-        """Compare the engines' weights with those last published, by digests: (engines compared, tensors left out). Raises WeightSyncError."""
-        assert self._publisher is not None, "publish first"
-        return self._publisher.verify()
+        if self._sender is not None and self._sender.route != order.route:
+            self._sender.close()
+            self._sender = None
+        if self._sender is None:
+            self._sender = WeightSender(self.config, order, gathering(self.config.model, self.weights, master_address=self.master_address))
+        try:
+            return run_session(order, self._sender)
+        finally:
+            if not self._sender.is_connected:
+                self._sender.close()
+                self._sender = None
 
     def probe(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Log-probs [T] of every sample at temperature 1: what an engine says of a prompt."""

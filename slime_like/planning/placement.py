@@ -123,9 +123,7 @@ def cannot_run_yet(plan: PlacementPlan) -> list[str]:
     spread = [engine for engine in held if engine.num_nodes > 1]
     if spread and row is not None and not row.reaches_spread:
         fix = "--update-weight-mode full" if row.is_mode else "--update-weight-transport disk"
-        found.append(
-            f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent by {row.name} reach only the first of them. Fix: {fix}."
-        )
+        found.append(f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent by {row.name} reach only the first of them. Fix: {fix}.")
     return found
 
 

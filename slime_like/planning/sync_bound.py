@@ -14,6 +14,7 @@ from slime_like.planning.parameters import model_parameters
 from slime_like.planning.placement import PlacementPlan
 from slime_like.planning.trainer_bytes import Precision
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncPlan:
     """One weight sync by the chosen transport, and what the others would take."""

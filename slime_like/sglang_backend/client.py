@@ -146,6 +146,24 @@ class EngineClient:
             self._checked("/end_weight_update", {}, timeout_s)
         self._has_update_session = None
 
+    def close_weight_update(self) -> None:
+        """Close the session that is open, whoever opened it; harmless where none is, or this SGLang has none."""
+        try:
+            self._checked("/end_weight_update", {})
+        except EngineHttpError as error:
+            if error.status != 404 and "begin_weight_update" not in str(error).partition(" answered ")[2]:
+                raise
+        self._has_update_session = None
+
+    def num_requests(self) -> int:
+        """Requests that run or wait in the server. Raises EngineError where it does not tell (/v1/loads)."""
+        answer = self._request("GET", "/v1/loads")
+        try:
+            return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
+        except (KeyError, TypeError) as error:
+            what = f"engine {self.endpoint.index}: GET {self.url}/v1/loads"
+            raise EngineError(f"{what} does not tell how many requests there are: {str(answer)[:_BODY_HEAD_CHARS]}") from error
+
     def update_weight_version(self, version: str, timeout_s: float | None = None) -> None:
         """Name the weights that the server holds now."""
         self._checked("/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout_s)

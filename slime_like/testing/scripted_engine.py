@@ -119,6 +119,7 @@ class ScriptedEngine:
             app.router.add_get(path, self._model_info)
         for path in ("/server_info", "/get_server_info"):
             app.router.add_get(path, self._server_info)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/pause_generation", self._pause)
@@ -165,6 +166,10 @@ class ScriptedEngine:
 
     async def _model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"model_path": "scripted", "tokenizer_path": "scripted", "is_generation": True, "weight_version": self.weight_version})
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        running = len(self._in_flight) if self._resumed.is_set() else 0
+        return web.json_response({"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": len(self._in_flight) - running}]})
 
     async def _server_info(self, _: web.Request) -> web.Response:
         reports = {"enable_return_routed_experts": self.routing is not None}

@@ -1,1 +1,1 @@
-"""Moves weights from the trainer to the engines, versioned. `envelope` is the driver's side (no torch), the others the trainer's."""
+"""Moves weights from the trainer to the engines, versioned. `session` is one sync from begin to continue (no torch: the driver makes its order)."""

@@ -3,7 +3,7 @@
     <root>/.version-00000007.partial/    while sources and writers write, at the same time
     <root>/version-00000007/             complete: model-<source>-<writer>-<number>.safetensors and model.safetensors.index.json
 
-The engines load it in WeightUpdate.load. Older versions are removed when a new one is complete. Nothing is forced onto the medium (fsync):
+The engines load it in session.EngineSide.load. Older versions are removed when a new one is complete. Nothing is forced onto the medium (fsync):
 a version is for engines that run now, and one that a power failure tore is never loaded, since the next run writes its own.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from safetensors import safe_open
 
 from slime_like.errors import WaitTimeout, WeightSyncError
-from slime_like.weight_sync.envelope import version_directory
+from slime_like.weight_sync.session import version_directory
 from slime_like.weight_sync.slots import Sending, Slot, send_in_slots, slot_bytes
 from slime_like.weight_sync.stream import NamedTensor, Proof, PublisherOptions, SentReport, num_bytes
 

@@ -67,7 +67,7 @@ class Proof(Protocol):
 
 
 class WeightPublisher(Protocol):
-    """Sends one source's tensors to all engines, between WeightUpdate.begin and finish."""
+    """Sends one source's tensors to all engines, between EngineSide.begin and finish (session)."""
 
     def connect(self) -> None:
         """Get ready; may be called again and then does nothing. Sources connect one after another."""

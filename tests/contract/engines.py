@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import Engine
 from slime_like.weight_sync.base import PublisherOptions, SentReport, WeightPublisher
-from slime_like.weight_sync.envelope import WeightUpdate
+from slime_like.weight_sync.session import EngineSide, PublishOrder
 from slime_like.weight_sync.sources import Sources
 
 VOCAB = 320
@@ -72,6 +74,14 @@ def options(
     return PublisherOptions(transport, endpoints, source, num_sources, 50_000, timeout_s, str(directory) if directory else None, "127.0.0.1")
 
 
+def order_of(endpoints: Sequence[EngineEndpoint], transport: str, version: int, *, directory: Path | None = None, pause_mode: str = "abort") -> PublishOrder:
+    """What the engines' side of a sync is told."""
+    return PublishOrder(
+        weights=WeightsRef(version=version), endpoints=tuple(endpoints), transport=transport, timeout_s=30, pause_mode=pause_mode,
+        directory=str(directory) if directory else None,
+    )  # fmt: skip
+
+
 def two_sources() -> list[Sources]:
     """What two sources know of each other."""
     host = Sources("127.0.0.1", 0, is_host=True, who="trainer source 0", timeout_s=30)
@@ -81,7 +91,7 @@ def two_sources() -> list[Sources]:
 def sync(served: list[Served], model: Qwen3ForCausalLM, publishers: list[WeightPublisher], transport: str, directory: Path | None = None) -> list[SentReport]:
     """One whole weight sync: each publisher sends its share of the model's tensors, all at the same time."""
     version = max(one.version for one in served) + 1
-    update = WeightUpdate([one.client for one in served], transport, timeout_s=30)
+    update = EngineSide(order_of([one.client.endpoint for one in served], transport, version, directory=directory))
     update.begin()
     tensors = list(model.state_dict().items())
     share = -(-len(tensors) // len(publishers))
@@ -91,8 +101,8 @@ def sync(served: list[Served], model: Qwen3ForCausalLM, publishers: list[WeightP
         reports = list(pool.map(lambda i: publishers[i].send(iter(tensors[i * share : (i + 1) * share]), version), range(len(publishers))))
     for publisher in publishers:
         publisher.finish(version)
-    update.load(version, str(directory) if directory else None)
-    update.finish(version)
+    update.load()
+    update.finish()
     for one in served:
         one.version = version
     return reports

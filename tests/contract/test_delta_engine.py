@@ -12,10 +12,10 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.weight_sync.base import make_publisher
-from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.receipt import Receipt
 from slime_like.weight_sync.receiver_client import ReceiverClient, start_receiver
-from tests.contract.engines import largest_difference, make_model, options
+from slime_like.weight_sync.session import EngineSide
+from tests.contract.engines import largest_difference, make_model, options, order_of
 
 
 @pytest.fixture
@@ -40,16 +40,16 @@ def test_three_versions_by_delta(tp1, tp2, models, model_folder, receiver, tmp_p
     sizes = []
     for weights in (models[2], stepped, stepped):
         version = max(one.version for one in engines) + 1
-        update = WeightUpdate(clients, "delta", timeout_s=30)
+        update = EngineSide(order_of(endpoints, "delta", version))
         update.begin()
         publisher.connect()
         publisher.begin(version)
         sizes.append(publisher.send(receipt.watching(iter(weights.state_dict().items())), version).delta)
         publisher.finish(version)
-        update.load(version, None)
-        update.open_for_digests()
+        update.load()
+        update.open()
         assert receipt.verify(timeout_s=30) == 2
-        update.finish(version)
+        update.finish()
         for one in engines:
             one.version = version
             assert largest_difference(one.client, weights) < 1e-5
@@ -62,6 +62,6 @@ def test_three_versions_by_delta(tp1, tp2, models, model_folder, receiver, tmp_p
     assert sizes[1].num_bytes < 0.1 * sizes[0].num_bytes and sizes[2].num_bytes < 0.01 * sizes[0].num_bytes
     ReceiverClient(receiver.url, receiver.key, 5.0).begin(99)  # a sync that never ends leaves the folder as it is
     with pytest.raises(WeightSyncError, match="holds version"):
-        WeightUpdate(clients, "delta", timeout_s=30).load(99, None)
+        EngineSide(order_of(endpoints, "delta", 99)).load()
     assert largest_difference(tp1.client, stepped) < 1e-5
     publisher.close()

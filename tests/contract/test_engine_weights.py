@@ -17,9 +17,9 @@ from slime_like.utils.net import wait_until
 from slime_like.weight_sync import broadcast
 from slime_like.weight_sync.base import make_publisher
 from slime_like.weight_sync.device_ipc import LOAD_FORMAT, handle_of
-from slime_like.weight_sync.envelope import WeightUpdate
+from slime_like.weight_sync.session import EngineSide, abandon
 from slime_like.weight_sync.slots import Sending, Slot, send_in_slots
-from tests.contract.engines import hf_logprobs, largest_difference, options, prompt, sync, two_sources
+from tests.contract.engines import hf_logprobs, largest_difference, options, order_of, prompt, sync, two_sources
 
 TRANSPORTS = ("ipc", "broadcast", "disk")
 
@@ -75,7 +75,7 @@ def test_a_source_that_fails_in_the_middle_lets_engines_go_at_once(served, model
         raise RuntimeError("no memory")
 
     start = time.monotonic()
-    update = WeightUpdate([served.client], transport, timeout_s=30)
+    update = EngineSide(order_of([served.client.endpoint], transport, 99))
     update.begin()
     with ThreadPoolExecutor() as pool:
         first, second = pool.submit(publishers[0].send, iter(tensors), 99), pool.submit(publishers[1].send, broken(), 99)
@@ -83,7 +83,7 @@ def test_a_source_that_fails_in_the_middle_lets_engines_go_at_once(served, model
             second.result(20)
         with pytest.raises(WeightSyncError, match="no memory|gave up|went away"):
             first.result(20)
-    update.abandon()
+    abandon([served.client.endpoint])
     assert served.client.health() is not None and time.monotonic() - start < 15
     for publisher in publishers:
         publisher.close()
@@ -191,11 +191,11 @@ def test_running_requests_go_on_after_the_sync(served, models, mode):
         running = pool.submit(client.generate, prompt(1), {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}, return_logprob=True)
         wait_until(lambda: None if num_running(client) else "it does not run", deadline_s=20, who="test", whom="the request", phase="start", interval_s=0.02)
         publisher = make_publisher(options([served], "ipc"))
-        update = WeightUpdate([client], "ipc", timeout_s=30, pause_mode=mode)
+        update = EngineSide(order_of([client.endpoint], "ipc", version, pause_mode=mode))
         update.begin()
         publisher.send(models[2].state_dict().items(), version)
         assert not running.done()
-        update.finish(version)
+        update.finish()
         served.version = version
         answer = running.result(timeout=60)
     publisher.close()

@@ -15,9 +15,9 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from slime_like.weight_sync import receipt as receipt_module
 from slime_like.weight_sync.base import make_publisher
-from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.receipt import Receipt, never_sent
-from tests.contract.engines import FLAGS, options
+from slime_like.weight_sync.session import EngineSide
+from tests.contract.engines import FLAGS, options, order_of
 from tests.helpers.tiny_models import make_tiny_model
 
 
@@ -32,17 +32,17 @@ def send_and_verify(engines, tensors, model_config, tmp_path, transport="ipc", f
     clients = [one.client for one in engines]
     publisher = make_publisher(options(engines, transport, directory=tmp_path))
     receipt = Receipt(model_config, clients, "test")
-    update = WeightUpdate(clients, transport, timeout_s=30)
+    update = EngineSide(order_of([client.endpoint for client in clients], transport, version, directory=tmp_path))
     update.begin()
     stream = receipt.watching(tensors.items())
     publisher.send(fault(stream) if fault else stream, version, receipt)
     try:
-        update.load(version, str(tmp_path))
-        update.open_for_digests()
+        update.load()
+        update.open()
         return receipt.verify(timeout_s=30)
     finally:
         publisher.close()
-        update.finish(version)
+        update.finish()
         for one in engines:
             one.version = version
         assert receipt.unknown == []

@@ -17,9 +17,11 @@ from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Pr
 from slime_like.rollout.data_source import ENGINE_RESERVED_TOKENS
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.sample_builder import SampleBuilder
+from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from slime_like.sglang_backend.router import launch_router
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
+from slime_like.utils.net import wait_until
 
 PROMPT = [298, 258, 198, 277, 220, 22, 18, 15, 17, 299, 198, 298, 266, 198]
 CONTEXT = 512
@@ -108,6 +110,24 @@ def test_the_longest_prompt_that_is_taken(server):
         answer = server.post("/generate", body)
         assert answer.status_code == status, answer.text
         assert status != 200 or len(answer.json()["output_ids"]) >= 1
+
+
+def test_it_counts_the_requests_that_it_has(server):
+    client = EngineClient(server.endpoint)
+    assert client.num_requests() == 0
+    thread = threading.Thread(target=lambda: server.generate(**ENDLESS))
+    thread.start()
+    wait_until(lambda: None if client.num_requests() == 1 else "none", deadline_s=10, who="test", whom="the request", phase="start", interval_s=0.02)
+    client.abort_all()
+    thread.join()
+    wait_until(lambda: f"{client.num_requests()} are left" if client.num_requests() else None, deadline_s=10, who="test", whom="it", phase="end")
+
+
+def test_closing_a_session_that_is_not_open_is_harmless(server):
+    EngineClient(server.endpoint).close_weight_update()
+    assert server.post("/begin_weight_update").status_code == 200
+    EngineClient(server.endpoint).close_weight_update()
+    assert server.post("/end_weight_update").status_code == 400, "nothing is open any more"
 
 
 def test_weights_need_a_session_and_versions_are_reported(server):

@@ -13,11 +13,11 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.weight_sync.base import make_publisher
-from slime_like.weight_sync.envelope import WeightUpdate
 from slime_like.weight_sync.receipt import Receipt
 from slime_like.weight_sync.receiver_client import start_receiver
+from slime_like.weight_sync.session import EngineSide
 from slime_like.weight_sync.transform import WeightTransform, to_bf16
-from tests.contract.engines import largest_difference, options
+from tests.contract.engines import largest_difference, options, order_of
 
 #: SGLang leaves tensors of this name out.
 EXTRA = "model.layers.1.self_attn.rotary_emb.inv_freq"
@@ -62,22 +62,22 @@ def test_engines_hold_what_the_transform_made(tp1, tp2, models, model_folder, tm
 
     for fault in (None, flipped) if transport == "ipc" else (None,):
         version = max(one.version for one in engines) + 1
-        update = WeightUpdate(clients, transport, timeout_s=30)
+        update = EngineSide(order_of(endpoints, transport, version, directory=tmp_path / "trainer"))
         update.begin()
         publisher.connect()
         publisher.begin(version)
         stream = receipt.watching(transform.over(models[2].state_dict().items()))
         report = publisher.send(fault(stream) if fault else stream, version, receipt)
         publisher.finish(version)
-        update.load(version, str(tmp_path / "trainer"))
-        update.open_for_digests()
+        update.load()
+        update.open()
         if fault:
             with pytest.raises(WeightSyncError, match=r"model.layers.1.mlp.up_proj.weight is not what was sent"):
                 receipt.verify(timeout_s=30)
         else:
             assert receipt.verify(timeout_s=30) == 2
             assert receipt.unknown == [EXTRA]
-        update.finish(version)
+        update.finish()
         for one in engines:
             one.version = version
         if not fault:

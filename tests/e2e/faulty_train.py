@@ -35,15 +35,15 @@ class FaultyActor(train_group.TrainActor):
     def call(self, method: str, *args):
         """As TrainActor; arms the fault before the sync."""
         told = self.told
-        if method == "publish" and args[0] == told["version"] and self._place["rank"] == told["rank"]:
+        if method == "publish" and args[0].weights.version == told["version"] and self._place["rank"] == told["rank"]:
             with open(told["mark"], "w", encoding="utf-8") as file:
                 file.write(str(time.time()))
-            self._arm(told["what"], args[1][-1])
+            self._arm(told["what"], args[0].endpoints[-1])
         return super().call(method, *args)
 
-    def build(self, master_address: str, master_port: int) -> dict:
+    def build(self, *meeting) -> dict:
         """As TrainActor."""
-        report = super().build(master_address, master_port)
+        report = super().build(*meeting)
         from tests.helpers import sync_faults  # imports torch
 
         sync_faults.install(self._worker)

@@ -29,7 +29,7 @@ def test_log_level_and_a_config_given_back(tiny_model_dir, tiny_data_dir, tmp_pa
     actor = (logs / "actor-0.log").read_text()
     assert "INFO slime_like.cluster.train_group: trainer rank 0 of 1 is up after" in actor
     assert "DEBUG slime_like.cluster.train_group: train took" in actor
-    assert "INFO slime_like.cluster.rollout_group: engine 0 (pid" in (logs / "engine-actor-0.log").read_text()
+    assert "INFO slime_like.cluster.engine_actor: engine 0 (pid" in (logs / "engine-actor-0.log").read_text()
     assert READY in (logs / "engine-0.log").read_text() and "DEBUG" in (logs / "router-0.log").read_text()
 
     second = run_train("--config", tmp_path / "first/config.json", "--log-level", "error", run_dir=tmp_path / "second")

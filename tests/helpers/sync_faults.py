@@ -63,6 +63,8 @@ class _Armed:
 
     in_flight: Callable[[Stream], Stream] | None = None
     conversion: Callable[[Stream], Stream] | None = None
+    on_disk: Callable[[str], None] | None = None  # given the folder that engines are about to load
+    keeps_version: bool = False  # engines are not told the new one
     before: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
@@ -71,9 +73,12 @@ _ARMED = _Armed()
 
 def install(worker) -> None:
     """Lead this rank's streams past the armed faults: where HF tensors are made, and between the receipt and the transport."""
-    from slime_like.megatron_backend import hf_convert, publish
+    from slime_like.megatron_backend import hf_convert
+    from slime_like.sglang_backend.client import EngineClient
+    from slime_like.weight_sync import sender
+    from slime_like.weight_sync.session import EngineSide, version_directory
 
-    make, export = publish.make_publisher, hf_convert.export_hf
+    make, export, load, name = sender.make_publisher, hf_convert.export_hf, EngineSide.load, EngineClient.update_weight_version
 
     def make_publisher(options):
         publisher = make(options)
@@ -85,7 +90,17 @@ def install(worker) -> None:
         stream = export(stage, model)
         return _ARMED.conversion(stream) if _ARMED.conversion else stream
 
-    publish.make_publisher, hf_convert.export_hf = make_publisher, export_hf
+    def load_changed(engines):
+        if _ARMED.on_disk:
+            _ARMED.on_disk(version_directory(engines._order.directory, engines._order.weights.version))
+        load(engines)
+
+    def update_weight_version(client, version, *rest):
+        if not _ARMED.keeps_version:
+            name(client, version, *rest)
+
+    sender.make_publisher, hf_convert.export_hf = make_publisher, export_hf
+    EngineSide.load, EngineClient.update_weight_version = load_changed, update_weight_version
 
 
 def arm(worker, where: str, fault: Fault) -> None:
@@ -95,6 +110,16 @@ def arm(worker, where: str, fault: Fault) -> None:
         yield from fault.apply(dict(stream), _ARMED.before).items()
 
     setattr(_ARMED, where.replace(" ", "_"), change)
+
+
+def arm_on_disk(worker, fault: Fault | None, older: str) -> None:
+    """Put a fault into the folder before engines load it; None: its last byte is cut off. older: folder of another version."""
+    _ARMED.on_disk = truncate if fault is None else (lambda folder: change_files(folder, fault, older))
+
+
+def arm_version(worker) -> None:
+    """Engines are not told the version of the next syncs."""
+    _ARMED.keeps_version = True
 
 
 def arm_kill(worker, pids: list[int], after: int, how: int = signal.SIGKILL) -> None:
@@ -113,7 +138,8 @@ def arm_kill(worker, pids: list[int], after: int, how: int = signal.SIGKILL) -> 
 
 def disarm(worker) -> None:
     """No fault any more."""
-    _ARMED.in_flight = _ARMED.conversion = None
+    _ARMED.in_flight = _ARMED.conversion = _ARMED.on_disk = None
+    _ARMED.keeps_version = False
 
 
 def remember(worker) -> int:

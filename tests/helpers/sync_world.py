@@ -18,8 +18,9 @@ import ray
 import torch
 
 from slime_like.cluster.bundles import Bundles, reserve
+from slime_like.cluster.engine_fleet import EngineFleet
+from slime_like.cluster.members import Membership
 from slime_like.cluster.ray_session import Wait, connect
-from slime_like.cluster.rollout_group import RolloutGroup
 from slime_like.cluster.train_group import TrainGroup
 from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig, SyncConfig
@@ -27,7 +28,7 @@ from slime_like.job.phases import Phases
 from slime_like.job.running import Job, ResolvedRun
 from slime_like.observability.tracing import PhaseTrace
 from slime_like.planning.placement import PlacementPlan, make_plan
-from slime_like.records import SyncReceipt, WeightsRef
+from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, start_engine
 from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
@@ -70,6 +71,9 @@ class NoProcess:
 
     def check(self) -> None:
         """Nothing can be wrong with it."""
+
+    def deregister(self, endpoint: EngineEndpoint) -> None:
+        """Nobody is registered."""
 
 
 def config_of(model: str, folder: str, root: Path, *, mode: str = "digest") -> RunConfig:
@@ -160,21 +164,20 @@ class SyncWorld:
         if directory is not None:
             sync = dataclasses.replace(sync, update_weight_disk_dir=str(directory))
         self.config = dataclasses.replace(self.config, sync=sync)
-        self.each_rank(_use, self.config.sync)
+        self.each_rank(_forget_connection)
 
     def phases(self, *tps: int) -> Phases:
         """The run's own sync phase, over these engines. `self.phases(1, 2).sync(step)` is a whole sync."""
         config = self.config
         plan = types.SimpleNamespace(transport=config.sync.update_weight_transport, engines=())
-        group = RolloutGroup(config, plan, self.trainers.bundles, str(self.root))
         # As engines of somebody else: whether they live is then asked of them, and not of a Ray actor that holds them.
         beside = {"receiver_url": self.receiver.url, "receiver_key": self.receiver.key}
-        group.endpoints = tuple(dataclasses.replace(self.engines[tp].endpoint, external=True, **beside) for tp in tps)
-        group.clients = [EngineClient(endpoint, timeout_s=TIMEOUT_S) for endpoint in group.endpoints]
-        group.router = NoProcess()
+        endpoints = [dataclasses.replace(self.engines[tp].endpoint, external=True, **beside) for tp in tps]
+        fleet = EngineFleet(config, plan, None, str(self.root), Membership.of_serving(endpoints))
+        fleet.router = NoProcess()
         run = types.SimpleNamespace(path=str(self.root))
         resolved = ResolvedRun(config=config, plan=self.trainers.plan, run=run, data=None, num_rollout=0)
-        job = Job(resolved, trainer=self.train, engines=group, rollouts=self.sampling)
+        job = Job(resolved, trainer=self.train, engines=fleet, rollouts=self.sampling)
         return Phases(job, self.metrics, console=None, trace=PhaseTrace(self.root / "trace.json"), weights=WeightsRef(version=self.version))
 
     def sync(self, *tps: int, phases: Phases | None = None) -> SyncReceipt:
@@ -204,12 +207,11 @@ class SyncWorld:
         self.engines[tp].wait_healthy(START_S)
 
 
-def _use(worker, sync: SyncConfig) -> None:
-    """Runs in a rank."""
-    worker.config = dataclasses.replace(worker.config, sync=sync)
-    if worker._publisher is not None:
-        worker._publisher.close()
-        worker._publisher = None
+def _forget_connection(worker) -> None:
+    """Runs in a rank: the next sync connects anew."""
+    if worker._sender is not None:
+        worker._sender.close()
+        worker._sender = None
 
 
 def launch(name: str, folder: str, root: Path, tp: int, label: str = "") -> Engine:

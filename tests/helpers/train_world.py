@@ -17,8 +17,9 @@ from slime_like.config.rollout import DataConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, WeightsRef
 from slime_like.utils.net import port_is_free
+from slime_like.weight_sync.session import PublishOrder
 
 
 def make_config(hf_checkpoint: str, *, num_ranks: int = 1, num_samples: int = 8, num_steps: int = 1, **groups) -> RunConfig:
@@ -35,6 +36,11 @@ def make_config(hf_checkpoint: str, *, num_ranks: int = 1, num_samples: int = 8,
         loss=LossConfig(**options["loss"]),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.0, "bf16": False} | options["optimizer"]),
     )
+
+
+def disk_order(folder: str, version: int) -> PublishOrder:
+    """A sync to a folder, which no engine loads."""
+    return PublishOrder(weights=WeightsRef(version=version), endpoints=(), transport="disk", timeout_s=60.0, directory=folder)
 
 
 def make_samples(num_samples: int = 8, *, vocab_size: int = 101, seed: int = 0) -> list[TrainSample]:

@@ -8,7 +8,7 @@ import pytest
 from slime_like.config.system import SyncConfig
 from tests.helpers.parity import ragged_batch
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, run_ranks
+from tests.helpers.train_world import disk_order, free_ports, make_config, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -119,10 +119,10 @@ def sync_and_save(place, folder, root, ports):
         resumed = worker.start()
         samples = ragged_batch()
         if name == "two":
-            found["start digest"] = worker.publish(1, []).digest
+            found["start digest"] = worker.publish(disk_order(sync.update_weight_disk_dir, 1)).digest
             worker.train(0, samples)
             worker.save(1, {"data": 3})
-        digest, log_probs = worker.publish(2, []).digest, worker.log_probs(samples)
+        digest, log_probs = worker.publish(disk_order(sync.update_weight_disk_dir, 2)).digest, worker.log_probs(samples)
         found[name] = {"resumed": resumed, "digest": digest, "log_probs": log_probs, "next": worker.train(1, samples).metrics}
         worker.close()
     return found

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from slime_like.config.system import SyncConfig
 from tests.helpers.hf_truth import first_step_truth
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import disk_order, free_ports, make_config, make_samples, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -88,7 +88,7 @@ def run_cases(place, folders, root, ports):
         samples = make_samples()
         result = {"log_probs": worker.log_probs(samples), "reference": worker.log_probs(samples, model="reference")}
         result["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.weights()}
-        result["receipt"] = worker.publish(1, [])
+        result["receipt"] = worker.publish(disk_order(os.path.join(root, str(number)), 1))
         worker.save_hf(os.path.join(root, f"hf-{number}"))
         result["report"] = worker.train(0, samples)
         result["after"] = worker.log_probs(samples)

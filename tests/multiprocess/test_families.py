@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from slime_like.config.system import SyncConfig
 from tests.helpers.hf_truth import first_step_truth
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import disk_order, free_ports, make_config, make_samples, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -78,7 +78,7 @@ def run_cases(place, folders, root, ports):
         result["report"] = worker.train(0, samples)
         result["after"] = worker.log_probs(samples)
         result["trained"] = {name: tensor.numpy().copy() for name, tensor in worker.weights()}
-        worker.publish(1, [])
+        worker.publish(disk_order(directory, 1))
         assert any(name.endswith("expert_bias") for name, _ in named_weights(worker.stage)) == bool(config.model.num_experts)
         worker.close()
         results.append(result)

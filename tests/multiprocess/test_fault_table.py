@@ -20,7 +20,7 @@ import pytest
 from slime_like.errors import RunError, WaitTimeout
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.guard import group_members
-from slime_like.weight_sync.envelope import WeightUpdate, version_directory
+from slime_like.weight_sync.session import version_directory
 from tests.helpers import sync_faults
 from tests.helpers.fault_table import ROWS, Row
 from tests.helpers.sync_faults import Fault
@@ -185,19 +185,13 @@ def test_in_flight(request, world, fault, transport):
 
 
 @pytest.mark.parametrize(("model", "fault"), marked(_ALL))
-def test_on_disk(request, world, monkeypatch, fault):
+def test_on_disk(request, world, fault):
     change = FAULTS[world.name][fault]
     synced(world, "disk")
     older = str(world.root / "older")
-    load = WeightUpdate.load
-
-    def load_changed(update, version, directory):
-        sync_faults.change_files(version_directory(directory, version), change, older)
-        load(update, version, directory)
-
     os.rename(version_directory(str(world.root / "weights"), world.version), older)
-    with monkeypatch.context() as patch, Case(request, world, fault, "on disk", "disk").caught("engine 1 ", "engine 2 ", *change.names[:1]):
-        patch.setattr(WeightUpdate, "load", load_changed)
+    case = Case(request, world, fault, "on disk", "disk")
+    with case.caught("engine 1 ", "engine 2 ", *change.names[:1]), armed(world, sync_faults.arm_on_disk, change, older):
         world.sync(1, 2)
     subprocess.run(["rm", "-r", older], check=True)
     assert world.sync(1, 2).engines_proven == 2
@@ -216,26 +210,19 @@ def test_in_conversion(request, world, fault):
 
 
 @pytest.mark.parametrize("model", ["dense"])
-def test_truncated_file(request, world, monkeypatch):
+def test_truncated_file(request, world):
     synced(world, "disk")
-    load, cut = WeightUpdate.load, []
-
-    def load_truncated(update, version, directory):
-        cut.append(sync_faults.truncate(version_directory(directory, version)))
-        load(update, version, directory)
-
-    with monkeypatch.context() as patch, Case(request, world, "truncated file", "on disk", "disk").caught("version-", ".safetensors is cut off"):
-        patch.setattr(WeightUpdate, "load", load_truncated)
+    case = Case(request, world, "truncated file", "on disk", "disk")
+    with case.caught("version-", ".safetensors is cut off"), armed(world, sync_faults.arm_on_disk, None, ""):
         world.sync(1, 2)
-    assert cut
     assert world.sync(1, 2).engines_proven == 2
 
 
 @pytest.mark.parametrize("model", ["dense"])
-def test_an_engine_that_reports_another_version(request, world, monkeypatch):
+def test_an_engine_that_reports_another_version(request, world):
     synced(world, "ipc")
-    with monkeypatch.context() as patch, Case(request, world, "stale version reported", "engine", "ipc").caught("engine 1 ", "engine 2 ", "reports"):
-        patch.setattr(EngineClient, "update_weight_version", lambda *_, **__: None)
+    case = Case(request, world, "stale version reported", "engine", "ipc")
+    with case.caught("engine 1 ", "engine 2 ", "reports"), armed(world, sync_faults.arm_version):
         world.sync(1, 2)
     assert world.sync(1, 2).engines_proven == 2
 

@@ -12,7 +12,7 @@ from slime_like.weight_sync.stream import Digest
 from tests.helpers import weight_transforms as transforms
 from tests.helpers.hf_truth import load_model
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, run_ranks
+from tests.helpers.train_world import disk_order, free_ports, make_config, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -38,7 +38,7 @@ def in_world(place, folder, root, ports):
         sync = SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000)
         worker = TrainWorker(dataclasses.replace(config, sync=sync), **(place | {"master_port": port}))
         worker.start()
-        receipts = [worker.publish(1, [])]
+        receipts = [worker.publish(disk_order(directory, 1))]
         version = os.path.join(directory, "version-00000001")
         found[layout + " files"] = {
             name: tensor for entry in os.listdir(version) if entry.endswith(".safetensors") for name, tensor in load_file(os.path.join(version, entry)).items()
@@ -48,7 +48,7 @@ def in_world(place, folder, root, ports):
         with torch.no_grad():
             for parameter in worker.stage.parameters():
                 parameter += 1.0
-        receipts.append(worker.publish(2, []))
+        receipts.append(worker.publish(disk_order(directory, 2)))
         found[layout] = receipts
         if layout == "pipeline":
             torch.distributed.barrier()
@@ -58,7 +58,7 @@ def in_world(place, folder, root, ports):
                     file.write("in the way")
             torch.distributed.barrier()
             try:
-                worker.publish(3, [])
+                worker.publish(disk_order(directory, 3))
             except Exception as error:  # noqa: BLE001 - both kinds are looked at below
                 found["error"] = f"{type(error).__name__}: {error}"
         worker.close()
@@ -80,7 +80,7 @@ def with_transforms(place, folder, root):
         sync = SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000)
         worker.config = dataclasses.replace(base, sync=dataclasses.replace(sync, custom_weight_transform_path=f"{transforms.__name__}.{function}"))
         try:
-            receipt = worker.publish(1, [])
+            receipt = worker.publish(disk_order(directory, 1))
             version = os.path.join(directory, "version-00000001")
             files = [load_file(os.path.join(version, entry)) for entry in os.listdir(version) if entry.endswith(".safetensors")]
             found[function] = receipt, {name: to_numbers(tensor) for file in files for name, tensor in file.items()}
@@ -88,8 +88,9 @@ def with_transforms(place, folder, root):
             torch.distributed.barrier()  # the first rank removes what was written
             found[function] = f"{type(error).__name__}: {error}", os.listdir(directory)
         torch.distributed.barrier()
-        worker._publisher.close()
-        worker._publisher = None
+        if worker._sender is not None:
+            worker._sender.close()
+            worker._sender = None
     worker.close()
     return found
 

@@ -43,6 +43,8 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is tested with them.
 #: Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "cluster.engine_actor": ("multiprocess/test_engine_fleet.py",),
+    "cluster.engine_processes": ("multiprocess/test_engine_fleet.py",),
     "cluster.ray_session": ("e2e/test_cluster.py", "multiprocess/test_reward_group.py"),
     "cluster.receivers": ("unit/config/test_delta.py",),
     "cluster.reward_group": ("multiprocess/test_reward_group.py",),
@@ -73,6 +75,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sglang_backend.router_server": ("contract/test_engine_router.py",),
     "weight_sync.engine_groups": ("unit/weight_sync/test_broadcast.py",),
     "weight_sync.engine_stream": ("unit/weight_sync/test_ipc.py",),
+    "weight_sync.ranks": ("multiprocess/test_ranks.py",),
     "weight_sync.receiver_client": ("unit/weight_sync/test_receiver.py", "contract/test_delta_engine.py"),
     "weight_sync.streaming": ("unit/weight_sync/test_ipc.py",),
 }

@@ -14,7 +14,7 @@ from weight_sync.alive_bytes import Alive
 from slime_like.errors import WeightSyncError
 from slime_like.weight_sync.base import PublisherOptions
 from slime_like.weight_sync.disk import DiskPublisher
-from slime_like.weight_sync.envelope import version_directory
+from slime_like.weight_sync.session import version_directory
 
 
 def publisher(root, source: int, num_sources: int, buffer_bytes: int = 1 << 20, **more) -> DiskPublisher:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from slime_like.megatron_backend.publish import source_address
 from slime_like.utils.net import own_address
+from slime_like.weight_sync.sender import source_address
 
 
 def test_engines_here_are_told_the_runs_own_address():

@@ -1,0 +1,364 @@
+"""The engines of a run and their router: a fleet whose members can change while the run is up (members.py has their states).
+
+fleet.start(); fleet.wait_started()          # all that the plan has; each is registered with the router once it is healthy
+fleet.sync(weights, trainer)                 # the serving ones, and those that wait for weights, get them, prove them, and serve
+fleet.add(plan, trainer)                     # one more while the run is up: healthy, then proven, then in the router
+fleet.drain(index, seconds); fleet.remove(index)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from slime_like.cluster.engine_processes import EngineProcesses
+from slime_like.cluster.members import Member, Membership, MemberState
+from slime_like.cluster.receivers import Receivers
+from slime_like.config.run import RunConfig
+from slime_like.config.system import engine_url
+from slime_like.errors import EngineError, RunError, WeightSyncError
+from slime_like.planning.engines import EnginePlan
+from slime_like.planning.placement import PlacementPlan
+from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
+from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.external import HealthWatch
+from slime_like.sglang_backend.router import Router, attach_router, launch_router
+from slime_like.utils.net import host_port, wait_until
+from slime_like.weight_sync.probe import compare_probe, probe_samples
+from slime_like.weight_sync.session import PublishOrder, abandon
+
+logger = logging.getLogger(__name__)
+
+#: Deadline of one control request to an engine, in seconds.
+CONTROL_TIMEOUT_S = 60.0
+#: SGLang's server goes on for 5 s after its scheduler was killed, without answering; then it ends, and its log says why.
+_DYING_S = 10.0
+#: How soon one that is well answers.
+_ANSWER_S = 2.0
+
+
+class Publishes(Protocol):
+    """The trainer, as a sync needs it."""
+
+    def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
+        """One whole weight sync (weight_sync/session.py). watch: asked each second; what it raises ends the wait."""
+
+
+class Probes(Protocol):
+    """The trainer, as a comparison of log-probs needs it."""
+
+    def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
+        """Log-probs [T] of each sample at temperature 1."""
+
+
+class EngineFleet:
+    """Every engine of the run, and the router that its serving members are registered with."""
+
+    def __init__(self, config: RunConfig, plan: PlacementPlan, processes: EngineProcesses | None, run_dir: str, membership: Membership | None = None):
+        """processes: of our own engines; None where all are external. membership: engines that are up already."""
+        self._config, self._plan, self._processes, self._run_dir = config, plan, processes, run_dir
+        self.membership = membership or Membership()
+        self.router: Router | None = None
+        self._plans: dict[int, EnginePlan] = {}  # of each member that was started or adopted here
+        self._clients: dict[EngineEndpoint, EngineClient] = {}
+        self._watches: dict[int, HealthWatch] = {}  # of external engines only: ours are watched as processes
+        self._receivers = Receivers(config, run_dir) if config.sync.sends_deltas else None
+        self._released: set[str] = set()  # memory tags that the engines have given back
+        self._digest = ""  # of the weights that the fleet holds
+
+    # ------------------------------------------------------------------ who is there
+
+    @property
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        """Of the serving members."""
+        return self.membership.endpoints
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Of the serving members."""
+        return [self._client(endpoint) for endpoint in self.endpoints]
+
+    @property
+    def num_members(self) -> int:
+        """Engines that serve."""
+        return len(self.membership.serving)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All, in whatever state."""
+        return self.membership.members
+
+    def _client(self, endpoint: EngineEndpoint) -> EngineClient:
+        if endpoint not in self._clients:
+            self._clients[endpoint] = EngineClient(endpoint, timeout_s=CONTROL_TIMEOUT_S)
+        return self._clients[endpoint]
+
+    # ------------------------------------------------------------------ members come
+
+    def start(self) -> None:
+        """Begin starting every engine and the router; `wait_started` waits."""
+        self._begin(self._plan.engines)
+        self.router = self._make_router()
+
+    def wait_started(self) -> None:
+        """Wait for every engine, then register each with the router and wait until it is healthy there."""
+        indices = [member.index for member in self.membership.in_state(MemberState.STARTING)]
+        self._wait_healthy(indices)
+        for index in indices:
+            self._admit(index)
+
+    def add(self, engine: EnginePlan, trainer: Publishes | None = None) -> Member:
+        """Start an engine, or adopt an external one, while the run is up. Its index must be membership.next_index.
+
+        It is registered with the router once it is healthy and, after the first sync, once it has proven the fleet's weights, which
+        `trainer` must still hold; without a trainer the next `sync` brings it in. Whatever fails, it is taken away again.
+        """
+        if self._receivers is not None:
+            raise EngineError(f"engine {engine.index}: with --update-weight-mode delta no engine can join while the run is up; receivers start with the run.")
+        if self._released:
+            raise EngineError(f"engine {engine.index}: no engine can join while the others have given their memory back.")
+        self._begin([engine])
+        try:
+            self._wait_healthy([engine.index])
+            present = self.membership.present
+            if present is None:
+                self._admit(engine.index)
+            elif trainer is not None:
+                self._bring_up(self.membership[engine.index], present, trainer)
+        except BaseException as error:
+            self.mark_dead(engine.index, f"it could not join: {error}")
+            self.remove(engine.index)
+            raise
+        return self.membership[engine.index]
+
+    def replace(self, index: int, trainer: Publishes | None = None) -> Member:
+        """A new engine in the place of a dead one of ours, on its GPUs (see add). The dead one stays listed until `remove`."""
+        dead = self.membership[index]
+        if dead.state is not MemberState.DEAD:
+            raise EngineError(f"{dead.name} is {dead.state}, not dead: nothing is to be put in its place.")
+        self._stop(index)
+        return self.add(dataclasses.replace(self._plans[index], index=self.membership.next_index), trainer)
+
+    def _bring_up(self, member: Member, present: WeightsRef, trainer: Publishes) -> None:
+        """Send one joining member what the fleet holds."""
+        receipt = self._publish(present, [member], trainer)
+        if receipt.digest != self._digest:
+            raise WeightSyncError(
+                f"{member.name} got weights with digest {receipt.digest}, but {present} of the fleet has {self._digest}: the trainer has gone on since. "
+                "Fix: let the next sync bring it in."
+            )
+        self.membership = self.membership.prove([member.index], present)
+        self._admit(member.index)
+
+    def _admit(self, index: int) -> None:
+        """Take a member into the router."""
+        admitted = self.membership.admit(index)  # raises before anything is sent to it
+        endpoint = admitted[index].endpoint
+        assert endpoint is not None, "only one that answers is admitted"
+        if endpoint.external:
+            # A run that failed inside a sync left it paused: /health would stay 503, and the router would never take it.
+            self._client(endpoint).continue_generation()
+        self._running_router().register(endpoint, timeout_s=self._config.engine.engine_start_timeout_s)
+        if endpoint.external:
+            self._watches[index] = HealthWatch([endpoint])
+        self.membership = admitted
+
+    def _begin(self, engines: Sequence[EnginePlan]) -> None:
+        """Begin starting engines of ours; external ones answer already."""
+        for engine in engines:
+            self.membership = self.membership.start(engine.index)
+            self._plans[engine.index] = engine
+        local = [engine for engine in engines if engine.external_url is None]
+        if local:
+            assert self._processes is not None, "engines of ours have processes"
+            self._processes.begin(local, self._receivers)
+
+    def _wait_healthy(self, indices: Sequence[int]) -> None:
+        """Wait for engines that were begun; their endpoints are known afterwards."""
+        endpoints = [] if self._processes is None else self._processes.wait()
+        endpoints += [self._external(self._plans[index]) for index in indices if self._plans[index].external_url is not None]
+        if self._receivers is not None:
+            endpoints = list(self._receivers.beside(endpoints))
+        for endpoint in endpoints:
+            self.membership = self.membership.healthy(endpoint)
+
+    def _running_router(self) -> Router:
+        assert self.router is not None, "start() first"
+        return self.router
+
+    def _external(self, engine: EnginePlan) -> EngineEndpoint:
+        """An external engine, with the sizes that it told before the start."""
+        assert engine.external_url is not None, "it runs elsewhere"
+        key = os.environ.get(self._config.placement.rollout_external_api_key_env)
+        return EngineEndpoint(index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True)
+
+    def _make_router(self) -> Router:
+        engine, log_path = self._config.engine, f"{self._run_dir}/logs/router-0.log"
+        if engine.sglang_router_ip:
+            url = engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port))
+            return attach_router(url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env))
+        return launch_router(
+            policy=engine.sglang_router_policy,
+            port=engine.sglang_router_port,
+            log_path=log_path,
+            timeout_s=engine.engine_start_timeout_s,
+            log_level=self._config.observability.log_level or "warning",
+        )
+
+    # ------------------------------------------------------------------ weights
+
+    def sync(self, weights: WeightsRef, trainer: Publishes) -> SyncReceipt:
+        """One weight sync to all serving members and to those that wait for weights. A failed one leaves engines paused."""
+        joining = [member for member in self.membership.in_state(MemberState.STARTING) if member.endpoint is not None]
+        members = [*self.membership.serving, *joining]
+        receipt = self._publish(weights, members, trainer)
+        self._digest = receipt.digest
+        self.membership = self.membership.prove([member.index for member in members], weights)
+        for member in joining:
+            self._admit(member.index)
+        return receipt
+
+    def _publish(self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes) -> SyncReceipt:
+        endpoints = [member.endpoint for member in members if member.endpoint is not None]
+        assert self._plan.transport is not None, "a run with trainer and engines has a transport"
+        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights)
+        try:
+            return trainer.publish(order, self.check_watch)
+        except BaseException:
+            abandon(order.endpoints)
+            raise
+
+    def compare(self, trainer: Probes, weights: WeightsRef, *, bf16: bool) -> float:
+        """Largest mean |log-prob difference| of a fixed prompt between a serving member and the trainer.
+
+        Raises WeightSyncError above the tolerance.
+        """
+        samples = probe_samples(self._config)
+        expected = trainer.probe(samples)
+        return compare_probe(self._config, self.clients, samples, expected, version=weights.version, bf16=bf16)
+
+    def release_memory(self) -> None:
+        """Engines give back weights and KV cache."""
+        for client in self.clients:
+            client.flush_cache()
+            client.release_memory_occupation(["kv_cache", "weights"])
+        self._released = {"kv_cache", "weights"}
+
+    def resume_memory(self, tag: str) -> None:
+        """Engines take back "weights" (before a sync) or "kv_cache" (after it), if they had given it back."""
+        if tag in self._released:
+            for client in self.clients:
+                client.resume_memory_occupation([tag])
+            self._released.discard(tag)
+
+    # ------------------------------------------------------------------ members go
+
+    def drain(self, index: int, timeout_s: float) -> None:
+        """Take a member out of the router and let the requests that it has end. Raises WaitTimeout naming it; it is then still draining."""
+        self.membership = self.membership.drain(index)
+        member = self.membership[index]
+        assert member.endpoint is not None, "it has served"
+        self._running_router().deregister(member.endpoint)
+        client = self._client(member.endpoint)
+
+        def busy() -> str | None:
+            count = client.num_requests()
+            return f"{count} requests are left" if count else None
+
+        wait_until(busy, deadline_s=timeout_s, who="train.py", whom=member.name, phase="drain")
+
+    def remove(self, index: int) -> None:
+        """Forget a member that is dead, drained or never served; an engine of ours is ended, an external one goes on."""
+        self.membership = self.membership.leave(index)
+        self._stop(index)
+        self._plans.pop(index, None)
+
+    def mark_dead(self, index: int, why: str) -> None:
+        """A member has ended, and why: it is out of the router, and what it had proven is forgotten."""
+        member = self.membership[index]
+        self.membership = self.membership.die(index, why)
+        watch = self._watches.pop(index, None)
+        if watch is not None:
+            watch.stop()
+        if member.endpoint is not None and member.state in (MemberState.SERVING, MemberState.DRAINING):
+            try:
+                self._running_router().deregister(member.endpoint)
+            except RunError as error:  # the router may be what died; it drops silent engines by itself, too
+                logger.warning("%s stays registered: %s", member.name, error)
+
+    def check(self) -> None:
+        """Raise EngineError if an engine or the router has died, with the tail of its log; such an engine is marked dead."""
+        known = {member.index for member in self.membership.in_state(MemberState.DEAD)}
+        dead = {} if self._processes is None else self._processes.dead(known)
+        for index, error in dead.items():
+            self.mark_dead(index, str(error))
+        if dead:
+            raise next(iter(dead.values()))
+        self.check_watch()
+        for client in self.clients:
+            if client.endpoint.external:
+                self._ask(client)
+        self._running_router().check()
+
+    def check_after_failure(self) -> None:
+        """As check(), but an engine that does not answer is given time to end, so that its own death is told instead of what it led to."""
+        deadline = time.monotonic() + _DYING_S
+        while True:
+            self.check()
+            if all(_answers(client) for client in self.clients) or time.monotonic() > deadline:
+                return
+            time.sleep(0.2)
+
+    def check_watch(self) -> None:
+        """Raise EngineError if an external engine has stopped answering; asks nobody itself."""
+        for index, watch in list(self._watches.items()):
+            try:
+                watch.check()
+            except EngineError as error:
+                self.mark_dead(index, str(error))
+                raise
+
+    def _ask(self, client: EngineClient) -> None:
+        try:
+            client.model_info()
+        except RunError as error:
+            message = f"external engine {client.endpoint.index} at {client.url} does not answer: {error}"
+            self.mark_dead(client.endpoint.index, message)
+            raise EngineError(message) from error
+
+    def _stop(self, index: int) -> None:
+        """End an engine of ours and give its GPUs back."""
+        watch = self._watches.pop(index, None)
+        if watch is not None:
+            watch.stop()
+        if self._processes is not None:
+            self._processes.stop([index])
+
+    def close(self) -> None:
+        """Deregister external engines, end our router and our engines."""
+        for watch in self._watches.values():
+            watch.stop()
+        if self.router is not None:
+            for endpoint in self.endpoints:
+                if endpoint.external:
+                    try:
+                        self.router.deregister(endpoint)
+                    except RunError as error:
+                        logger.warning("engine %s stays registered: %s", endpoint.url, error)
+            self.router.close()
+        if self._processes is not None:
+            self._processes.stop()
+
+
+def _answers(client: EngineClient) -> bool:
+    try:
+        EngineClient(client.endpoint, timeout_s=_ANSWER_S).model_info()
+    except RunError:
+        return False
+    return True

@@ -1,0 +1,120 @@
+"""The trainer's ranks in a weight sync: who gathers, who sends, who leads, and how a failure of one becomes known to all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slime_like.errors import SlimeLikeError, WeightSyncError
+from slime_like.weight_sync.together import run_together
+
+#: What the lead tells the others while it is busy, so that no collective of theirs waits longer than a moment.
+_BUSY = "busy"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where a rank stands: its pipeline stage, and its number among the stage's ranks. The first `num_gatherers` of a stage gather its weights."""
+
+    stage: int
+    num_stages: int
+    rank_in_stage: int
+    num_gatherers: int
+
+    @property
+    def gathers(self) -> bool:
+        """Whether this rank takes part in gathering its stage's weights."""
+        return self.rank_in_stage < self.num_gatherers
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it sends what its stage gathered."""
+        return self.rank_in_stage == 0
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether it steers the engines for all sources: the first of them."""
+        return self.is_source and self.stage == 0
+
+
+class RankGroup:
+    """All ranks of the trainer, over torch's default process group. Each method is collective, and raises on every rank if one fails."""
+
+    def __init__(self, place: RankPlace, transport: str):
+        self.place, self._transport = place, transport
+        self._lead: int | None = None
+
+    def on_gatherers(self, what: str, act: Callable[[], Any], *, in_turn: bool = False) -> list:
+        """Run `act` on the gathering ranks of all stages at the same time, or of one stage after another; what it gave on all ranks, without Nones.
+
+        No rank returns before all have done it.
+        """
+        error: BaseException | None = None
+        result, mine = None, self.place.stage
+        for stage in range(self.place.num_stages) if in_turn else (mine,):
+            if self.place.gathers and mine == stage:
+                try:
+                    result = act()
+                except Exception as raised:  # noqa: BLE001 - raised below, once every rank was told
+                    error = raised
+            if in_turn:
+                torch.distributed.barrier()
+        outcomes: list = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(outcomes, (result, _portable(error)))
+        self._raise(what, error, {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None})
+        return [outcome for outcome, _ in outcomes if outcome is not None]
+
+    def on_lead(self, what: str, act: Callable[[], None], *, longest_s: float) -> None:
+        """Run `act` on the lead. Others hear each second that it is busy: a step may last longer than the group's deadline for a collective."""
+        lead = self._lead_rank()
+        error: BaseException | None = None
+        told: Any = None
+        if self.place.is_lead:
+            try:
+                run_together({what: act}, timeout_s=longest_s, who="trainer source 0", phase=what, watch=lambda: self._tell(_BUSY))
+            except Exception as raised:  # noqa: BLE001 - raised below, once every rank was told
+                error = raised
+            told = self._tell(_portable(error))
+        else:
+            while (told := self._tell(None)) == _BUSY:
+                pass
+        self._raise(what, error, {} if told is None else {lead: told})
+
+    def _tell(self, what: Any) -> Any:
+        """The lead's word, on every rank."""
+        told = [what]
+        torch.distributed.broadcast_object_list(told, src=self._lead_rank())
+        return told[0]
+
+    def _lead_rank(self) -> int:
+        if self._lead is None:
+            leads: list = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(leads, self.place.is_lead)
+            self._lead = leads.index(True)
+        return self._lead
+
+    def _raise(self, what: str, error: BaseException | None, failures: dict[int, Any]) -> None:
+        """Our own error; of others' the one that says most: where only one failed, what it raised itself."""
+        if error is not None:
+            raise error
+        if not failures:
+            return
+        first = next(iter(failures.values()))
+        if len(failures) == 1 and isinstance(first, SlimeLikeError):
+            raise first
+        told = "; ".join(f"trainer rank {rank}: {_said(failure)}" for rank, failure in failures.items())
+        raise WeightSyncError(f"weight sync ({self._transport}, {what}) failed on {told}")
+
+
+def _portable(error: BaseException | None) -> SlimeLikeError | str | None:
+    """An error as other ranks can be told: ours survive pickling, of others their text."""
+    if error is None or isinstance(error, SlimeLikeError):
+        return error
+    return _said(error)
+
+
+def _said(failure: BaseException | str) -> str:
+    return failure if isinstance(failure, str) else f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,198 @@
+"""Engines that join and leave a fleet while it is up: the real router before scripted engines, and a trainer that steers them as a real one does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import requests
+
+from slime_like.cluster.engine_fleet import EngineFleet
+from slime_like.config.run import RunConfig
+from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
+from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
+from slime_like.planning.engines import EnginePlan
+from slime_like.records import SyncReceipt, WeightsRef
+from slime_like.testing.scripted_engine import Fault, ScriptedEngine
+from slime_like.utils.net import wait_until
+from slime_like.weight_sync.session import PublishOrder, run_session
+
+FIRST, SECOND = WeightsRef(version=1), WeightsRef(version=2)
+#: Prompt of a request that the engines think about.
+SLOW = [9, 9, 9]
+SLOW_S = 1.5
+
+
+@dataclasses.dataclass
+class Trainer:
+    """One rank; weights are what their digest says. `during_send` is called between pause and proof."""
+
+    digest: str = "a"
+    proves: bool = True
+    during_send: object = None
+    orders: list[PublishOrder] = dataclasses.field(default_factory=list)
+
+    def publish(self, order, watch=None):
+        self.orders.append(order)
+        return run_session(order, self)
+
+    def on_lead(self, phase, act, *, longest_s):
+        act()
+
+    def connect(self):
+        pass
+
+    def send(self, weights):
+        if self.during_send is not None:
+            self.during_send()
+        return SyncReceipt(weights=weights, transport="broadcast", num_tensors=1, num_bytes=4, seconds=0.1, digest=self.digest)
+
+    def prove(self):
+        if not self.proves:
+            raise WeightSyncError("model.norm.weight is not what was sent")
+        return len(self.orders[-1].endpoints), 0
+
+
+@dataclasses.dataclass
+class World:
+    """Three engines, of which a fleet has the first two."""
+
+    fleet: EngineFleet
+    engines: list[ScriptedEngine]
+    trainer: Trainer = dataclasses.field(default_factory=Trainer)
+
+    def third(self) -> EnginePlan:
+        return EnginePlan(index=self.fleet.membership.next_index, bundles=(), tp=1, external_url=self.engines[2].url)
+
+    def routed(self) -> list[int]:
+        urls = self.fleet.router.engine_urls()
+        return [number for number, engine in enumerate(self.engines) if engine.url in urls]
+
+    def states(self) -> dict[int, str]:
+        return {member.index: str(member.state) for member in self.fleet.members}
+
+    def ask(self, prompt) -> requests.Response:
+        session = requests.Session()
+        session.trust_env = False
+        headers = {"Authorization": f"Bearer {self.fleet.router.api_key}"}
+        return session.post(f"{self.fleet.router.url}/generate", json={"input_ids": prompt, "sampling_params": {}}, headers=headers, timeout=30)
+
+
+@pytest.fixture
+def world(tmp_path) -> Iterator[World]:
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(ScriptedEngine(lambda _: ([7], [-0.1]), fault_for=lambda body: Fault(delay_s=SLOW_S) if body["input_ids"] == SLOW else None))
+            for _ in range(3)
+        ]
+        config = RunConfig(
+            placement=PlacementConfig(rollout_external=True, rollout_external_engine_addrs=[engine.url for engine in engines[:2]]),
+            engine=EngineConfig(engine_start_timeout_s=20.0, sglang_router_policy="round_robin"),
+            sync=SyncConfig(update_weight_timeout_s=10.0),
+        )
+        plans = tuple(EnginePlan(index=i, bundles=(), tp=1, external_url=engine.url) for i, engine in enumerate(engines[:2]))
+        fleet = EngineFleet(config, SimpleNamespace(engines=plans, transport="broadcast"), None, str(tmp_path))
+        stack.callback(fleet.close)
+        fleet.start()
+        fleet.wait_started()
+        yield World(fleet, engines)
+
+
+def test_before_the_first_sync_one_more_serves_when_it_is_healthy(world):
+    assert world.states() == {0: "serving", 1: "serving"} and world.routed() == [0, 1]
+    member = world.fleet.add(world.third())
+    assert (member.index, str(member.state), member.proven) == (2, "serving", None)
+    assert world.routed() == [0, 1, 2] and world.trainer.orders == []
+
+
+def test_after_a_sync_one_more_proves_the_same_weights_before_it_serves(world):
+    receipt = world.fleet.sync(FIRST, world.trainer)
+    assert (receipt.weights, receipt.engines_proven) == (FIRST, 2)
+    assert [member.proven for member in world.fleet.members] == [FIRST, FIRST]
+    seen: list = []
+    world.trainer.during_send = lambda: seen.append((world.states()[2], world.routed()))
+    member = world.fleet.add(world.third(), world.trainer)
+    assert seen == [("starting", [0, 1])], "while it gets its weights nobody is sent to it"
+    assert [endpoint.url for endpoint in world.trainer.orders[-1].endpoints] == [world.engines[2].url]
+    assert (str(member.state), member.proven, world.routed()) == ("serving", FIRST, [0, 1, 2])
+    assert world.engines[2].weight_version == "1"
+    paths = [path for path, _ in world.engines[2].calls]
+    assert paths.index("/update_weight_version") < paths.index("/continue_generation")
+    assert world.fleet.sync(SECOND, world.trainer).engines_proven == 3
+
+
+def test_weights_that_are_not_the_fleets_any_more_let_nobody_in(world):
+    """The trainer has trained since the last sync: what it would send under that version is something else."""
+    world.fleet.sync(FIRST, world.trainer)
+    world.trainer.digest = "b"
+    with pytest.raises(WeightSyncError, match="engine 2 at .* got weights with digest b, but base@1 of the fleet has a: the trainer has gone on since"):
+        world.fleet.add(world.third(), world.trainer)
+    assert world.states() == {0: "serving", 1: "serving"} and world.routed() == [0, 1]
+
+
+def test_without_a_trainer_the_next_sync_brings_it_in(world):
+    world.fleet.sync(FIRST, world.trainer)
+    assert str(world.fleet.add(world.third()).state) == "starting" and world.routed() == [0, 1]
+    assert world.fleet.sync(SECOND, world.trainer).engines_proven == 3
+    assert world.routed() == [0, 1, 2] and {member.proven for member in world.fleet.members} == {SECOND}
+
+
+def test_one_that_does_not_hold_what_was_sent_never_serves(world):
+    world.fleet.sync(FIRST, world.trainer)
+    world.trainer.proves = False
+    with pytest.raises(WeightSyncError, match="is not what was sent"):
+        world.fleet.add(world.third(), world.trainer)
+    assert world.states() == {0: "serving", 1: "serving"} and world.routed() == [0, 1]
+    assert "/continue_generation" not in [path for path, _ in world.engines[2].calls]
+    assert world.engines[2].calls[-1][0] == "/end_weight_update", "its session is closed"
+
+
+def test_a_failed_sync_closes_sessions_and_leaves_the_proof_as_it_was(world):
+    world.fleet.sync(FIRST, world.trainer)
+    world.trainer.proves = False
+    with pytest.raises(WeightSyncError, match="is not what was sent"):
+        world.fleet.sync(SECOND, world.trainer)
+    assert world.fleet.membership.present == FIRST
+    assert all(engine.calls[-1][0] == "/end_weight_update" and engine.weight_version == "1" for engine in world.engines[:2])
+
+
+def test_drained_is_who_has_ended_what_it_began(world):
+    answers: list = []
+    threads = [threading.Thread(target=lambda: answers.append(world.ask(SLOW))) for _ in range(2)]  # in turn: one to each
+    for thread in threads:
+        thread.start()
+    busy = world.fleet.clients[0]
+    wait_until(lambda: None if busy.num_requests() else "idle", deadline_s=10, who="test", whom="engine 0", phase="start", interval_s=0.02)
+    with pytest.raises(WaitTimeout, match="waited 0 s for engine 0 at .* during drain. Last heard: 1 requests are left"):
+        world.fleet.drain(0, timeout_s=0.2)
+    assert world.states() == {0: "draining", 1: "serving"} and world.routed() == [1]
+    wait_until(lambda: "busy" if busy.num_requests() else None, deadline_s=10, who="test", whom="engine 0", phase="drain")
+    before = len(world.engines[0].requests)
+    assert [world.ask([1, 2]).status_code for _ in range(4)] == [200] * 4 and len(world.engines[0].requests) == before
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200, 200], "nothing that it had begun was lost"
+    world.fleet.remove(0)
+    assert world.states() == {1: "serving"}
+    world.fleet.drain(1, timeout_s=5.0)
+    assert world.states() == {1: "draining"} and world.routed() == []
+
+
+def test_one_that_is_gone_is_dead_and_named(world):
+    world.fleet.sync(FIRST, world.trainer)
+    world.engines[1].close()
+    with pytest.raises(EngineError, match="external engine 1 at .* does not answer"):
+        world.fleet.check()
+    assert world.states() == {0: "serving", 1: "dead"} and world.routed() == [0]
+    assert world.fleet.membership[1].proven is None and "does not answer" in world.fleet.membership[1].why
+    assert world.fleet.sync(SECOND, world.trainer).engines_proven == 1
+
+
+def test_one_cannot_join_while_the_others_have_no_memory(world):
+    world.fleet.release_memory()
+    with pytest.raises(EngineError, match="engine 2: no engine can join while the others have given their memory back"):
+        world.fleet.add(world.third())
