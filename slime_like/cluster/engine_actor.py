@@ -54,7 +54,9 @@ class EngineActor:
         return self._receiver.url, self._receiver.key
 
     def check(self) -> None:
-        """Raise EngineError, or ReceiverError, with the tail of the log if the server, or the receiver beside it, has ended."""
+        """Raise EngineError, or ReceiverError, with the tail of the log if the server, or the receiver beside it, has
+        ended.
+        """
         if self._engine is not None:
             self._engine.check()
         if self._receiver is not None:

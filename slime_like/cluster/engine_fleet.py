@@ -1,9 +1,10 @@
-"""The engines of a run and their router: a fleet whose members can change while the run is up (members.py has their states).
+"""The engines of a run and their router: a fleet whose members can change while the run is up (members.py has their
+states).
 
-fleet.start(); fleet.wait_started()          # all that the plan has; each is registered with the router once it is healthy
-fleet.sync(weights, trainer)                 # the serving ones, and those that wait for weights, get them, prove them, and serve
-fleet.add(plan, trainer)                     # one more while the run is up: healthy, then proven, then in the router
-fleet.drain(index, seconds); fleet.remove(index)
+fleet.start(); fleet.wait_started()          # all that the plan has; each is registered with the router once it is
+healthy fleet.sync(weights, trainer)                 # the serving ones, and those that wait for weights, get them,
+prove them, and serve fleet.add(plan, trainer)                     # one more while the run is up: healthy, then
+proven, then in the router fleet.drain(index, seconds); fleet.remove(index)
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Deadline of one control request to an engine, in seconds.
 CONTROL_TIMEOUT_S = 60.0
-#: SGLang's server goes on for 5 s after its scheduler was killed, without answering; then it ends, and its log says why.
+#: SGLang's server goes on for 5 s after its scheduler was killed, without answering; then it ends, and its log says
+#: why.
 _DYING_S = 10.0
 #: How soon one that is well answers.
 _ANSWER_S = 2.0
@@ -116,8 +118,9 @@ class EngineFleet:
     def add(self, engine: EnginePlan, trainer: Publishes | None = None) -> Member:
         """Start an engine, or adopt an external one, while the run is up. Its index must be membership.next_index.
 
-        It is registered with the router once it is healthy and, after the first sync, once it has proven the fleet's weights, which
-        `trainer` must still hold; without a trainer the next `sync` brings it in. Whatever fails, it is taken away again.
+        It is registered with the router once it is healthy and, after the first sync, once it has proven the fleet's
+        weights, which `trainer` must still hold; without a trainer the next `sync` brings it in. Whatever fails, it
+        is taken away again.
         """
         if self._receivers is not None:
             raise EngineError(f"engine {engine.index}: with --update-weight-mode delta no engine can join while the run is up; receivers start with the run.")
@@ -138,7 +141,10 @@ class EngineFleet:
         return self.membership[engine.index]
 
     def replace(self, index: int, trainer: Publishes | None = None) -> Member:
-        """A new engine in the place of a dead one of ours, on its GPUs (see add). The dead one stays listed until `remove`."""
+        """A new engine in the place of a dead one of ours, on its GPUs (see add).
+
+        The dead one stays listed until `remove`.
+        """
         dead = self.membership[index]
         if dead.state is not MemberState.DEAD:
             raise EngineError(f"{dead.name} is {dead.state}, not dead: nothing is to be put in its place.")
@@ -162,7 +168,8 @@ class EngineFleet:
         endpoint = admitted[index].endpoint
         assert endpoint is not None, "only one that answers is admitted"
         if endpoint.external:
-            # A run that failed inside a sync left it paused: /health would stay 503, and the router would never take it.
+            # A run that failed inside a sync left it paused: /health would stay 503, and the router would never take
+            # it.
             self._client(endpoint).continue_generation()
         self._running_router().register(endpoint, timeout_s=self._config.engine.engine_start_timeout_s)
         if endpoint.external:
@@ -214,7 +221,10 @@ class EngineFleet:
     # ------------------------------------------------------------------ weights
 
     def sync(self, weights: WeightsRef, trainer: Publishes) -> SyncReceipt:
-        """One weight sync to all serving members and to those that wait for weights. A failed one leaves engines paused."""
+        """One weight sync to all serving members and to those that wait for weights.
+
+        A failed one leaves engines paused.
+        """
         joining = [member for member in self.membership.in_state(MemberState.STARTING) if member.endpoint is not None]
         members = [*self.membership.serving, *joining]
         receipt = self._publish(weights, members, trainer)
@@ -260,7 +270,10 @@ class EngineFleet:
     # ------------------------------------------------------------------ members go
 
     def drain(self, index: int, timeout_s: float) -> None:
-        """Take a member out of the router and let the requests that it has end. Raises WaitTimeout naming it; it is then still draining."""
+        """Take a member out of the router and let the requests that it has end.
+
+        Raises WaitTimeout naming it; it is then still draining.
+        """
         self.membership = self.membership.drain(index)
         member = self.membership[index]
         assert member.endpoint is not None, "it has served"
@@ -274,7 +287,8 @@ class EngineFleet:
         wait_until(busy, deadline_s=timeout_s, who="train.py", whom=member.name, phase="drain")
 
     def remove(self, index: int) -> None:
-        """Forget a member that is dead, drained or never served; an engine of ours is ended, an external one goes on."""
+        """Forget a member that is dead, drained or never served; an engine of ours is ended, an external one goes on.
+        """
         self.membership = self.membership.leave(index)
         self._stop(index)
         self._plans.pop(index, None)
@@ -293,7 +307,9 @@ class EngineFleet:
                 logger.warning("%s stays registered: %s", member.name, error)
 
     def check(self) -> None:
-        """Raise EngineError if an engine or the router has died, with the tail of its log; such an engine is marked dead."""
+        """Raise EngineError if an engine or the router has died, with the tail of its log; such an engine is marked
+        dead.
+        """
         known = {member.index for member in self.membership.in_state(MemberState.DEAD)}
         dead = {} if self._processes is None else self._processes.dead(known)
         for index, error in dead.items():
@@ -307,7 +323,9 @@ class EngineFleet:
         self._running_router().check()
 
     def check_after_failure(self) -> None:
-        """As check(), but an engine that does not answer is given time to end, so that its own death is told instead of what it led to."""
+        """As check(), but an engine that does not answer is given time to end, so that its own death is told instead
+        of what it led to.
+        """
         deadline = time.monotonic() + _DYING_S
         while True:
             self.check()

@@ -1,4 +1,7 @@
-"""The engines that this run starts itself: server processes under Ray actors that hold their GPUs. Which of them serves is the fleet's matter."""
+"""The engines that this run starts itself: server processes under Ray actors that hold their GPUs.
+
+Which of them serves is the fleet's matter.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ class EngineProcesses:
         return [endpoint for name, endpoint in zip(refs, answers, strict=True) if "node rank" not in name]
 
     def dead(self, known: Collection[int] = ()) -> dict[int, RunError]:
-        """Engines beside the `known` ones that have ended, and what the end of their log says. Raises WaitTimeout if an actor does not answer."""
+        """Engines beside the `known` ones that have ended, and what the end of their log says.
+
+        Raises WaitTimeout if an actor does not answer.
+        """
         actors = {index: parts for index, parts in self._actors.items() if index not in known}
         asked = {index: {name: actor.check.remote() for name, actor in parts.items()} for index, parts in actors.items()}
         refs = {name: ref for parts in asked.values() for name, ref in parts.items()}

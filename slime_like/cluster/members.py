@@ -1,10 +1,11 @@
-"""Which engines a run has, in which state, and which weights each has proven. Pure: engine_fleet.py does what these states mean.
+"""Which engines a run has, in which state, and which weights each has proven. Pure: engine_fleet.py does what these
+states mean.
 
     starting --admit--> serving --drain--> draining --leave--> (gone)
     starting --leave--> (gone)      any --die--> dead --leave--> (gone)
 
-An engine is what it has proven: one that starts, or starts again, holds nothing until a sync to it has ended well, and is admitted only with
-the weights that the fleet has.
+An engine is what it has proven: one that starts, or starts again, holds nothing until a sync to it has ended well,
+and is admitted only with the weights that the fleet has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class MemberState(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """One engine. endpoint: None until it has started. proven: whose version it reported, and whose digests it had, at the end of a sync."""
+    """One engine. endpoint: None until it has started.
+
+    proven: whose version it reported, and whose digests it had, at the end of a sync.
+    """
 
     index: int
     state: MemberState = MemberState.STARTING
@@ -44,7 +48,8 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """All members of a fleet; every change gives a new one. `present`: the weights of the last sync; None before the first.
+    """All members of a fleet; every change gives a new one. `present`: the weights of the last sync; None before the
+    first.
 
     next_index: for a new member; none is used twice, so that logs and errors tell two engines apart.
     Example: Membership().start(0).healthy(endpoint).admit(0).serving == (member 0,)
@@ -93,7 +98,10 @@ class Membership:
         return self._with(self._in(endpoint.index, "become healthy", MemberState.STARTING), endpoint=endpoint, proven=None)
 
     def prove(self, indices: Iterable[int], weights: WeightsRef) -> Membership:
-        """A sync of these weights to these members has ended well. They become the fleet's when no serving member is left out."""
+        """A sync of these weights to these members has ended well.
+
+        They become the fleet's when no serving member is left out.
+        """
         proven = set(indices)
         changed = self
         for index in proven:
@@ -104,7 +112,10 @@ class Membership:
         return changed
 
     def admit(self, index: int) -> Membership:
-        """A starting member takes requests from now on. Raises EngineError if it does not answer yet or holds other weights than the fleet."""
+        """A starting member takes requests from now on.
+
+        Raises EngineError if it does not answer yet or holds other weights than the fleet.
+        """
         member = self._in(index, "serve", MemberState.STARTING)
         if member.endpoint is None:
             raise EngineError(f"{member.name} cannot serve: it has not started.")

@@ -21,10 +21,11 @@ SHARED_FOLDER, RECEIVER = "shared folder", "receiver"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncShape:
-    """What bounds a sync. rates: bytes a second by name (planning/hardware.py). engine_gpus: of one engine, which split what they load.
+    """What bounds a sync. rates: bytes a second by name (planning/hardware.py). engine_gpus: of one engine, which
+    split what they load.
 
-    same_node: trainer and engines are all on one machine. width: bytes of a weight. num_sources: pipeline stages of the trainer, each of
-    which sends its share from a card of its own.
+    same_node: trainer and engines are all on one machine. width: bytes of a weight. num_sources: pipeline stages of
+    the trainer, each of which sends its share from a card of its own.
     """
 
     num_bytes: int
@@ -38,7 +39,10 @@ class SyncShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncBound:
-    """One way of syncing, and the least time that it can take. available: whether this version can do it on these GPUs."""
+    """One way of syncing, and the least time that it can take.
+
+    available: whether this version can do it on these GPUs.
+    """
 
     transport: str
     bytes: int
@@ -172,7 +176,8 @@ def modes() -> tuple[str, ...]:
 
 
 def fitting(*, colocate: bool, several_machines: bool = False) -> tuple[str, ...]:
-    """Values of --update-weight-transport for engines on the trainer's GPUs or apart from them; the first one is the default.
+    """Values of --update-weight-transport for engines on the trainer's GPUs or apart from them; the first one is the
+    default.
 
     several_machines: the engines are not all on the machine of the trainer's first rank.
     """

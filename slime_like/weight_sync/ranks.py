@@ -1,4 +1,6 @@
-"""The trainer's ranks in a weight sync: who gathers, who sends, who leads, and how a failure of one becomes known to all."""
+"""The trainer's ranks in a weight sync: who gathers, who sends, who leads, and how a failure of one becomes known to
+all.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ _BUSY = "busy"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank stands: its pipeline stage, and its number among the stage's ranks. The first `num_gatherers` of a stage gather its weights."""
+    """Where a rank stands: its pipeline stage, and its number among the stage's ranks.
+
+    The first `num_gatherers` of a stage gather its weights.
+    """
 
     stage: int
     num_stages: int
@@ -41,14 +46,18 @@ class RankPlace:
 
 
 class RankGroup:
-    """All ranks of the trainer, over torch's default process group. Each method is collective, and raises on every rank if one fails."""
+    """All ranks of the trainer, over torch's default process group.
+
+    Each method is collective, and raises on every rank if one fails.
+    """
 
     def __init__(self, place: RankPlace, transport: str):
         self.place, self._transport = place, transport
         self._lead: int | None = None
 
     def on_gatherers(self, what: str, act: Callable[[], Any], *, in_turn: bool = False) -> list:
-        """Run `act` on the gathering ranks of all stages at the same time, or of one stage after another; what it gave on all ranks, without Nones.
+        """Run `act` on the gathering ranks of all stages at the same time, or of one stage after another; what it
+        gave on all ranks, without Nones.
 
         No rank returns before all have done it.
         """
@@ -68,7 +77,10 @@ class RankGroup:
         return [outcome for outcome, _ in outcomes if outcome is not None]
 
     def on_lead(self, what: str, act: Callable[[], None], *, longest_s: float) -> None:
-        """Run `act` on the lead. Others hear each second that it is busy: a step may last longer than the group's deadline for a collective."""
+        """Run `act` on the lead.
+
+        Others hear each second that it is busy: a step may last longer than the group's deadline for a collective.
+        """
         lead = self._lead_rank()
         error: BaseException | None = None
         told: Any = None

@@ -1,4 +1,7 @@
-"""One trainer rank's part of every sync: its publisher, digests of what it sends, and the proof. What a session drives (session.Ranks)."""
+"""One trainer rank's part of every sync: its publisher, digests of what it sends, and the proof.
+
+What a session drives (session.Ranks).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ _DIGEST_MODULUS = 1 << 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """What a rank's pipeline stage has to send. tensors: gathers them anew, under their HF names, collectively over the stage's gatherers.
+    """What a rank's pipeline stage has to send. tensors: gathers them anew, under their HF names, collectively over
+    the stage's gatherers.
 
     names: of all stages together. master_address: of the trainer's first rank, as the other ranks know it.
     """
@@ -56,8 +60,8 @@ class _StageReport:
 class WeightSender:
     """Keeps the connection to the engines of one route between syncs.
 
-    The source is the first rank of each stage. The ranks that share its matrices, and those that hold other experts, help to gather, and
-    write a share of what was gathered where the transport has them; the others wait.
+    The source is the first rank of each stage. The ranks that share its matrices, and those that hold other experts,
+    help to gather, and write a share of what was gathered where the transport has them; the others wait.
     """
 
     def __init__(self, config: RunConfig, order: PublishOrder, gathering: Gathering):
@@ -110,7 +114,8 @@ class WeightSender:
                 sources = Sources(address, port, is_host=False, who=self._who, timeout_s=self.route.timeout_s)
             self._connect(self._options(sources))
 
-        # One after another: an engine that began with one source's group would wait in it for an engine that began with another's.
+        # One after another: an engine that began with one source's group would wait in it for an engine that began
+        # with another's.
         self._group.on_gatherers("connect", connect, in_turn=True)
         self.is_connected = True
 
@@ -167,7 +172,10 @@ class WeightSender:
         self.is_connected = False
 
     def remove_files(self) -> None:
-        """Give back what would outlive this process. Asks no engine, which may have ended; nothing can be sent afterwards."""
+        """Give back what would outlive this process.
+
+        Asks no engine, which may have ended; nothing can be sent afterwards.
+        """
         if self._transport.files_outlive_a_kill:
             self.close()
 
@@ -242,8 +250,8 @@ class WeightSender:
         )
 
     def _watched(self, tensors: Iterator[NamedTensor], names: list[str], digest: Digest) -> Iterator[NamedTensor]:
-        """What is to be sent: these tensors, or what the user's function makes of them; each is hashed once, for the receipt and the digest
-        together. The source's names go to `names`, as they were gathered.
+        """What is to be sent: these tensors, or what the user's function makes of them; each is hashed once, for the
+        receipt and the digest together. The source's names go to `names`, as they were gathered.
         """
         sent = _noting(tensors, names) if self._place.is_source else tensors
         if self._transform is not None:
@@ -258,10 +266,11 @@ class WeightSender:
 
 
 def source_address(engine_urls: Sequence[str], master_address: str) -> str:
-    """This machine's address for engines that have to connect to it: the one that the first engine on another machine sees.
+    """This machine's address for engines that have to connect to it: the one that the first engine on another machine
+    sees.
 
-    A run whose own processes are all on one machine knows itself by the loopback address (`master_address`), which means another
-    machine to an engine elsewhere. Engines on this machine reach every address of it.
+    A run whose own processes are all on one machine knows itself by the loopback address (`master_address`), which
+    means another machine to an engine elsewhere. Engines on this machine reach every address of it.
     """
     hosts = [url_host(url) for url in engine_urls]
     elsewhere = next((host for host in hosts if not is_own_address(host)), master_address)

@@ -3,8 +3,8 @@
     driver      receipt = trainer.publish(PublishOrder(...))    # one call for all of it; after a failure: abandon(order.endpoints)
     every rank  receipt = run_session(order, ranks)             # ranks: sender.WeightSender
 
-All ranks run the session together. Each source sends; the first one, the lead, also steers the engines for all. Whatever fails on one rank
-is raised on every rank, and engines stay paused: they may hold half of the weights.
+All ranks run the session together. Each source sends; the first one, the lead, also steers the engines for all.
+Whatever fails on one rank is raised on every rank, and engines stay paused: they may hold half of the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: After a failure each engine is told once, and not waited for long: it may be the reason.
 _ABANDON_TIMEOUT_S = 5.0
-#: How much of the deadline a flush beside retracted requests gets: why it failed must be heard before the wait for all engines ends.
+#: How much of the deadline a flush beside retracted requests gets: why it failed must be heard before the wait for
+#: all engines ends.
 _FLUSH_SHARE = 0.8
 #: Steps that may each take an engine `timeout_s`: at most so many in one act of the lead (finish has three),
 _LEAD_STEPS = 4
@@ -50,10 +51,11 @@ def version_directory(root: str, version: int) -> str:
 class PublishOrder:
     """One sync, as the trainer's ranks are told: which weights go to which engines, how, and what proves them.
 
-    timeout_s: how long each step may take an engine. directory: root of the shared folder with a transport that has one; with deltas where
-    sources keep what they sent last. pause_mode: "abort" ends requests that are still running; "retract" computes their tokens again with
-    the new weights before they go on; "in_place" lets them go on with what the old weights left in the cache, which is then forgotten
-    only where nothing runs. finds_unsent: look for parameters of the engine of which nothing was sent; needs compares_digests.
+    timeout_s: how long each step may take an engine. directory: root of the shared folder with a transport that has
+    one; with deltas where sources keep what they sent last. pause_mode: "abort" ends requests that are still running;
+    "retract" computes their tokens again with the new weights before they go on; "in_place" lets them go on with what
+    the old weights left in the cache, which is then forgotten only where nothing runs. finds_unsent: look for
+    parameters of the engine of which nothing was sent; needs compares_digests.
     """
 
     weights: WeightsRef
@@ -88,12 +90,17 @@ class PublishOrder:
         return dataclasses.replace(self, weights=WeightsRef())
 
     def longest_s(self, num_sources: int) -> float:
-        """How long the driver waits for a rank: longer than all steps, since the rank itself says which engine is late in which step."""
+        """How long the driver waits for a rank: longer than all steps, since the rank itself says which engine is
+        late in which step.
+        """
         return (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
 
 
 class Ranks(Protocol):
-    """All ranks of the trainer, as a session sees them from one of them. Each method is collective, and raises on every rank if one fails."""
+    """All ranks of the trainer, as a session sees them from one of them.
+
+    Each method is collective, and raises on every rank if one fails.
+    """
 
     def on_lead(self, phase: str, act: Callable[[], None], *, longest_s: float) -> None:
         """Do something on the lead while the others wait. longest_s: after which `act` has given up by itself."""
@@ -105,7 +112,9 @@ class Ranks(Protocol):
         """Every source sends its share; what was sent, by all."""
 
     def prove(self) -> tuple[int, int]:
-        """Compare the engines' digests with what was sent: (engines compared, tensors of which it is not known where an engine keeps them)."""
+        """Compare the engines' digests with what was sent: (engines compared, tensors of which it is not known where
+        an engine keeps them).
+        """
 
 
 def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
@@ -136,7 +145,8 @@ def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
 
 
 def abandon(endpoints: Sequence[EngineEndpoint]) -> None:
-    """After a sync that failed: close the update sessions that are open, as far as engines can be reached. They stay paused.
+    """After a sync that failed: close the update sessions that are open, as far as engines can be reached. They stay
+    paused.
 
     Whoever gave the order calls it: the rank that opened the sessions may be what died.
     """
@@ -148,7 +158,10 @@ def abandon(endpoints: Sequence[EngineEndpoint]) -> None:
 
 
 class EngineSide:
-    """What happens on the engines of an order, on all of them at once. Raises WeightSyncError, EngineError or WaitTimeout naming the engine."""
+    """What happens on the engines of an order, on all of them at once.
+
+    Raises WeightSyncError, EngineError or WaitTimeout naming the engine.
+    """
 
     def __init__(self, order: PublishOrder):
         self._order = order
@@ -160,7 +173,10 @@ class EngineSide:
         self._on_all(self._begin_one, "begin weight update")
 
     def load(self) -> None:
-        """Every engine loads the version from its folder: the shared one, or its receiver's. With other transports it has it already."""
+        """Every engine loads the version from its folder: the shared one, or its receiver's.
+
+        With other transports it has it already.
+        """
         order, loads_from = self._order, self.transport.loads_from
         if loads_from is None:
             return
@@ -171,12 +187,16 @@ class EngineSide:
         self._on_all(self._load_one, "load weights from disk")
 
     def open(self) -> None:
-        """Before digests are compared: SGLang takes no request of our loader outside of a session, and loads a folder only without one."""
+        """Before digests are compared: SGLang takes no request of our loader outside of a session, and loads a folder
+        only without one.
+        """
         if self.transport.loads_from is not None:
             self._on_all(lambda client: client.begin_weight_update(), "begin weight update")
 
     def finish(self) -> None:
-        """Make every engine serve what was sent under its version, prove it by reading the version back, and continue generation."""
+        """Make every engine serve what was sent under its version, prove it by reading the version back, and continue
+        generation.
+        """
         version = self._order.weights.version
         self._on_all(self._finish_one, "finish weight update")
         reported = self._on_all(lambda client: client.weight_version(), "read the weight version back")

@@ -1,4 +1,6 @@
-"""Engines that join and leave a fleet while it is up: the real router before scripted engines, and a trainer that steers them as a real one does."""
+"""Engines that join and leave a fleet while it is up: the real router before scripted engines, and a trainer that
+steers them as a real one does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A fleet of real engines under Ray: one that is killed is dead, with its log's end; the one in its place serves when it has proven the weights."""
+"""A fleet of real engines under Ray: one that is killed is dead, with its log's end; the one in its place serves when
+it has proven the weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What trainer ranks tell each other in a weight sync: results, failures, and that the lead is still busy. gloo, no model, no engine."""
+"""What trainer ranks tell each other in a weight sync: results, failures, and that the lead is still busy.
+
+gloo, no model, no engine.
+"""
 
 from __future__ import annotations
 
