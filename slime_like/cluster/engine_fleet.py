@@ -287,7 +287,9 @@ class EngineFleet:
         wait_until(busy, deadline_s=timeout_s, who="train.py", whom=member.name, phase="drain")
 
     def remove(self, index: int) -> None:
-        """Forget a member that is dead, drained or never served; an engine of ours is ended, an external one goes on.
+        """Forget a member that is dead, drained or never served.
+
+        An engine of ours is ended, an external one goes on.
         """
         self.membership = self.membership.leave(index)
         self._stop(index)

@@ -230,7 +230,9 @@ class SyncConfig:
         help="Your function (args, name, tensor) -> (name, tensor) pairs: what is sent instead of each tensor, as quantised weights with their scales. "
         "Built in: slime_like.weight_sync.transform.to_bf16.",
     )
-    update_weight_timeout_s: float = flag(600.0, help="How long a weight sync waits for an engine in each step, in seconds; for a trainer rank all steps together.")
+    update_weight_timeout_s: float = flag(
+        600.0, help="How long a weight sync waits for an engine in each step, in seconds; for a trainer rank all steps together."
+    )
     verify_weight_sync: str = flag(
         "digest",
         choices=("off", "digest", "probe", "full"),

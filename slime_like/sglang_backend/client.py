@@ -1,6 +1,9 @@
 """`EngineClient`: the control requests of one SGLang server over HTTP; the same class for launched and external engines.
 
 Generation during rollouts goes through the router and is asynchronous; `generate` here is for probes.
+
+Retry policy: a control request is sent once, since a second one could change an engine twice, and its failure is raised; only flush_cache asks
+again, while requests are being wound down. Requests of a rollout are tried again in rollout/asking.py.
 """
 
 from __future__ import annotations

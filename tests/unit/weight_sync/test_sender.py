@@ -1,11 +1,107 @@
-"""Which address of this machine the engines are told to connect to."""
+"""A trainer rank's part of a sync, over one rank in this process and an engine of answers; which address engines are told to connect to."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+from sglang_backend.fake_http import serve
+
+from slime_like.config.run import RunConfig
+from slime_like.config.system import SyncConfig
+from slime_like.errors import WeightSyncError
+from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.utils.net import own_address
-from slime_like.weight_sync.sender import source_address
+from slime_like.weight_sync.ranks import RankPlace
+from slime_like.weight_sync.sender import Gathering, WeightSender, source_address
+from slime_like.weight_sync.session import PublishOrder, run_session
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+ONE_RANK = RankPlace(stage=0, num_stages=1, rank_in_stage=0, num_gatherers=1)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def engine() -> Iterator:
+    """It reports the version that it was told, and notes which files it was told to load."""
+    state: dict = {"version": "default", "loaded": {}}
+    good = (200, {"success": True})
+
+    def load(body):
+        state["loaded"] = {key: tensor for path in Path(body["model_path"]).glob("*.safetensors") for key, tensor in load_file(path).items()}
+        return good
+
+    answers = {
+        **dict.fromkeys(["/pause_generation", "/flush_cache", "/begin_weight_update", "/end_weight_update", "/continue_generation"], good),
+        "/update_weights_from_disk": load,
+        "/update_weight_version": lambda body: (state.update(version=body["new_version"]), good)[1],
+        "/model_info": lambda body: (200, {"weight_version": state["version"]}),
+    }
+    with serve(answers) as server:
+        yield server, state
+
+
+def order_of(server, folder, version: int = 1) -> PublishOrder:
+    endpoints = (EngineEndpoint(index=0, url=server.url),)
+    weights = WeightsRef(version=version)
+    return PublishOrder(weights=weights, endpoints=endpoints, transport="disk", timeout_s=5, directory=str(folder), compares_digests=False)
+
+
+def sender_of(order, tensors=None, sync=None) -> WeightSender:
+    sent = WEIGHTS if tensors is None else tensors
+    gathering = Gathering(place=ONE_RANK, tensors=lambda: iter(sent.items()), names=frozenset(WEIGHTS), master_address="127.0.0.1")
+    return WeightSender(RunConfig(sync=sync or SyncConfig()), order, gathering)
+
+
+@pytest.mark.usefixtures("world")
+def test_whole_syncs_over_one_connection(engine, tmp_path):
+    server, state = engine
+    order = order_of(server, tmp_path)
+    sender = sender_of(order)
+    digests = []
+    for version in (1, 2):
+        receipt = run_session(order_of(server, tmp_path, version), sender)
+        assert (str(receipt.weights), receipt.transport, receipt.num_tensors, receipt.num_bytes) == (f"base@{version}", "disk", 2, 40)
+        assert receipt.delta is None and state["version"] == str(version)
+        assert state["loaded"].keys() == WEIGHTS.keys() and all(torch.equal(state["loaded"][name], tensor) for name, tensor in WEIGHTS.items())
+        digests.append(receipt.digest)
+    assert digests[0] == digests[1] and sender.is_connected
+    sender.close()
+    assert not sender.is_connected
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"a": WEIGHTS["a"]}, r"weight sync \(disk\): b was not sent \(1 of 2 tensors\)"),
+        ({**WEIGHTS, "c": torch.ones(1)}, r"c is not of this model \(1 of 2 tensors\)"),
+    ],
+)
+def test_every_tensor_of_the_model_and_no_other(engine, tmp_path, tensors, problem):
+    server, state = engine
+    order = order_of(server, tmp_path)
+    with pytest.raises(WeightSyncError, match=problem):
+        run_session(order, sender_of(order, tensors))
+    assert state["loaded"] == {} and state["version"] == "default" and "/continue_generation" not in server.paths
+
+
+@pytest.mark.usefixtures("world")
+def test_what_the_users_function_makes_is_sent(engine, tmp_path):
+    server, state = engine
+    order, path = order_of(server, tmp_path), "slime_like.weight_sync.transform.to_bf16"
+    receipt = run_session(order, sender_of(order, sync=SyncConfig(custom_weight_transform_path=path)))
+    assert receipt.num_bytes == 20 and {tensor.dtype for tensor in state["loaded"].values()} == {torch.bfloat16}
 
 
 def test_engines_here_are_told_the_runs_own_address():
