@@ -126,8 +126,10 @@ class EngineFleet:
             raise EngineError(f"engine {engine.index}: with --update-weight-mode delta no engine can join while the run is up; receivers start with the run.")
         if self._released:
             raise EngineError(f"engine {engine.index}: no engine can join while the others have given their memory back.")
-        self._begin([engine])
+        if engine.index != self.membership.next_index:
+            raise EngineError(f"engine {engine.index} cannot join under this number: the next one is {self.membership.next_index}.")
         try:
+            self._begin([engine])
             self._wait_healthy([engine.index])
             present = self.membership.present
             if present is None:
@@ -168,8 +170,7 @@ class EngineFleet:
         endpoint = admitted[index].endpoint
         assert endpoint is not None, "only one that answers is admitted"
         if endpoint.external:
-            # A run that failed inside a sync left it paused: /health would stay 503, and the router would never take
-            # it.
+            # A run that failed inside a sync left it paused: /health would stay 503, and the router never take it.
             self._client(endpoint).continue_generation()
         self._running_router().register(endpoint, timeout_s=self._config.engine.engine_start_timeout_s)
         if endpoint.external:

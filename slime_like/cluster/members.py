@@ -94,7 +94,11 @@ class Membership:
         return dataclasses.replace(self, members=(*self.members, Member(index=index)), next_index=max(self.next_index, index + 1))
 
     def healthy(self, endpoint: EngineEndpoint) -> Membership:
-        """A starting member answers at this endpoint. It holds nothing that is proven."""
+        """A starting member answers at this endpoint, where no other lives. It holds nothing that is proven."""
+        others = [member for member in self.members if member.index != endpoint.index and member.state is not MemberState.DEAD]
+        same = [member for member in others if member.endpoint is not None and member.endpoint.url == endpoint.url]
+        if same:
+            raise EngineError(f"engine {endpoint.index} cannot join at {endpoint.url}: engine {same[0].index} is {same[0].state} there.")
         return self._with(self._in(endpoint.index, "become healthy", MemberState.STARTING), endpoint=endpoint, proven=None)
 
     def prove(self, indices: Iterable[int], weights: WeightsRef) -> Membership:

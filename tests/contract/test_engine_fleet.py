@@ -194,6 +194,14 @@ def test_one_that_is_gone_is_dead_and_named(world):
     assert world.fleet.sync(SECOND, world.trainer).engines_proven == 1
 
 
+def test_what_cannot_join_leaves_the_others_alone(world):
+    with pytest.raises(EngineError, match="engine 1 cannot join under this number: the next one is 2"):
+        world.fleet.add(dataclasses.replace(world.third(), index=1))
+    with pytest.raises(EngineError, match="engine 2 cannot join at .*: engine 0 is serving there"):
+        world.fleet.add(dataclasses.replace(world.third(), external_url=world.engines[0].url))
+    assert world.states() == {0: "serving", 1: "serving"} and world.routed() == [0, 1]
+
+
 def test_one_cannot_join_while_the_others_have_no_memory(world):
     world.fleet.release_memory()
     with pytest.raises(EngineError, match="engine 2: no engine can join while the others have given their memory back"):

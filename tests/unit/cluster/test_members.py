@@ -87,6 +87,14 @@ def test_one_started_again_holds_nothing():
     assert fleet.die(2, "killed too").leave(2).next_index == 3
 
 
+def test_two_cannot_live_at_one_address():
+    fleet = two_serving().start(2)
+    there = EngineEndpoint(index=2, url=endpoint(1).url)
+    with pytest.raises(EngineError, match="engine 2 cannot join at http://engine-1:1: engine 1 is serving there"):
+        fleet.healthy(there)
+    assert fleet.die(1, "killed").healthy(there)[2].endpoint == there, "one that was started again may"
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
