@@ -27,7 +27,7 @@ from typing import Any
 from slime_like.config.base import ProblemParser, read_value
 from slime_like.config.refused import REFUSED, REFUSED_VALUES
 from slime_like.config.run import GROUPS
-from slime_like.config.system import TRANSPORTS
+from slime_like.config.transports import choices
 
 _SGLANG = "sglang"
 #: Flags that are about the command line itself.
@@ -111,7 +111,7 @@ def _given_back(path: str, tables: dict, settings: FileSettings) -> dict:
     sync, old = tables["sync"], tables["observability"].pop("run_dir", None)
     if old and "run_dir" not in settings.values:
         settings.notes["--run-dir"] = path, f"{path} is of the run in {old}: this run gets a directory of its own"
-    if sync.get("update_weight_transport") not in TRANSPORTS:  # a delta's has no name among the flags
+    if sync.get("update_weight_transport") not in choices():  # a delta's has no name among the flags
         sync["update_weight_transport"] = None
     if old and str(sync.get("update_weight_disk_dir") or "").startswith(os.path.join(old, "")):
         sync["update_weight_disk_dir"] = None
