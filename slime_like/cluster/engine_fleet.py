@@ -209,6 +209,7 @@ class EngineFleet:
     def _make_router(self) -> Router:
         engine, log_path = self._config.engine, f"{self._run_dir}/logs/router-0.log"
         if engine.sglang_router_ip:
+            assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
             url = engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port))
             return attach_router(url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env))
         return launch_router(

@@ -102,6 +102,7 @@ class EngineProcesses:
     def _spec(self, engine: EnginePlan, host: str, node_rank: int, bundles: list[int]) -> EngineSpec:
         """One machine's server of an engine; `bundles` are the engine's there."""
         config, suffix = self._config, f".{node_rank}" if node_rank else ""
+        assert config.checkpoint.hf_checkpoint, "--hf-checkpoint is checked before anything starts"
         return EngineSpec(
             index=engine.index,
             model_path=os.path.abspath(config.checkpoint.hf_checkpoint),

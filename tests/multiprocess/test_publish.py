@@ -1,4 +1,4 @@
-"""Publishing through the worker, over the transport that needs no engine: a folder on disk."""
+"""Publishing through the worker: what slime_like.megatron_backend.publish gathers, over the transport that needs no engine, a folder on disk."""
 
 import dataclasses
 import os

@@ -43,7 +43,7 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is tested with them.
 #: Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "cluster.engine_actor": ("multiprocess/test_engine_fleet.py",),
+    "cluster.engine_actor": ("e2e/test_config_file.py",),
     "cluster.engine_processes": ("multiprocess/test_engine_fleet.py",),
     "cluster.ray_session": ("e2e/test_cluster.py", "multiprocess/test_reward_group.py"),
     "cluster.receivers": ("unit/config/test_delta.py",),
@@ -64,6 +64,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.layer_spec": ("multiprocess/test_plan_memory.py",),
     "megatron_backend.model_provider": ("multiprocess/test_plan_memory.py", "unit/megatron_backend/test_compat.py"),
+    "megatron_backend.publish": ("multiprocess/test_publish.py",),
     "megatron_backend.routing_replay": ("multiprocess/test_routing_replay.py",),
     "megatron_backend.start_weights": ("unit/megatron_backend/test_checkpoint_folder.py",),
     "megatron_backend.worker": ("multiprocess/test_training.py", "multiprocess/test_parity.py"),

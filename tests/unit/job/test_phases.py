@@ -78,7 +78,7 @@ class Run:
                 "finish_save": True,
             },
             "engines": {
-                "sync": lambda weights, trainer: SyncReceipt(version=weights.version, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"),
+                "sync": lambda weights, trainer: SyncReceipt(weights=weights, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"),
                 "compare": 0.0,
                 "num_members": 1,
             },
