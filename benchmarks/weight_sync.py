@@ -35,6 +35,7 @@ from slime_like.config.rollout import DataConfig  # noqa: E402
 from slime_like.config.run import RunConfig  # noqa: E402
 from slime_like.config.system import PlacementConfig, SyncConfig  # noqa: E402
 from slime_like.config.training import CheckpointConfig, OptimizerConfig  # noqa: E402
+from slime_like.records import BASE  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.utils.net import free_port  # noqa: E402
 from slime_like.weight_sync.envelope import WeightUpdate  # noqa: E402
@@ -86,7 +87,7 @@ class Bench:
         publisher = self._publishers[transport, verify]
 
         def send(recorder: Recorder) -> None:
-            publisher.send(self._version, lambda: recorder.timed(self.worker.weights(), "source"))
+            publisher.send(self._version, lambda: recorder.timed(self.worker.export(BASE), "source"))
 
         def check() -> None:
             engines, left_out = publisher.verify()
@@ -98,9 +99,11 @@ class Bench:
 
     def probe(self) -> float:
         """Seconds of one probe. Raises WeightSyncError if trainer and engine compute different log-probs."""
+        from slime_like.megatron_backend.rl_recipe import recipe_of
+
         started = time.perf_counter()
         samples = probe_samples(self.config)
-        compare_probe(self.config, [self.client], samples, self.worker.probe(samples), version=self._version, bf16=False)
+        compare_probe(self.config, [self.client], samples, recipe_of(self.worker).probe(samples), version=self._version, bf16=False)
         return time.perf_counter() - started
 
     def close(self) -> None:
