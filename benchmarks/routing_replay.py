@@ -31,8 +31,9 @@ from slime_like.config.rollout import DataConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, OptimizerConfig
+from slime_like.megatron_backend.rl_recipe import recipe_of
 from slime_like.megatron_backend.worker import TrainWorker
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, per_token
 from slime_like.utils.net import free_port
 
 VOCAB, LAYERS = 320, 4
@@ -74,7 +75,8 @@ def engine_samples(folder: str, *, count: int, num_tokens: int, topk: int) -> li
     versions = np.where(mask, 0, -1).astype(np.int32)
     return [
         TrainSample(
-            prompt_index=i, sample_index=0, tokens=tokens[i].numpy().astype(np.int32), loss_mask=mask, weight_versions=versions, reward=0.0, advantage=0.0,
+            prompt_index=i, sample_index=0, tokens=tokens[i].numpy().astype(np.int32), loss_mask=mask, weight_versions=versions, reward=0.0,
+            advantages=per_token(0.0, mask), weights=per_token(1.0, mask),
             engine_logprobs=np.concatenate([[0.0], logprobs[i]]).astype(np.float32) * mask, routed_experts=experts[i],
         )
         for i in range(count)
@@ -95,7 +97,7 @@ def differences(folder: str, samples: list[TrainSample], *, bf16: bool, replay: 
     )
     worker = TrainWorker(config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port("127.0.0.1"))
     worker.start()
-    found = worker.log_probs(samples)
+    found = recipe_of(worker).log_probs(samples)
     worker.close()
     return np.concatenate([np.abs(ours - s.engine_logprobs)[s.loss_mask.astype(bool)] for ours, s in zip(found, samples, strict=True)])
 

@@ -23,7 +23,7 @@ from slime_like.config.rollout import DataConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, OptimizerConfig
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, per_token
 
 GOAL = 0.97
 
@@ -39,7 +39,7 @@ def make_samples(count: int, vocabulary: int) -> list[TrainSample]:
             TrainSample(
                 prompt_index=index, sample_index=0, tokens=generator.integers(0, vocabulary, length).astype(np.int32), loss_mask=mask,
                 engine_logprobs=np.full(length, -5, dtype=np.float32), weight_versions=np.zeros(length, dtype=np.int32),
-                reward=0.0, advantage=float(generator.normal()),
+                reward=0.0, advantages=per_token(float(generator.normal()), mask), weights=per_token(1.0, mask),
             )
         )  # fmt: skip
     return samples
@@ -101,6 +101,7 @@ def bare_step(worker, packs, targets) -> None:
 
 def measure(args: argparse.Namespace) -> dict:
     """Medians of both, taking turns; the first round of each is left out."""
+    from slime_like.megatron_backend.rl_recipe import recipe_of
     from slime_like.megatron_backend.worker import TrainWorker
     from slime_like.utils.net import free_port
 
@@ -114,7 +115,7 @@ def measure(args: argparse.Namespace) -> dict:
     targets = [pack.targets[:, None] for pack in packs]
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     for number in range(args.rounds + 1):
-        turns = [("bare", lambda: bare_step(worker, packs, targets)), ("ours", lambda step=number: worker.train(step, samples))]
+        turns = [("bare", lambda: bare_step(worker, packs, targets)), ("ours", lambda step=number: recipe_of(worker).train(step, samples))]
         for name, step in turns if number % 2 else reversed(turns):
             started = time.perf_counter()
             step()

@@ -76,7 +76,7 @@ class Bench:
         self.worker = TrainWorker(self.config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port())
         self.worker.start()
         self._recorder = Recorder()  # of the sync that is under way
-        gathered = gathering(self.config.model, lambda: self._recorder.timed(self.worker.weights(), "source"), master_address="127.0.0.1")
+        gathered = gathering(self.config.model, lambda: self._recorder.timed(self.worker.export(BASE), "source"), master_address="127.0.0.1")
         self._orders = {key: PublishOrder.of(config, key[0], [client.endpoint], WeightsRef()) for key, config in configs.items()}
         self._senders = {key: WeightSender(config, self._orders[key], gathered) for key, config in configs.items()}
         for sender in self._senders.values():
@@ -103,9 +103,11 @@ class Bench:
 
     def probe(self) -> float:
         """Seconds of one probe. Raises WeightSyncError if trainer and engine compute different log-probs."""
+        from slime_like.megatron_backend.rl_recipe import recipe_of
+
         started = time.perf_counter()
         samples = probe_samples(self.config)
-        compare_probe(self.config, [self.client], samples, self.worker.probe(samples), version=self._version, bf16=False)
+        compare_probe(self.config, [self.client], samples, recipe_of(self.worker).probe(samples), version=self._version, bf16=False)
         return time.perf_counter() - started
 
     def close(self) -> None:

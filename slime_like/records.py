@@ -120,7 +120,9 @@ class TrainSample:
     engine_logprobs: np.ndarray  # [T] float32
     weight_versions: np.ndarray  # [T] int32
     reward: float
-    advantage: float  # one scalar, broadcast over the response (GRPO family)
+    #: [T] float32: what each token's log-prob is pushed by; 0 where not trained. float64 where trainers compute on with them (whitening, a KL).
+    advantages: np.ndarray
+    weights: np.ndarray  # [T] float32: multiplies each token's share of a loss or mean; 1 where trained, 0 elsewhere, unless a client says otherwise
     reference_logprobs: np.ndarray | None = None  # [T] float32 like engine_logprobs; None where the trainer holds the reference itself
     values: np.ndarray | None = None  # [T] float32: the critic's value of the state in which tokens[t] was chosen, entry 0 is 0; ppo only
     kl: np.ndarray | None = None  # [T] float32: log-prob of the policy minus the reference's, before training; with --kl-coef only
@@ -151,6 +153,13 @@ def routing_fault(experts: np.ndarray, expert_layers: Sequence[int], num_experts
     return f"{what}, not {len(columns)} different ones of 0 to {num_experts - 1} ({wrong.sum()} such tokens and layers)"
 
 
+def per_token(value: float, loss_mask: np.ndarray, dtype: type[np.floating] = np.float32) -> np.ndarray:
+    """[T]: `value` at every trained token, 0 elsewhere. Example: .5, [1, 0, 1] -> [0, 0, .5]; nothing predicts the first token."""
+    trained = np.asarray(loss_mask) != 0
+    trained[:1] = False
+    return np.where(trained, dtype(value), dtype(0.0))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepReport:
     """What one rollout step's training did; equal on every rank. Keys are metric names (`train/loss` …)."""
@@ -178,6 +187,10 @@ class WeightsRef:
     def next(self) -> WeightsRef:
         """The same weights after one more sync."""
         return dataclasses.replace(self, version=self.version + 1)
+
+
+#: What a trainer trains, and the frozen weights that it may hold beside them. A trainer holds one version of each name.
+BASE, REFERENCE, TEACHER = WeightsRef(), WeightsRef("reference"), WeightsRef("teacher")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ def _returns(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _of_samples(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    own = torch.tensor([sample.advantage for sample in batch.samples], dtype=torch.float64)[:, None] - loss.kl_coef * batch.kl
+    own = _padded(batch.samples, "advantages", batch.mask.size(1)) - loss.kl_coef * batch.kl
     found = torch.where(batch.mask, own, 0.0)
     return found, found
 
@@ -127,7 +127,7 @@ def sample_advantages(samples: Sequence[TrainSample], loss: LossConfig, sum_acro
     """(advantages, returns) of samples: [T] float32 each, laid out as in records.Sample. They carry what the loss flags ask for:
     `values` (ppo), `kl` (--kl-coef) and `distillation` (--use-opd).
 
-    The estimator's row says how (config/algorithms.py): GAE, discounted returns, or the sample's advantage at each trained token, minus
+    The estimator's row says how (config/algorithms.py): GAE, discounted returns, or the advantages that the samples bring, minus
     --kl-coef x KL where that is asked for. Then --use-opd subtracts its penalty (the reverse KL per token; Agarwal et al., arXiv:2306.13649), and with
     --normalize-advantages the advantages are whitened over the samples of all ranks: every rank must call, with its own share.
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import ray
 
 from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.ray_session import Wait, kill_actors
+from slime_like.cluster.sample_batch import SampleBatch, merged
 from slime_like.config.run import RunConfig
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import StepReport, SyncReceipt, TrainSample
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainActor:
-    """One rank in its own process; forwards to megatron_backend.worker.TrainWorker."""
+    """One rank in its own process: a megatron_backend.worker.TrainWorker, and the recipe of its role over it."""
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, local_rank: int, log_path: str, num_threads: int):
         redirect_output(log_path)
@@ -42,6 +43,7 @@ class TrainActor:
         self._place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
         self._config = config
         self._worker: Any = None  # TrainWorker, whose import needs torch
+        self._recipe: Any = None
 
     def address(self) -> tuple[str, int]:
         """(node address, a free port there) for the ranks' rendezvous."""
@@ -52,10 +54,12 @@ class TrainActor:
 
     def build(self, master_address: str, master_port: int, store_path: str | None) -> dict:
         """Make the worker and start it. store_path: where ranks of one machine meet, instead of at the address."""
+        from slime_like.megatron_backend.rl_recipe import recipe_of
         from slime_like.megatron_backend.worker import TrainWorker
 
         started = time.monotonic()
         self._worker = TrainWorker(self._config, **self._place, master_address=master_address, master_port=master_port, store_path=store_path)
+        self._recipe = recipe_of(self._worker)
         report = self._worker.start()
         place, seconds = self._place, time.monotonic() - started
         logger.info("%s rank %d of %d is up after %.1f s", _WHO[self._config.role], place["rank"], place["world_size"], seconds)
@@ -63,10 +67,7 @@ class TrainActor:
 
     def call(self, method: str, *args):
         """Run one method of the worker."""
-        started = time.monotonic()
-        answer = getattr(self._worker, method)(*args)
-        logger.debug("%s took %.3f s", method, time.monotonic() - started)
-        return answer
+        return self._timed(self._worker, method, *args)
 
     def leave(self) -> None:
         """Remove what would outlive this process."""
@@ -77,10 +78,24 @@ class TrainActor:
         """Answers while the process lives."""
         return os.getpid()
 
-    def score(self, method: str, samples: list[TrainSample]) -> list[np.ndarray] | None:
-        """What a scoring method says of all samples, from rank 0; the others would only send the same."""
-        rows = self.call(method, samples)
-        return rows if self._place["rank"] == 0 else None
+    def follow(self, method: str, *args):
+        """Run one method of the recipe."""
+        return self._timed(self._recipe, method, *args)
+
+    def train(self, step: int, *parts) -> StepReport:
+        """Train on a SampleBatch, given as its parts."""
+        return self._timed(self._recipe, "train", step, merged(*parts))
+
+    def score(self, method: str, *parts) -> tuple[None, list[np.ndarray] | None]:
+        """(that it is done, what a scoring method of the recipe says of a SampleBatch), the latter from rank 0; the others would only send the same."""
+        rows = self._timed(self._recipe, method, merged(*parts))
+        return None, rows if self._place["rank"] == 0 else None
+
+    def _timed(self, who: Any, method: str, *args):
+        started = time.monotonic()
+        answer = getattr(who, method)(*args)
+        logger.debug("%s took %.3f s", method, time.monotonic() - started)
+        return answer
 
 
 #: How long ranks may take to leave.
@@ -131,47 +146,44 @@ class TrainGroup:
         """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
         return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(self._building)[0]
 
-    def with_reference(self, samples: list[TrainSample]) -> list[TrainSample]:
+    def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
+        """The samples in the object store, for every role that scores or trains on them."""
+        return SampleBatch.put(samples)
+
+    def with_reference(self, batch: SampleBatch) -> SampleBatch:
         """The samples with this group's log-probs as `reference_logprobs`."""
-        return self._scored(samples, "log_probs", "reference_logprobs")
+        return batch.with_columns(reference_logprobs=self._scored("log_probs", batch))
 
-    def with_values(self, samples: list[TrainSample]) -> list[TrainSample]:
+    def with_values(self, batch: SampleBatch) -> SampleBatch:
         """The samples with this group's, the critic's, `values`."""
-        return self._scored(samples, "values", "values")
+        return batch.with_columns(values=self._scored("values", batch))
 
-    def with_kl(self, samples: list[TrainSample]) -> list[TrainSample]:
+    def with_kl(self, batch: SampleBatch) -> SampleBatch:
         """The samples with the policy's `kl` to the reference."""
-        return self._scored(samples, "kl_to_reference", "kl")
+        return batch.with_columns(kl=self._scored("kl_to_reference", batch))
 
-    def _rows(self, samples: list[TrainSample], method: str) -> list[np.ndarray]:
-        put = ray.put(samples)
-        refs = {f"{self._who} rank {i}": actor.score.remote(method, put) for i, actor in enumerate(self.actors)}
-        return Wait(self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase="score").gather(refs)[0]
+    def _scored(self, method: str, batch: SampleBatch) -> ray.ObjectRef:
+        """Where rank 0 left what it computed, an array for each sample: it goes from rank to rank and never to the driver."""
+        answers = [actor.score.options(num_returns=2).remote(method, *batch.parts) for actor in self.actors]
+        self._gather("score", [done for done, _ in answers])
+        return answers[0][1]
 
-    def _scored(self, samples: list[TrainSample], method: str, field: str) -> list[TrainSample]:
-        rows: list[Any] = self._rows(samples, method)
-        return [dataclasses.replace(sample, **{field: row}) for sample, row in zip(samples, rows, strict=True)]
-
-    def train(self, step: int, samples: list[TrainSample]) -> StepReport:
-        """Train on one rollout's samples; they are put once in the object store."""
-        return self._all("train", "train", step, ray.put(samples))[0]
-
-    def train_critic(self, step: int, samples: list[TrainSample]) -> StepReport:
-        """Fit the critic to one rollout's samples, which carry its `values`."""
-        return self._all("train_critic", "train", step, ray.put(samples))[0]
+    def train(self, step: int, batch: SampleBatch) -> StepReport:
+        """Train on one rollout; a critic is fitted to it, and the batch then carries its `values`."""
+        return self._gather("train", [actor.train.remote(step, *batch.parts) for actor in self.actors])[0]
 
     def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
         """One whole weight sync (weight_sync/session.py). watch: asked each second; what it raises ends the wait."""
         seconds = order.longest_s(self._config.parallel.pipeline_model_parallel_size)
         return self._all("publish", "weight sync", order, seconds=seconds, watch=watch)[0]
 
-    def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
+    def probe(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Log-probs [T] of every sample at temperature 1."""
-        return self._rows(samples, "probe")
+        return self._gather("score", [self._scored("probe", self.put(samples))])[0]
 
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
         """Write a Megatron checkpoint, or with --async-save begin to; returns its folder."""
-        return self._all("save", "save", num_rollouts_done, client_state)[0]
+        return self._follow("save", "save", num_rollouts_done, client_state)[0]
 
     def finish_save(self, *, wait: bool) -> bool:
         """Whether no save is under way any more; wait: until there is none, or its failure is raised."""
@@ -179,15 +191,23 @@ class TrainGroup:
 
     def save_hf(self, folder: str) -> None:
         """Write an HF folder."""
-        self._all("save_hf", "save", folder)
+        self._follow("save_hf", "save", folder)
 
     def take_weights(self, folder: str) -> None:
         """Score with the weights of an HF folder from now on."""
-        self._all("take_weights", "load", folder)
+        self._follow("take_weights", "load", folder)
+
+    def _follow(self, method: str, phase: str, *args) -> list:
+        """What a method of the recipe gives on each rank."""
+        return self._gather(phase, [actor.follow.remote(method, *args) for actor in self.actors])
 
     def _all(self, method: str, phase: str, *args, seconds: float | None = None, watch: Callable[[], None] | None = None) -> list:
-        refs = {f"{self._who} rank {i}": actor.call.remote(method, *args) for i, actor in enumerate(self.actors)}
-        return Wait(seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=watch).gather(refs)
+        """What a verb gives on each rank."""
+        return self._gather(phase, [actor.call.remote(method, *args) for actor in self.actors], seconds=seconds, watch=watch)
+
+    def _gather(self, phase: str, refs: list[ray.ObjectRef], *, seconds: float | None = None, watch: Callable[[], None] | None = None) -> list:
+        named = {f"{self._who} rank {i}": ref for i, ref in enumerate(refs)}
+        return Wait(seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=watch).gather(named)
 
     def pings(self) -> dict[str, ray.ObjectRef]:
         """A call to each rank that answers when it is free; it fails if the rank is dead."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from typing import TYPE_CHECKING
 
 from slime_like.errors import RunError
 from slime_like.job.protocols import Engines, Rollouts, Trainer
@@ -16,6 +17,9 @@ from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.supervised import supervised_samples
 from slime_like.rollout.train_samples import custom_advantages, to_train_samples
+
+if TYPE_CHECKING:
+    from slime_like.cluster.sample_batch import SampleBatch
 
 
 @dataclasses.dataclass
@@ -89,14 +93,15 @@ class Phases:
         """Train on one rollout's samples."""
         started, metrics = time.monotonic(), {}
         with self.timers.phase("train"):
+            batch = self._trainer.put(samples)
             if self.job.reference is not None:
-                samples = self.job.reference.with_reference(samples)
+                batch = self.job.reference.with_reference(batch)
                 metrics["train/reference_seconds"] = time.monotonic() - started
             if self.job.critic is not None:
-                samples, report = self._train_critic(self.job.critic, step, samples)
+                batch, report = self._train_critic(self.job.critic, step, batch)
                 metrics |= report.metrics
             if step >= self.job.config.loss.num_critic_only_steps:
-                report = self._trainer.train(step, samples)
+                report = self._trainer.train(step, batch)
                 metrics |= report.metrics
             if self.job.reference is not None and self.job.config.loss.updates_reference_after(step):
                 self._update_reference(self.job.reference)
@@ -113,15 +118,15 @@ class Phases:
         elif self.job.rollouts is not None:
             self.job.rollouts.trained(taken)
 
-    def _train_critic(self, critic: Trainer, step: int, samples: list[TrainSample]) -> tuple[list[TrainSample], StepReport]:
-        """The samples with what advantages need, and what fitting the critic to them did. Its values are from before."""
+    def _train_critic(self, critic: Trainer, step: int, batch: SampleBatch) -> tuple[SampleBatch, StepReport]:
+        """The batch with what advantages need, and what fitting the critic to them did. Its values are from before."""
         started = time.monotonic()
         if self.job.config.loss.kl_coef:
-            samples = self._trainer.with_kl(samples)
-        samples = critic.with_values(samples)
-        report = critic.train_critic(step, samples)
+            batch = self._trainer.with_kl(batch)
+        batch = critic.with_values(batch)
+        report = critic.train(step, batch)
         metrics = report.metrics | {"train/critic_seconds": time.monotonic() - started}
-        return samples, dataclasses.replace(report, metrics=metrics)
+        return batch, dataclasses.replace(report, metrics=metrics)
 
     def _update_reference(self, reference: Trainer) -> None:
         """A reference on GPUs of its own becomes the present policy; by way of the run directory, which every host sees."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
 from slime_like.weight_sync.session import PublishOrder
+
+if TYPE_CHECKING:  # a handle that is passed on and never opened here
+    from slime_like.cluster.sample_batch import SampleBatch
 
 #: Asked each second during a wait; what it raises ends the wait.
 Watch = Callable[[], None]
@@ -77,20 +80,20 @@ class Engines(Protocol):
 class Trainer(Protocol):
     """All ranks of one training role: the policy, the critic, or a reference on GPUs of its own."""
 
-    def train(self, step: int, samples: list[TrainSample]) -> StepReport:
-        """The policy's train steps over one rollout."""
+    def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
+        """Send one rollout's samples to where every role finds them, once."""
 
-    def train_critic(self, step: int, samples: list[TrainSample]) -> StepReport:
-        """The critic's."""
+    def train(self, step: int, batch: SampleBatch) -> StepReport:
+        """This role's train steps over one rollout; a critic's need its `values`."""
 
-    def with_reference(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """The samples with this role's log-probs as those of the reference."""
+    def with_reference(self, batch: SampleBatch) -> SampleBatch:
+        """The batch with this role's log-probs as those of the reference."""
 
-    def with_values(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """The samples with this role's values."""
+    def with_values(self, batch: SampleBatch) -> SampleBatch:
+        """The batch with this role's values."""
 
-    def with_kl(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """The samples with the policy's distance to the reference."""
+    def with_kl(self, batch: SampleBatch) -> SampleBatch:
+        """The batch with the policy's distance to the reference."""
 
     def publish(self, order: PublishOrder, watch: Watch | None = None) -> SyncReceipt:
         """One whole weight sync (weight_sync/session.py); what `watch` raises ends the wait."""

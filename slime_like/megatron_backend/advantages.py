@@ -14,7 +14,7 @@ from slime_like.algorithms.covariance import Ranks, draws, picked
 from slime_like.algorithms.token_advantages import sample_advantages
 from slime_like.config.training import LossConfig
 from slime_like.megatron_backend.packing import packed_rows, record_layout
-from slime_like.megatron_backend.train_step import LogProbs, StepBatch
+from slime_like.megatron_backend.train_step import Scores, StepBatch
 from slime_like.records import TrainSample
 
 #: The samples of each train step; positions in them are those of PackedBatch.samples.
@@ -24,12 +24,12 @@ Rows = dict[int, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
+class StepScores:
     """Log-probs of one train step's tokens before the rollout's first step; None where they are not needed."""
 
-    old: LogProbs = None  # the policy's
-    reference: LogProbs = None
-    teacher: LogProbs = None
+    old: Scores = None  # the policy's
+    reference: Scores = None
+    teacher: Scores = None
 
 
 def rollout_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[tuple[Rows, Rows]]:
@@ -42,7 +42,7 @@ def rollout_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossCon
     return found
 
 
-def with_token_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[Scores]) -> list[StepBatch]:
+def with_token_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[StepScores]) -> list[StepBatch]:
     """The batches of one rollout with one advantage a token. Collective over data parallel ranks.
 
     Stages without logits get their batches back: no loss is computed there.
@@ -58,7 +58,7 @@ def with_token_advantages(parts: Parts, batches: Sequence[StepBatch], loss: Loss
     return found
 
 
-def with_picked_tokens(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[Scores]) -> list[StepBatch]:
+def with_picked_tokens(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[StepScores]) -> list[StepBatch]:
     """The batches of one rollout with the tokens that the policy loss treats apart. Collective over data parallel ranks; see with_token_advantages."""
     if not parallel_state.is_pipeline_last_stage():
         return list(batches)
@@ -73,7 +73,7 @@ def with_picked_tokens(parts: Parts, batches: Sequence[StepBatch], loss: LossCon
     return found
 
 
-def _with_scores(part: Sequence[TrainSample], batch: StepBatch, loss: LossConfig, scores: Scores) -> list[TrainSample]:
+def _with_scores(part: Sequence[TrainSample], batch: StepBatch, loss: LossConfig, scores: StepScores) -> list[TrainSample]:
     """This rank's samples of a train step with the KL and the distance to the teacher that their advantages need; others as they were."""
     found = list(part)
     others = {"kl": scores.reference if loss.kl_in_trainer else None, "distillation": scores.teacher}

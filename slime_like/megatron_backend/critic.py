@@ -1,4 +1,4 @@
-"""The critic's side of PPO: values without gradients, the clipped value loss, and advantages from values that samples brought."""
+"""The critic's side of PPO: its model's scores, the clipped value loss, and what it is fitted to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
 from slime_like.algorithms.losses import clipped_value_loss
 from slime_like.algorithms.reduce import weighted_sum
@@ -18,9 +17,11 @@ from slime_like.errors import DataError
 from slime_like.megatron_backend.advantages import Parts, rollout_advantages
 from slime_like.megatron_backend.checkpoint_folder import is_megatron_folder
 from slime_like.megatron_backend.context_parallel import whole
+from slime_like.megatron_backend.loss_spec import LossSpec
+from slime_like.megatron_backend.objective import LossParts
 from slime_like.megatron_backend.packing import PackedBatch, packed_rows
 from slime_like.megatron_backend.start_weights import start_source, start_step
-from slime_like.megatron_backend.train_step import LogProbs, StepBatch, StepRunner
+from slime_like.megatron_backend.train_step import StepBatch, StepRunner
 from slime_like.records import TrainSample
 
 #: The critic's folder inside --save and --load.
@@ -51,41 +52,28 @@ def critic_config(config: RunConfig) -> RunConfig:
 class ValueRunner(StepRunner):
     """Runs a critic over packed micro-batches. Cutting and means are the policy's, so is the order of everything."""
 
-    @torch.no_grad()
-    def values(self, batch: StepBatch) -> LogProbs:
-        """Values in predicting layout ([T] a pack) under the present weights; None on stages before the last."""
+    scores = ("values",)
 
-        def collect(outputs, pack_: PackedBatch, non_loss_data: bool = True):
-            return _values_of(outputs, pack_)
+    def _score(self, outputs: torch.Tensor, pack_: PackedBatch) -> dict[str, torch.Tensor]:
+        return {"values": whole(outputs.reshape(-1).float(), pack_.restoring)}
 
-        return self._scores(batch, collect)
+    def _loss_parts(self, scores: dict[str, torch.Tensor], batch: StepBatch, index: int, loss: LossSpec) -> LossParts:
+        """The share of the clipped value loss; the batch's columns are `values`, those of before, and `returns`."""
+        if not loss.is_configured:
+            raise ValueError(f"a critic has no log-probs, which the loss {loss.name!r} is about.")
+        pack_, old, target = batch.packs[index], batch.column("values", index), batch.column("returns", index)
+        assert old is not None and target is not None, "a critic is fitted to returns"
+        values = scores["values"][pack_.trained]
+        part = clipped_value_loss(values, old, target, value_clip=self.loss.value_clip)
+        total = weighted_sum(part.loss, pack_.weights)
+        error, wanted = target.double() - values.detach().double(), target.double()
+        sums = {"train/value_loss": total.detach(), "train/value_clip_ratio": weighted_sum(part.clipped, pack_.weights)}
+        sums |= {"values": values.detach().double().sum(), "returns": wanted.sum(), "returns squared": wanted.square().sum()}
+        sums |= {"error": error.sum(), "error squared": error.square().sum()}
+        return LossParts(loss=total, sums={name: value.double() for name, value in sums.items()})
 
-    def value_step(self, batch: StepBatch, *, old: Sequence[torch.Tensor], returns: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Add the value loss's gradients to the buffers (not yet summed over ranks); returns metrics, equal on every rank.
-
-        old, returns: [T] for each of the batch's packs, in predicting layout, on every pipeline stage.
-        """
-        scale = parallel_state.get_data_parallel_world_size() * len(batch.packs)
-        position = {id(p): i for i, p in enumerate(batch.packs)}
-
-        def loss_function(outputs, pack_: PackedBatch):
-            index, at = position[id(pack_)], pack_.trained
-            values, target = _values_of(outputs, pack_)[at], returns[index][at]
-            part = clipped_value_loss(values, old[index][at], target, value_clip=self.loss.value_clip)
-            loss = weighted_sum(part.loss, pack_.weights)
-            error, wanted = target.double() - values.detach().double(), target.double()
-            sums = {"train/value_loss": loss.detach(), "train/value_clip_ratio": weighted_sum(part.clipped, pack_.weights)}
-            sums |= {"values": values.detach().double().sum(), "returns": wanted.sum(), "returns squared": wanted.square().sum()}
-            sums |= {"error": error.sum(), "error squared": error.square().sum()}
-            # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks.
-            return loss * scale, ({name: value.double() for name, value in sums.items()}, {})
-
-        sums = self._reduce(self._run(batch, loss_function, forward_only=False), batch)
+    def _metrics(self, sums: dict[str, float], batch: StepBatch) -> dict[str, float]:
         return _value_metrics(sums, max(batch.num_trained_tokens, 1))
-
-
-def _values_of(outputs: torch.Tensor, pack_: PackedBatch) -> torch.Tensor:
-    return whole(outputs.reshape(-1).float(), pack_.restoring)
 
 
 def _value_metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
@@ -108,10 +96,10 @@ def _brought(sample: TrainSample) -> np.ndarray:
     return sample.values
 
 
-def value_targets(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """(old values, returns) of each train step, [T] for each pack. Collective."""
-    found = []
+def with_value_targets(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[StepBatch]:
+    """The batches of one rollout with the values that their samples bring, and the returns; on every pipeline stage. Collective."""
+    targets = []
     for part, batch, (_, returns) in zip(parts, batches, rollout_advantages(parts, batches, loss), strict=True):
         old = {index: _brought(part[index]) for index in returns}
-        found.append((packed_rows(old, batch.packs), packed_rows(returns, batch.packs)))
-    return found
+        targets.append(batch.with_columns(values=packed_rows(old, batch.packs), returns=packed_rows(returns, batch.packs)))
+    return targets

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -15,6 +17,31 @@ from slime_like.config.model import ParallelConfig
 from slime_like.config.training import OptimizerConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.model_provider import trains_in_bf16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamParams:
+    """The numbers of one optimizer step that a caller gives itself, instead of the flags and the learning rate's schedule.
+
+    weight_decay is decoupled, and not taken from norms and biases.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self):
+        wrong = []
+        if not 0 <= self.lr < float("inf"):
+            wrong.append(f"lr {self.lr}: must be at least 0")
+        wrong += [f"beta {beta}: must be in [0, 1)" for beta in self.betas if not 0 <= beta < 1]
+        if not 0 < self.eps < float("inf"):
+            wrong.append(f"eps {self.eps}: must be above 0")
+        if not 0 <= self.weight_decay < float("inf"):
+            wrong.append(f"weight_decay {self.weight_decay}: must be at least 0")
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
 
 def build_optimizer(model: Sequence[DistributedDataParallel], optimizer: OptimizerConfig, parallel: ParallelConfig) -> MegatronOptimizer:
@@ -38,6 +65,22 @@ def build_optimizer(model: Sequence[DistributedDataParallel], optimizer: Optimiz
     )
     get_model_config(model[0]).grad_scale_func = built.scale_loss
     return built
+
+
+@contextlib.contextmanager
+def stepping_with(built: MegatronOptimizer, params: AdamParams | None) -> Iterator[None]:
+    """Inside, the optimizer has these numbers; afterwards its own again. None: its own."""
+    groups = built.param_groups if params is not None else []
+    before = [{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")} for group in groups]
+    if params is not None:
+        for group in groups:
+            decay = params.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms and biases
+            group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": decay}
+    try:
+        yield
+    finally:
+        for group, numbers in zip(groups, before, strict=True):
+            group |= numbers
 
 
 def forget_moments(built: MegatronOptimizer) -> None:

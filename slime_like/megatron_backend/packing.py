@@ -61,7 +61,8 @@ class PackedBatch:
     targets: torch.Tensor  # [R x T] int64: the token predicted at j; 0 at the end of a sample
     sequences: PackedSeqParams | None  # None: padded
     trained: torch.Tensor  # [K] int64: which j are trained on
-    weights: torch.Tensor  # [K] float32: what each weighs in the mean over the global batch
+    weights: torch.Tensor  # [K] float32: what each weighs in the mean over the global batch, its own weight included
+    own_weights: torch.Tensor  # [K] float32: TrainSample.weights, what each weighs in a sum
     sample_of_token: torch.Tensor  # [K] int64: which of `samples` each belongs to
     advantages: torch.Tensor  # [K] float32
     engine_logprobs: torch.Tensor  # [K] float32
@@ -98,7 +99,7 @@ def pack(
     tokens = np.zeros(sum(segments), dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
     targets, padding = np.zeros_like(tokens), np.ones(len(tokens), dtype=bool)
-    trained, weights, owners, advantages, engine = [], [], [], [], []
+    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
     start = first = 0  # of a sample among the scores, and among the padded sequences
     for place, (index, sample) in enumerate(zip(indices, chosen, strict=True)):
         length = len(sample.tokens)
@@ -106,9 +107,10 @@ def pack(
         targets[first : first + length - 1] = sample.tokens[1:]
         at = np.flatnonzero(sample.loss_mask[1:])
         trained.append(at + start)
-        weights.append(np.full(len(at), token_weights[index]))
+        own_weights.append(sample.weights[1:][at])
+        weights.append(token_weights[index] * sample.weights[1:][at].astype(np.float64))
         owners.append(np.full(len(at), place))
-        advantages.append(np.full(len(at), sample.advantage))
+        advantages.append(sample.advantages[1:][at])
         engine.append(sample.engine_logprobs[1:][at])
         start, first = start + length, first + segments[place]
 
@@ -126,6 +128,7 @@ def pack(
         sequences=None if layout.padded else _sequences(boundaries, longest),
         trained=joined(trained, torch.int64),
         weights=joined(weights, torch.float32),
+        own_weights=joined(own_weights, torch.float32),
         sample_of_token=joined(owners, torch.int64),
         advantages=joined(advantages, torch.float32),
         engine_logprobs=joined(engine, torch.float32),

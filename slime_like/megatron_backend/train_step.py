@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,14 +22,15 @@ from slime_like.errors import DataError, RunError
 from slime_like.megatron_backend.balancing import has_balancing_loss, take_balancing_loss
 from slime_like.megatron_backend.context_parallel import ContextShare, whole
 from slime_like.megatron_backend.forward import Scoring, device_of, log_probs_and_entropy, run_model
+from slime_like.megatron_backend.loss_spec import LossSpec
 from slime_like.megatron_backend.model_provider import unwrap
-from slime_like.megatron_backend.objective import TOKEN_MEANS, Objective
+from slime_like.megatron_backend.objective import TOKEN_MEANS, LossParts, Objective
 from slime_like.megatron_backend.packing import PackedBatch, PackLayout, laid_out_as, num_trained_tokens, pack
 from slime_like.megatron_backend.routing_replay import Routing, RoutingReplay
 from slime_like.records import TrainSample
 
-#: Log-probs of each micro-batch in predicting layout [T]; None on pipeline stages that have no logits.
-LogProbs = list[torch.Tensor] | None
+#: A number a token, for each micro-batch in predicting layout [T]; None on pipeline stages that have no logits.
+Scores = list[torch.Tensor] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,28 @@ class StepBatch:
     policy_weights: tuple[torch.Tensor, ...] | None = None  # [K] a pack: what tokens weigh in the policy loss; None: the packs' own weights
     picked: tuple[torch.Tensor, ...] | None = None  # [K] a pack: LossBatch.picked
     scoring_packs: tuple[PackedBatch, ...] | None = None  # the same samples in larger packs, for passes without gradients; None: packs
+    #: What a loss compares with, a number a token, [T] a pack in predicting layout. old: log-probs before the rollout's first step (without them
+    #: the present ones, detached); reference, teacher: theirs, for the KL loss and to measure the distillation; values, returns: a critic's.
+    columns: Mapping[str, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
+
+    def with_columns(self, **columns: Scores) -> StepBatch:
+        """The batch with more columns; one that is None, as on stages without logits, is left out."""
+        return dataclasses.replace(self, columns={**self.columns, **{name: rows for name, rows in columns.items() if rows is not None}})
+
+    def column(self, name: str, index: int) -> torch.Tensor | None:
+        """A column's numbers at the trained tokens of one micro-batch, [K]."""
+        rows = self.columns.get(name)
+        return None if rows is None else rows[index][self.packs[index].trained]
 
 
 class StepRunner:
-    """Runs one model over packed micro-batches: log-probs only, or loss and gradients.
+    """Runs one model over packed micro-batches: scores only, or loss and gradients.
 
     Means are over the global batch: the same on every layout and however micro-batches are cut.
     """
+
+    #: What a pass says of each token.
+    scores: tuple[str, ...] = ("log_probs", "entropy")
 
     def __init__(
         self,
@@ -79,10 +94,10 @@ class StepRunner:
         self._balanced_model = model_config if has_balancing_loss(model_config) else None
 
     @contextlib.contextmanager
-    def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Score at another temperature than the rollouts' inside the block."""
+    def at_temperature(self, temperature: float | None) -> Iterator[None]:
+        """Score at another temperature than the rollouts' inside the block; None: the same."""
         before = self._scoring
-        self._scoring = dataclasses.replace(before, temperature=temperature)
+        self._scoring = before if temperature is None else dataclasses.replace(before, temperature=temperature)
         try:
             yield
         finally:
@@ -126,7 +141,8 @@ class StepRunner:
             return None
         given = self._plugins.pg_reducer(self._plugin_args, list(samples))
         weights = checked_weights(given, len(samples), str(self.loss.custom_pg_loss_reducer_function_path))
-        return tuple(torch.as_tensor(weights[list(p.samples)], dtype=torch.float32, device=self._device)[p.sample_of_token] for p in packs)
+        each = [torch.as_tensor(weights[list(p.samples)], dtype=torch.float32, device=self._device)[p.sample_of_token] for p in packs]
+        return tuple(row * p.own_weights for row, p in zip(each, packs, strict=True))
 
     def _plan(self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None) -> Sequence[tuple[int, ...]]:
         """This data parallel rank's micro-batches: positions of samples. Which samples it gets does not depend on tokens_per_gpu."""
@@ -143,64 +159,67 @@ class StepRunner:
         return plan[parallel_state.get_data_parallel_rank()]
 
     @torch.no_grad()
-    def log_probs(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> LogProbs:
-        """Log-probs under the present weights; no gradients. routing: REPLAY for the policy itself, OWN for other weights swapped in."""
-        return self._scores(batch, self._collect_log_probs, routing=routing)
-
-    def old_log_probs(self, batches: Sequence[StepBatch]) -> tuple[list[LogProbs], list[StepBatch]]:
-        """The policy's log-probs before a rollout's first step, and the batches, with that pass's experts where the steps are to replay them."""
-        if self.replay is None or not self.replay.records:
-            return [self.log_probs(batch, routing=Routing.REPLAY) for batch in batches], list(batches)
-        found = [self._log_probs_and_routing(batch) for batch in batches]
-        return [log_probs for log_probs, _ in found], [batch for _, batch in found]
+    def forward(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> dict[str, Scores]:
+        """`scores` under the present weights; no gradients. routing: REPLAY for the policy itself, OWN for other weights swapped in."""
+        return self._forward(batch, routing, None)
 
     @torch.no_grad()
-    def _log_probs_and_routing(self, batch: StepBatch) -> tuple[LogProbs, StepBatch]:
-        """Log-probs, and the batch with the experts that its routers chose; they are recorded in the packs that are trained on."""
-        assert self.replay is not None, "the runner has no hold of its routers"
+    def forward_recording(self, batch: StepBatch) -> tuple[dict[str, Scores], StepBatch]:
+        """As forward, for the policy; the batch comes back with the experts that its routers chose, where train steps are to replay these."""
+        if self.replay is None or not self.replay.records:
+            return self._forward(batch, Routing.REPLAY, None), batch
         recorded: list[dict[int, torch.Tensor]] = [{} for _ in batch.packs]
-        found = self._scores(dataclasses.replace(batch, scoring_packs=None), self._collect_log_probs, routing=Routing.RECORD, recorded=recorded)
+        scores = self._forward(dataclasses.replace(batch, scoring_packs=None), Routing.RECORD, recorded)  # in the packs that are trained on
         packs = [dataclasses.replace(p, routed_experts=self.replay.as_routed_experts(p, r)) for p, r in zip(batch.packs, recorded, strict=True)]
-        return found, dataclasses.replace(batch, packs=tuple(packs))
+        return scores, dataclasses.replace(batch, packs=tuple(packs))
 
-    def _collect_log_probs(self, logits: torch.Tensor, pack_: PackedBatch, non_loss_data: bool = True) -> torch.Tensor:
-        return self._score(logits, pack_)[0]
-
-    def _scores(self, batch: StepBatch, collect, *, routing: Routing = Routing.OWN, recorded: list[dict] | None = None) -> LogProbs:
-        """What `collect` finds in a pass without gradients, for each of `batch.packs`; None on stages before the last."""
+    def _forward(self, batch: StepBatch, routing: Routing, recorded: list[dict] | None) -> dict[str, Scores]:
         wide = batch if batch.scoring_packs is None else dataclasses.replace(batch, packs=batch.scoring_packs)
-        outputs = self._run(wide, collect, forward_only=True, routing=routing, recorded=recorded)
-        if not parallel_state.is_pipeline_last_stage():
-            return None
-        return outputs if wide is batch else laid_out_as(batch.packs, outputs, wide.packs)
 
-    def forward_backward(self, batch: StepBatch, *, old: LogProbs = None, reference: LogProbs = None, teacher: LogProbs = None) -> dict[str, float]:
-        """Add this step's gradients to the buffers (not yet summed over ranks); returns metrics, equal on every rank.
+        def collect(outputs, pack_: PackedBatch, non_loss_data: bool = True):
+            return self._score(outputs, pack_)
 
-        old: the trainer's log-probs before the rollout's first step; by default the present ones, detached. reference: for the KL
-        loss. teacher: for measuring the distillation.
-        """
+        found = self._run(wide, collect, forward_only=True, routing=routing, recorded=recorded)
+        columns = self._columns(found)
+        if wide is batch:
+            return columns
+        return {name: None if rows is None else laid_out_as(batch.packs, rows, wide.packs) for name, rows in columns.items()}
+
+    def _columns(self, scores: Sequence[dict[str, torch.Tensor]]) -> dict[str, Scores]:
+        is_last = parallel_state.is_pipeline_last_stage()
+        return {name: [part[name] for part in scores] if is_last else None for name in self.scores}
+
+    def forward_backward(self, batch: StepBatch, loss: LossSpec) -> tuple[dict[str, float], dict[str, Scores]]:
+        """Add one loss's gradients to the buffers (not yet summed over ranks); returns metrics, equal on every rank, and `scores`."""
         scale = parallel_state.get_data_parallel_world_size() * len(batch.packs)
         position = {id(p): i for i, p in enumerate(batch.packs)}
 
-        def loss_function(logits, pack_: PackedBatch):
-            index = position[id(pack_)]
-            log_probs, entropy = self._score(logits, pack_)
-            chosen = {name: rows[index][pack_.trained] if rows else None for name, rows in (("old", old), ("reference", reference), ("teacher", teacher))}
-            policy_weights = pack_.weights if batch.policy_weights is None else batch.policy_weights[index]
-            tokens = self._loss_batch(log_probs[pack_.trained], entropy[pack_.trained], pack_, policy_weights, **chosen)
-            parts = self._objective(tokens if batch.picked is None else dataclasses.replace(tokens, picked=batch.picked[index]))
+        def loss_function(outputs, pack_: PackedBatch):
+            scores = self._score(outputs, pack_)
+            parts = self._loss_parts(scores, batch, position[id(pack_)], loss)
             # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks. That these
             # include the context parallel ones, whose gradients are to be summed, the schedule makes good.
-            return parts.loss * scale, (parts.sums, parts.maxima)
+            return parts.loss * scale, (parts.sums, parts.maxima, {name: row.detach() for name, row in scores.items()})
 
         outputs = self._run(batch, loss_function, forward_only=False, routing=Routing.REPLAY)
-        metrics = self._reduce(outputs, batch)
-        if self._balanced_model is not None:
-            metrics["train/moe_aux_loss"] = take_balancing_loss(self._balanced_model, len(batch.packs), self._device)
-        return metrics
+        return self._metrics(self._reduce(outputs, batch), batch), self._columns([scores for *_, scores in outputs])
 
-    def _loss_batch(self, log_probs, entropy, pack_: PackedBatch, policy_weights, *, old, reference, teacher) -> LossBatch:
+    def _metrics(self, sums: dict[str, float], batch: StepBatch) -> dict[str, float]:
+        if self._balanced_model is None:
+            return sums
+        return sums | {"train/moe_aux_loss": take_balancing_loss(self._balanced_model, len(batch.packs), self._device)}
+
+    def _loss_parts(self, scores: dict[str, torch.Tensor], batch: StepBatch, index: int, loss: LossSpec) -> LossParts:
+        """One micro-batch's share: of the configured mean, or of a sum."""
+        pack_ = batch.packs[index]
+        log_probs, entropy = (scores[name][pack_.trained] for name in ("log_probs", "entropy"))
+        if not loss.is_configured:
+            return loss(self._loss_batch(log_probs, entropy, batch, index, pack_.own_weights, pack_.own_weights))
+        policy_weights = pack_.weights if batch.policy_weights is None else batch.policy_weights[index]
+        return self._objective(self._loss_batch(log_probs, entropy, batch, index, pack_.weights, policy_weights))
+
+    def _loss_batch(self, log_probs, entropy, batch: StepBatch, index: int, weights, policy_weights) -> LossBatch:
+        pack_, old, teacher = batch.packs[index], batch.column("old", index), batch.column("teacher", index)
         trainer = log_probs.detach() if old is None else old
         return LossBatch(
             log_probs=log_probs,
@@ -210,10 +229,11 @@ class StepRunner:
             engine_log_probs=pack_.engine_logprobs,
             advantages=pack_.advantages,
             sample_of_token=pack_.sample_of_token,
-            weights=pack_.weights,
+            weights=weights,
             policy_weights=policy_weights,
-            reference_log_probs=reference,
+            reference_log_probs=batch.column("reference", index),
             distillation=None if teacher is None else trainer - teacher,
+            picked=None if batch.picked is None else batch.picked[index],
             metadata=pack_.metadata,
         )
 
@@ -248,12 +268,13 @@ class StepRunner:
             replay.clear()
         return outputs
 
-    def _score(self, logits: torch.Tensor, pack_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, entropy = log_probs_and_entropy(logits, pack_.targets, self._scoring)
-        return whole(log_probs, pack_.restoring), whole(entropy, pack_.restoring)
+    def _score(self, outputs: torch.Tensor, pack_: PackedBatch) -> dict[str, torch.Tensor]:
+        """`scores` of one micro-batch from the model's output, [T] each in predicting layout."""
+        log_probs, entropy = log_probs_and_entropy(outputs, pack_.targets, self._scoring)
+        return {"log_probs": whole(log_probs, pack_.restoring), "entropy": whole(entropy, pack_.restoring)}
 
     def _reduce(self, outputs: list, batch: StepBatch) -> dict[str, float]:
-        """Add up micro-batches and data parallel ranks on the last stage, then tell every stage. outputs: (sums, maxima) of each micro-batch."""
+        """Add up micro-batches and data parallel ranks on the last stage, then tell every stage. outputs: (sums, maxima, …) of each micro-batch."""
         metrics: dict[str, float] = {}
         if parallel_state.is_pipeline_last_stage():
             for place, operation in enumerate((torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.MAX)):
@@ -281,27 +302,3 @@ class StepRunner:
         total = total.contiguous()
         torch.distributed.all_reduce(total, op=operation, group=parallel_state.get_data_parallel_group())
         return dict(zip(names, total.tolist(), strict=True))
-
-
-def split_rollout(samples: Sequence[TrainSample], num_steps: int) -> list[Sequence[TrainSample]]:
-    """The samples of each train step, in order; sizes differ by one at most. Raises DataError if a step would be empty."""
-    if len(samples) < num_steps:
-        raise DataError(f"{len(samples)} samples cannot feed {num_steps} train steps. Fix: --num-steps-per-rollout, or a filter that keeps more groups.")
-    bounds = np.linspace(0, len(samples), num_steps + 1).round().astype(int)
-    return [samples[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def combine_steps(steps: Sequence[dict[str, float]], num_trained_tokens: Sequence[int]) -> dict[str, float]:
-    """Metrics of a rollout from those of its train steps: means; maxima for *_max; the last learning rate; token means where they are."""
-    combined = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
-        if name.endswith("_max"):
-            combined[name] = max(values)
-        elif name == "train/lr":
-            combined[name] = values[-1]
-        elif name.startswith(TOKEN_MEANS):
-            combined[name] = float(np.average(values, weights=np.maximum(num_trained_tokens, 1e-9)))
-        else:
-            combined[name] = float(np.mean(values))
-    return combined

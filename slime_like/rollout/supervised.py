@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slime_like.errors import DataError
-from slime_like.records import Prompt, TrainSample
+from slime_like.records import Prompt, TrainSample, per_token
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.tokenizer import encode
 
@@ -39,5 +39,6 @@ def supervised_sample(prompt: Prompt, response: list[int], end_id: int, max_toke
         engine_logprobs=np.zeros(len(tokens), dtype=np.float32),
         weight_versions=np.full(len(tokens), -1, dtype=np.int32),
         reward=0.0,
-        advantage=1.0,
+        advantages=per_token(1.0, trained),
+        weights=per_token(1.0, trained),
     )

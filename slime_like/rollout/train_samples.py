@@ -11,7 +11,7 @@ from slime_like.algorithms.plugins import load_loss_plugins
 from slime_like.config.run import RunConfig
 from slime_like.config.training import LossConfig
 from slime_like.errors import RunError
-from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup, TrainSample
+from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup, TrainSample, per_token
 
 
 def custom_advantages(config: RunConfig) -> Callable[[list[Sample]], object] | None:
@@ -39,7 +39,7 @@ def to_train_samples(
     group_size: int = 1,
     mask_truncated: bool = False,
 ) -> list[TrainSample]:
-    """The groups' samples in order, each with its advantage; rewards are compared within one group only, however many it has.
+    """The groups' samples in order, each token with its sample's advantage; rewards are compared within one group only, however many it has.
 
     group_size: --n-samples-per-prompt; one sample that is left of several teaches nothing.
     custom: samples of a group -> their advantages (--custom-advantage-function-path); raises DataError if it gives something else.
@@ -48,6 +48,7 @@ def to_train_samples(
     with mask_truncated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4), trains nothing, but its reward is a part of the baseline.
     """
     train_samples = []
+    dtype = np.float64 if loss.has_token_advantages else np.float32  # rounded once, after the last computation
     left = [SampleGroup(prompt=group.prompt, samples=tuple(sample for sample in group.samples if sample.status != FAILED)) for group in groups]
     deviation = group_advantages.batch_deviation(kept.rewards for kept in left if kept.samples) if loss.estimator.scale == "batch" else 0.0
     for kept in left:
@@ -59,20 +60,22 @@ def to_train_samples(
             last = [segments[-1] for segments in kept.episodes]
             advantages = group_advantages.checked(custom(last), len(last), str(loss.custom_advantage_function_path))
         for segments, reward, advantage in zip(kept.episodes, kept.rewards, advantages, strict=True):
-            train_samples += [_train_sample(sample, float(reward), float(advantage), mask_truncated) for sample in segments]
+            train_samples += [_train_sample(sample, float(reward), float(advantage), mask_truncated, dtype) for sample in segments]
     return train_samples
 
 
-def _train_sample(sample: Sample, reward: float, advantage: float, mask_truncated: bool) -> TrainSample:
+def _train_sample(sample: Sample, reward: float, advantage: float, mask_truncated: bool, dtype: type[np.floating]) -> TrainSample:
+    loss_mask = np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask
     return TrainSample(
         prompt_index=sample.prompt_index,
         sample_index=sample.sample_index,
         tokens=sample.tokens,
-        loss_mask=np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask,
+        loss_mask=loss_mask,
         engine_logprobs=sample.engine_logprobs,
         weight_versions=sample.weight_versions,
         reward=reward,
-        advantage=advantage,
+        advantages=per_token(advantage, loss_mask, dtype),
+        weights=per_token(1.0, loss_mask),
         routed_experts=sample.routed_experts,
         metadata=sample.metadata,
     )

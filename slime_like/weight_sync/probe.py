@@ -41,7 +41,8 @@ def probe_samples(config: RunConfig) -> list[TrainSample]:
             engine_logprobs=np.zeros(length, dtype=np.float32),
             weight_versions=np.full(length, -1, dtype=np.int32),
             reward=0.0,
-            advantage=0.0,
+            advantages=np.zeros(length, dtype=np.float32),
+            weights=np.ones(length, dtype=np.float32),
             routed_experts=routed,
         )
         for index in range(_NUM_PROMPTS)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from slime_like.records import TrainSample
+from tests.helpers.train_world import advantage_of
 
 #: Name of a router's bias that no gradient moves.
 CHOOSING_BIAS = "e_score_correction_bias"
@@ -102,7 +103,7 @@ def first_step_truth(
         weight = 1.0 / total_tokens if per_token else 1.0 / (int(mask.sum()) * len(samples))
         ratio = (log_probs - log_probs.detach()).exp()
         kl = 0.5 * (log_probs - reference_log_probs) ** 2
-        terms = -ratio * sample.advantage + kl_coef * kl - entropy_coef * entropy
+        terms = -ratio * advantage_of(sample) + kl_coef * kl - entropy_coef * entropy
         loss = loss + weight * terms[mask].sum()
         entropy_mean += weight * entropy.detach()[mask].sum().item()
         kl_mean += weight * kl.detach()[mask].sum().item()

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from tests.helpers.train_world import advantage_of
+
 
 def trained(sample):
     return [t for t in range(1, len(sample.tokens)) if sample.loss_mask[t]]
@@ -38,7 +40,7 @@ def token_advantages(truth, options):
                 value = sum(options["gamma"] ** k * -options["kl_coef"] * kl[place + k] for k in range(len(steps) - place))
                 value += options["gamma"] ** (len(steps) - 1 - place) * sample.reward
             else:
-                value = sample.advantage - options.get("kl_coef", 0.0) * kl[place]
+                value = advantage_of(sample) - options.get("kl_coef", 0.0) * kl[place]
             if options.get("use_opd"):
                 value -= options["opd_kl_coef"] * (truth.actor[i][t].item() - truth.teacher[i][t])
             found[i, t] = value
@@ -139,7 +141,9 @@ def expected_of(truth, options):
     """Metrics by name, and the loss with gradient."""
     if options.get("loss_type") == "custom_loss":
         weights = mean_weights(truth, "sample")
-        terms = [w * (truth.samples[i].advantage * truth.actor[i][t] ** 2 + 0.2 * (truth.actor[i][t] - truth.reference[i][t])) for (i, t), w in weights.items()]
+        terms = [
+            w * (advantage_of(truth.samples[i]) * truth.actor[i][t] ** 2 + 0.2 * (truth.actor[i][t] - truth.reference[i][t])) for (i, t), w in weights.items()
+        ]
         return {"train/square": sum(w * truth.actor[i][t].item() ** 2 for (i, t), w in weights.items())}, sum(terms)
     advantages = token_advantages(truth, options)
     weights = mean_weights(truth, options.get("loss_reduction", "sample"), options.get("loss_divisor"))

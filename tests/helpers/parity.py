@@ -13,9 +13,9 @@ import time
 import numpy as np
 from safetensors.numpy import load_file
 
-from slime_like.records import TrainSample
+from slime_like.records import BASE, REFERENCE, TrainSample, per_token
 from tests.helpers.hf_truth import CHOOSING_BIAS, Truth, first_step_truth
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import add_gradients, advantage_of, free_ports, make_config, make_samples, recipe_of, run_ranks
 
 TEMPERATURE, KL_COEF, ENTROPY_COEF = 0.7, 0.1, 0.01
 LOSS = {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": KL_COEF, "entropy_coef": ENTROPY_COEF}
@@ -27,8 +27,13 @@ def ragged_batch() -> list[TrainSample]:
     """make_samples, and two more: one of 3 tokens (fewer than 2 x 2 and 2 x 4 chunks), one of 16 trained on its first tokens only."""
     samples = make_samples()
     short, early = make_samples(2, seed=7)
+    mask = np.array([0, 1, 1], dtype=np.int8)
     short = dataclasses.replace(
-        short, **{name: getattr(short, name)[:3] for name in ("tokens", "engine_logprobs", "weight_versions")}, loss_mask=np.array([0, 1, 1], dtype=np.int8)
+        short,
+        **{name: getattr(short, name)[:3] for name in ("tokens", "engine_logprobs", "weight_versions")},
+        loss_mask=mask,
+        advantages=per_token(advantage_of(short), mask),
+        weights=per_token(1.0, mask),
     )
     generator = np.random.default_rng(9)
     mask = np.zeros(16, dtype=np.int8)
@@ -39,6 +44,8 @@ def ragged_batch() -> list[TrainSample]:
         loss_mask=mask,
         engine_logprobs=(-4.6 + generator.normal(size=16)).astype(np.float32) * mask,
         weight_versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=per_token(advantage_of(early), mask),
+        weights=per_token(1.0, mask),
     )
     return [*samples, short, early]
 
@@ -98,9 +105,9 @@ def run_table(rows: list[Row], folders: dict[str, str], *, timeout_s: float) -> 
     Torch does not end every thread of a process group that it destroys, so that a world is left after ROWS_PER_WORLD rows.
     """
     truths = {}
-    for model, per_token in {truth_key(row) for row in rows}:
-        options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF, "per_token": per_token}
-        truths[model, per_token] = first_step_truth(folders[model], ragged_batch(), reference=folders["reference of " + model], **options)
+    for model, over_tokens in {truth_key(row) for row in rows}:
+        options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF, "per_token": over_tokens}
+        truths[model, over_tokens] = first_step_truth(folders[model], ragged_batch(), reference=folders["reference of " + model], **options)
     results, end = [], time.monotonic() + timeout_s
     for first in range(0, len(rows), ROWS_PER_WORLD):
         part = rows[first : first + ROWS_PER_WORLD]
@@ -127,14 +134,14 @@ def run_row(place, row: Row, folders: dict[str, str], truth: Truth) -> dict:
     worker = TrainWorker(config, **place)
     worker.start()
     samples = ragged_batch()
-    log_probs, reference = worker.log_probs(samples), worker.log_probs(samples, model="reference")
-    exported = {name: tensor.float().numpy().copy() for name, tensor in worker.weights()}
-    metrics = worker.forward_backward(samples)
+    log_probs, reference = recipe_of(worker).log_probs(samples), recipe_of(worker).log_probs(samples, weights=REFERENCE)
+    exported = {name: tensor.float().numpy().copy() for name, tensor in worker.export(BASE)}
+    metrics = add_gradients(worker, samples)
     gradients = whole_gradients(worker)
     _, grad_norm, _ = worker.optimizer.step()
     worker._clear_gradients()
-    after = worker.log_probs(samples)
-    lone = worker.train(1, samples[:1])  # fewer samples than data parallel ranks
+    after = recipe_of(worker).log_probs(samples)
+    lone = recipe_of(worker).train(1, samples[:1])  # fewer samples than data parallel ranks
     worker.close()
     weights = load_file(f"{folders[row.model]}/model.safetensors")
     largest = max(np.abs(gradient).max() for gradient in truth.gradients.values())
@@ -185,7 +192,7 @@ def whole_gradients(worker) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
-        found = {name: tensor.float().numpy().copy() for name, tensor in worker.weights() if not name.endswith(CHOOSING_BIAS)}
+        found = {name: tensor.float().numpy().copy() for name, tensor in worker.export(BASE) if not name.endswith(CHOOSING_BIAS)}
         for parameter, weights in zip(parameters, kept, strict=True):
             parameter.copy_(weights)
     return found

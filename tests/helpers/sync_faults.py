@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime_like.records import BASE
+from tests.helpers.train_world import recipe_of
+
 Stream = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -144,7 +147,7 @@ def disarm(worker) -> None:
 
 def remember(worker) -> int:
     """Keep this version's tensors: what is stale later. Collective."""
-    _ARMED.before = {name: tensor.detach().clone() for name, tensor in worker.weights()}
+    _ARMED.before = {name: tensor.detach().clone() for name, tensor in worker.export(BASE)}
     return len(_ARMED.before)
 
 
@@ -155,7 +158,7 @@ def pid_of(worker) -> int:
 
 def save_hf(worker, folder: str) -> None:
     """An HF folder of the present weights."""
-    worker.save_hf(folder)
+    recipe_of(worker).save_hf(folder)
 
 
 def nudge(worker) -> None:

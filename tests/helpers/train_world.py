@@ -17,7 +17,7 @@ from slime_like.config.rollout import DataConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.system import PlacementConfig
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
-from slime_like.records import TrainSample, WeightsRef
+from slime_like.records import BASE, TrainSample, WeightsRef, per_token
 from slime_like.utils.net import port_is_free
 from slime_like.weight_sync.session import PublishOrder
 
@@ -62,10 +62,37 @@ def make_samples(num_samples: int = 8, *, vocab_size: int = 101, seed: int = 0) 
                 engine_logprobs=(-4.6 + generator.normal(size=length) * mask).astype(np.float32) * mask,
                 weight_versions=np.where(mask, 0, -1).astype(np.int32),
                 reward=0.0,
-                advantage=float(generator.normal()),
+                advantages=per_token(float(generator.normal()), mask),
+                weights=per_token(1.0, mask),
             )
         )
     return samples
+
+
+def advantage_of(sample: TrainSample) -> float:
+    """The one advantage of all trained tokens; 0 without any."""
+    trained = sample.advantages[sample.loss_mask != 0]
+    return float(trained[-1]) if len(trained) else 0.0
+
+
+def recipe_of(worker):
+    """What the ranks of the worker's role do with a rollout."""
+    from slime_like.megatron_backend import rl_recipe
+
+    return rl_recipe.recipe_of(worker)
+
+
+def add_gradients(worker, samples) -> dict[str, float]:
+    """One train step's gradients as the policy's recipe takes them, and their metrics; the optimizer is not asked to step."""
+    from slime_like.megatron_backend.loss_spec import LossSpec
+
+    (batch,) = recipe_of(worker).ready([samples])
+    return worker.forward_backward(batch, LossSpec(), weights=BASE).metrics
+
+
+def optimizer_step(worker) -> dict[str, float]:
+    """A step by the flags' numbers."""
+    return worker.optim_step(None, weights=BASE)
 
 
 def free_ports(count: int) -> list[int]:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.records import REFERENCE, TEACHER
 from tests.helpers.hf_truth import load_model, score
 from tests.helpers.loss_loops import Truth, expected_of
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -126,22 +127,22 @@ def in_world(place, folders, ports, saves):
         worker = worker_of(place, port, ranks, folders, **options)
         for name, loss in CASES.items():
             with_loss(worker, LossConfig(**({"opd_teacher_load": folders["teacher"]} if loss.get("use_opd") else {}), **loss))
-            found[layout, name] = worker.train(0, samples).metrics
-        found[layout, "kl"] = worker.kl_to_reference(samples)
-        found[layout, "teacher"] = worker.log_probs(samples, model="teacher")
+            found[layout, name] = recipe_of(worker).train(0, samples).metrics
+        found[layout, "kl"] = recipe_of(worker).kl_to_reference(samples)
+        found[layout, "teacher"] = recipe_of(worker).log_probs(samples, weights=TEACHER)
         worker.close()
     port, again = ports.pop(0), ports.pop(0)
     moving = {"loss": {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}, "parallel": {"tensor_model_parallel_size": 2}}
     worker = worker_of(place, port, 2, folders, checkpoint={"save": saves, "load": saves}, **moving)
     found["moving"] = []
     for step in range(3):
-        worker.train(step, samples)
-        found["moving"].append((worker.log_probs(samples, model="reference"), worker.log_probs(samples)))
+        recipe_of(worker).train(step, samples)
+        found["moving"].append((recipe_of(worker).log_probs(samples, weights=REFERENCE), recipe_of(worker).log_probs(samples)))
         if step == 1:
-            worker.save(2, {})
+            recipe_of(worker).save(2, {})
     worker.close()
     worker = worker_of(place, again, 2, folders, checkpoint={"load": saves}, **moving)
-    found["resumed"] = (worker.log_probs(samples, model="reference"), worker.log_probs(samples))
+    found["resumed"] = (recipe_of(worker).log_probs(samples, weights=REFERENCE), recipe_of(worker).log_probs(samples))
     worker.close()
     if place["rank"] == 0:
         for reset in (False, True):
@@ -153,10 +154,10 @@ def in_world(place, folders, ports, saves):
 def second_step(place, port, folders, samples, reset):
     """How far the second rollout's step moves each weight that has a gradient, in units of the learning rate."""
     worker = worker_of(place, port, 1, folders, optimizer={"lr": 1e-3}, loss={"reset_optimizer_states": reset})
-    worker.train(0, samples)
+    recipe_of(worker).train(0, samples)
     stages = worker.stage if isinstance(worker.stage, (list, tuple)) else [worker.stage]
     before = [p.detach().clone() for stage in stages for p in stage.parameters()]
-    worker.train(1, make_samples(8, seed=5))
+    recipe_of(worker).train(1, make_samples(8, seed=5))
     after = [p.detach() for stage in stages for p in stage.parameters()]
     moved = torch.cat([((a - b) / 1e-3).abs().flatten() for a, b in zip(after, before, strict=True)])
     worker.close()
@@ -168,16 +169,16 @@ def taken_weights(place, ports, folders, samples, saves):
     from slime_like.megatron_backend.worker import TrainWorker
 
     worker = worker_of(place, ports.pop(0), 1, folders)
-    worker.train(0, samples)
-    moved = worker.log_probs(samples)
-    worker.save_hf(f"{saves}/reference")
+    recipe_of(worker).train(0, samples)
+    moved = recipe_of(worker).log_probs(samples)
+    recipe_of(worker).save_hf(f"{saves}/reference")
     worker.close()
     config = dataclasses.replace(worker.config, role="ref", checkpoint=dataclasses.replace(worker.config.checkpoint, load=None))
     reference = TrainWorker(config, **(place | {"world_size": 1, "master_port": ports.pop(0)}))
     reference.start()
-    first = reference.log_probs(samples)
-    reference.take_weights(f"{saves}/reference")
-    taken = reference.log_probs(samples)
+    first = recipe_of(reference).log_probs(samples)
+    recipe_of(reference).take_weights(f"{saves}/reference")
+    taken = recipe_of(reference).log_probs(samples)
     reference.close()
     return first, taken, moved
 

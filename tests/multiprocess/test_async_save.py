@@ -8,8 +8,9 @@ import threading
 import numpy as np
 import pytest
 
+from slime_like.records import BASE
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -70,7 +71,7 @@ def full_disk(place):
 def weights_of(worker):
     from slime_like.megatron_backend.hf_convert import joins_export
 
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in worker.weights()} if joins_export() else {}
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in worker.export(BASE)} if joins_export() else {}
 
 
 def latest_name(saves):
@@ -83,20 +84,20 @@ def save_while_training(place, ports, folder, saves, **options):
     """Save after rollouts 0 and 1, the second time while rollout 2 is trained on; what a continuation must find, and what was seen meanwhile."""
     found: dict = {}
     worker, _ = start(place, ports, folder, save=saves, async_save=True, **options)
-    worker.train(0, ROLLOUTS[0])
-    worker.save(1, {"position": 1})
+    recipe_of(worker).train(0, ROLLOUTS[0])
+    recipe_of(worker).save(1, {"position": 1})
     assert worker.finish_save(wait=True)
-    found["log-probs after 1"] = worker.log_probs(ROLLOUTS[0])
-    worker.train(1, ROLLOUTS[1])
+    found["log-probs after 1"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    recipe_of(worker).train(1, ROLLOUTS[1])
     with held_writers() as may_go:
-        found["path"] = worker.save(2, {"position": 2})
-        found["metrics"] = [worker.train(2, ROLLOUTS[2]).metrics]
+        found["path"] = recipe_of(worker).save(2, {"position": 2})
+        found["metrics"] = [recipe_of(worker).train(2, ROLLOUTS[2]).metrics]
         found["finished too early"] = worker.finish_save(wait=False)
         found["latest while writing"] = latest_name(saves)
         may_go.set()
         assert worker.finish_save(wait=True)
     found["latest afterwards"] = latest_name(saves)
-    found["metrics"].append(worker.train(3, ROLLOUTS[3]).metrics)
+    found["metrics"].append(recipe_of(worker).train(3, ROLLOUTS[3]).metrics)
     found["weights"] = weights_of(worker)
     worker.close()
     return found
@@ -105,7 +106,7 @@ def save_while_training(place, ports, folder, saves, **options):
 def continued(place, ports, folder, **options):
     """Resume and train on rollouts 2 and 3."""
     worker, begun = start(place, ports, folder, **options)
-    metrics = [worker.train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
+    metrics = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
     found = {"start": begun, "metrics": metrics, "weights": weights_of(worker)}
     worker.close()
     return found
@@ -132,20 +133,20 @@ def failures(place, ports, folder, saves):
     found: dict = {}
     with held_writers():
         worker, _ = start(place, ports, folder, load=saves, save=saves, async_save=True)
-        worker.train(2, ROLLOUTS[2])
-        worker.save(3, {})
+        recipe_of(worker).train(2, ROLLOUTS[2])
+        recipe_of(worker).save(3, {})
         worker.close()  # as a crash would: nothing was finished
     found["draft"] = os.path.isdir(os.path.join(saves, ".iter_0000003.tmp"))
     worker, begun = start(place, ports, folder, load=saves, save=saves, async_save=True)
     found["after the crash"] = begun["num_rollouts_done"]
     with full_disk(place):
-        worker.save(3, {})
+        recipe_of(worker).save(3, {})
         try:
             worker.finish_save(wait=True)
         except SaveError as error:
             found["full disk"] = str(error)
     found["latest after the failure"] = latest_name(saves)
-    worker.save(3, {})
+    recipe_of(worker).save(3, {})
     worker.finish_save(wait=True)
     found["latest after another try"] = latest_name(saves)
     worker.close()
@@ -176,11 +177,11 @@ def in_world(place, folder, experts, root, ports):
     found["unsafe straight"], found["unsafe"] = with_unsafe_shards(place, ports, folder, root)
 
     worker, found["chosen start"] = start(place, ports, folder, load=saves, ckpt_step=1)
-    found["chosen"] = worker.log_probs(ROLLOUTS[0])
+    found["chosen"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
     reference = {"ref_load": saves, "ref_ckpt_step": 1}
     worker, _ = start(place, ports, folder, **reference)
-    found["chosen reference"] = worker.log_probs(ROLLOUTS[0])
+    found["chosen reference"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
     found["no such step"] = refusal(place, ports, folder, load=saves, ckpt_step=7)
     found["step of nothing"] = refusal(place, ports, folder, load=os.path.join(root, "nothing"), ckpt_step=7)
@@ -189,8 +190,8 @@ def in_world(place, folder, experts, root, ports):
     for name, ours, theirs in (("experts split", {}, EXPERTS), ("experts joined", EXPERTS, {})):
         saves = os.path.join(root, name)
         worker, _ = start(place, ports, experts, save=saves, parallel=REPLICATED | ours)
-        worker.train(0, ROLLOUTS[0])
-        worker.save(1, {})
+        recipe_of(worker).train(0, ROLLOUTS[0])
+        recipe_of(worker).save(1, {})
         worker.close()
         found[name] = refusal(place, ports, experts, load=saves, parallel=REPLICATED | theirs)
     return found

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.hf_truth import load_model, score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -31,7 +31,7 @@ def start(place, ports, folder, *, parallel, optimizer=None, **checkpoint):
 
 
 def metrics_of(worker, rollouts):
-    return [worker.train(step, ROLLOUTS[step]).metrics for step in rollouts]
+    return [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in rollouts]
 
 
 def in_world(place, folder, root, ports):
@@ -44,11 +44,11 @@ def in_world(place, folder, root, ports):
     worker, _ = start(place, ports, folder, parallel=TENSOR, save=saves)
     metrics_of(worker, [0, 1])
     began = time.monotonic()
-    found["path"] = worker.save(2, CLIENT_STATE)
+    found["path"] = recipe_of(worker).save(2, CLIENT_STATE)
     found["save_seconds"] = time.monotonic() - began
-    worker.save_hf(os.path.join(root, "hf"))
-    worker.save_hf(os.path.join(root, "hf"))  # replaces itself
-    found["log_probs"] = worker.log_probs(ROLLOUTS[0])
+    recipe_of(worker).save_hf(os.path.join(root, "hf"))
+    recipe_of(worker).save_hf(os.path.join(root, "hf"))  # replaces itself
+    found["log_probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     found["straight"] = metrics_of(worker, [2, 3])
     worker.close()
 
@@ -60,7 +60,7 @@ def in_world(place, folder, root, ports):
     # A start without optimizer state, and one with the weights only.
     for name, options in (("no optimizer", {"no_load_optim": True}), ("finetune", {"finetune": True})):
         worker, found[name + " start"] = start(place, ports, folder, parallel=DATA, load=saves, **options)
-        found[name + " log-probs"] = worker.log_probs(ROLLOUTS[0])
+        found[name + " log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
         found[name] = metrics_of(worker, [2, 3])
         worker.close()
 
@@ -68,7 +68,7 @@ def in_world(place, folder, root, ports):
     half, optimizer = os.path.join(root, "half"), {"bf16": True}
     worker, _ = start(place, ports, folder, parallel=DATA, optimizer=optimizer, save=half)
     metrics_of(worker, [0, 1])
-    worker.save(2, {})
+    recipe_of(worker).save(2, {})
     found["bf16 straight"] = metrics_of(worker, [2, 3])
     worker.close()
     for name, parallel in (("bf16", DATA), ("bf16 tensor", TENSOR)):
@@ -78,11 +78,11 @@ def in_world(place, folder, root, ports):
 
     small = os.path.join(root, "small")
     worker, _ = start(place, ports, folder, parallel=DATA, load=os.path.join(root, "hf"), save=small, no_save_optim=True)
-    found["from hf log-probs"] = worker.log_probs(ROLLOUTS[0])
-    worker.save(1, {})
+    found["from hf log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    recipe_of(worker).save(1, {})
     worker.close()
     worker, _ = start(place, ports, folder, parallel=DATA, ref_load=small)
-    found["from ref log-probs"] = worker.log_probs(ROLLOUTS[0])
+    found["from ref log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
 
     torn = os.path.join(root, "torn")

@@ -8,7 +8,7 @@ import pytest
 from slime_like.config.system import SyncConfig
 from tests.helpers.parity import ragged_batch
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import disk_order, free_ports, make_config, run_ranks
+from tests.helpers.train_world import disk_order, free_ports, make_config, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,10 +55,10 @@ def run_cases(place, cases, folders, ports):
         worker = TrainWorker(config, **(place | {"world_size": case.ranks, "master_port": port}))
         worker.start()
         samples = ragged_batch()
-        result = {"log_probs": worker.log_probs(samples)}
-        result["report"] = worker.train(0, samples)
-        result["after"] = worker.log_probs(samples)
-        result["lone"] = worker.train(1, samples[-2:])  # fewer samples than data parallel ranks, in each of two steps
+        result = {"log_probs": recipe_of(worker).log_probs(samples)}
+        result["report"] = recipe_of(worker).train(0, samples)
+        result["after"] = recipe_of(worker).log_probs(samples)
+        result["lone"] = recipe_of(worker).train(1, samples[-2:])  # fewer samples than data parallel ranks, in each of two steps
         worker.close()
         results.append(result)
     return results
@@ -120,10 +120,10 @@ def sync_and_save(place, folder, root, ports):
         samples = ragged_batch()
         if name == "two":
             found["start digest"] = worker.publish(disk_order(sync.update_weight_disk_dir, 1)).digest
-            worker.train(0, samples)
-            worker.save(1, {"data": 3})
-        digest, log_probs = worker.publish(disk_order(sync.update_weight_disk_dir, 2)).digest, worker.log_probs(samples)
-        found[name] = {"resumed": resumed, "digest": digest, "log_probs": log_probs, "next": worker.train(1, samples).metrics}
+            recipe_of(worker).train(0, samples)
+            recipe_of(worker).save(1, {"data": 3})
+        digest, log_probs = worker.publish(disk_order(sync.update_weight_disk_dir, 2)).digest, recipe_of(worker).log_probs(samples)
+        found[name] = {"resumed": resumed, "digest": digest, "log_probs": log_probs, "next": recipe_of(worker).train(1, samples).metrics}
         worker.close()
     return found
 

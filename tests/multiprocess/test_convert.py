@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -63,8 +63,8 @@ def train_from(place, port, folder, load):
 
     worker = TrainWorker(make_config(folder, num_ranks=2, checkpoint={"load": load}), **(place | {"master_port": port}))
     begun, samples = worker.start(), make_samples()
-    before = worker.log_probs(samples)
-    report = worker.train(0, samples)
+    before = recipe_of(worker).log_probs(samples)
+    report = recipe_of(worker).train(0, samples)
     worker.close()
     return {"begun": begun, "log_probs": before, "metrics": report.metrics}
 

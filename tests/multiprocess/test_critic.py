@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.hf_truth import load_model, score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -73,16 +73,16 @@ def run_cases(place, folder, ports):
         config = make_config(folder, num_ranks=ranks, parallel=parallel, batch=batch, loss=LOSS, optimizer={"clip_grad": 0.0, "critic_lr": 3e-3})
         critic, _ = worker_of(place, first, ranks, dataclasses.replace(config, role="critic"))
         samples = rollout()
-        fresh = critic.values(samples)
+        fresh = recipe_of(critic).values(samples)
         if hasattr(critic.stage[-1], "output_layer"):
             critic.stage[-1].output_layer.weight.data.copy_(head_weight())
-        values = critic.values(samples)
+        values = recipe_of(critic).values(samples)
         brought = with_values(samples, values)
-        report = critic.train_critic(0, brought)
-        after = critic.values(samples)
+        report = recipe_of(critic).train(0, brought)
+        after = recipe_of(critic).values(samples)
         critic.close()
         actor, _ = worker_of(place, second, ranks, config)
-        policy = actor.train(0, brought).metrics
+        policy = recipe_of(actor).train(0, brought).metrics
         actor.close()
         found[name] = {"fresh": fresh, "values": values, "report": report, "after": after, "policy": policy, "brought": brought}
     return found
@@ -214,25 +214,25 @@ def checkpoints(place, folder, other, root, ports):
 
     saves = os.path.join(root, "saves")
     critic, _ = critic_of(TENSOR, save=saves)
-    brought = with_values(samples, critic.values(samples))
-    critic.train_critic(0, brought)
-    found["path"], found["saved"] = critic.save(1, {}), critic.values(samples)
-    found["straight"] = critic.train_critic(1, brought).metrics
+    brought = with_values(samples, recipe_of(critic).values(samples))
+    recipe_of(critic).train(0, brought)
+    found["path"], found["saved"] = recipe_of(critic).save(1, {}), recipe_of(critic).values(samples)
+    found["straight"] = recipe_of(critic).train(1, brought).metrics
     critic.close()
     for name, parallel in (("tensor", TENSOR), ("pipeline", PIPELINE), ("data", {})):
         critic, start = critic_of(parallel, load=saves)
-        found[name] = (start["num_rollouts_done"], critic.values(samples), critic.train_critic(1, brought).metrics)
+        found[name] = (start["num_rollouts_done"], recipe_of(critic).values(samples), recipe_of(critic).train(1, brought).metrics)
         critic.close()
     config = make_config(folder, num_ranks=2, parallel=PIPELINE, loss=LOSS, checkpoint={"save": os.path.join(root, "actor")})
     actor, _ = worker_of(place, ports.pop(0), 2, config)
-    actor.save(1, {})
+    recipe_of(actor).save(1, {})
     actor.close()
     # Fresh critics: of a policy's Megatron checkpoint, of an HF folder, of another critic.
     starts = {"from policy": {"load": os.path.join(root, "actor")}, "from hf": {"critic_load": other}, "from critic": {"critic_load": saves + "/critic"}}
     for name, options in starts.items():
         critic, start = critic_of({}, **options)
         critic.stage[-1].output_layer.weight.data.copy_(head_weight()) if name != "from critic" else None
-        found[name] = (start["num_rollouts_done"], critic.values(samples))
+        found[name] = (start["num_rollouts_done"], recipe_of(critic).values(samples))
         critic.close()
     try:
         worker_of(place, ports.pop(0), 2, make_config(folder, num_ranks=2, loss=LOSS, checkpoint={"load": saves + "/critic"}))

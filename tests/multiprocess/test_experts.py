@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from slime_like.config.system import SyncConfig
+from slime_like.records import BASE, REFERENCE
 from tests.helpers.hf_truth import first_step_truth
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import disk_order, free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import advantage_of, disk_order, free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -86,13 +87,13 @@ def run_cases(place, folders, root, ports):
         )
         worker.start()
         samples = make_samples()
-        result = {"log_probs": worker.log_probs(samples), "reference": worker.log_probs(samples, model="reference")}
-        result["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.weights()}
+        result = {"log_probs": recipe_of(worker).log_probs(samples), "reference": recipe_of(worker).log_probs(samples, weights=REFERENCE)}
+        result["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.export(BASE)}
         result["receipt"] = worker.publish(disk_order(os.path.join(root, str(number)), 1))
-        worker.save_hf(os.path.join(root, f"hf-{number}"))
-        result["report"] = worker.train(0, samples)
-        result["after"] = worker.log_probs(samples)
-        result["lone"] = worker.train(1, samples[:1])  # the other ranks have no token of their own, and experts for this one's
+        recipe_of(worker).save_hf(os.path.join(root, f"hf-{number}"))
+        result["report"] = recipe_of(worker).train(0, samples)
+        result["after"] = recipe_of(worker).log_probs(samples)
+        result["lone"] = recipe_of(worker).train(1, samples[:1])  # the other ranks have no token of their own, and experts for this one's
         worker.close()
         results.append(result)
     return results
@@ -165,7 +166,7 @@ def test_the_balancing_loss_is_in_the_gradients(truths):
 @each_case
 def test_a_rank_without_samples_takes_part(outcomes, number):
     metrics = outcomes[number][0]["lone"].metrics
-    assert metrics["train/pg_loss"] == pytest.approx(-make_samples()[0].advantage, rel=1e-5)
+    assert metrics["train/pg_loss"] == pytest.approx(-advantage_of(make_samples()[0]), rel=1e-5)
     assert metrics["train/grad_norm"] > 0
 
 
@@ -247,9 +248,9 @@ def save_and_resume(place, folder, root, ports):
             worker = worker_for(place, folder, ranks, port, parallel=parallel, checkpoint=checkpoint, optimizer={"lr": 5e-3})
             worker.start()
             if not resumed_under:
-                worker.train(0, ROLLOUTS[0])
-                worker.save(1, {})
-            found[saved_under, resumed_under] = [worker.train(step, ROLLOUTS[step]).metrics for step in (1, 2)]
+                recipe_of(worker).train(0, ROLLOUTS[0])
+                recipe_of(worker).save(1, {})
+            found[saved_under, resumed_under] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (1, 2)]
             worker.close()
         _wait_for_all(place, os.path.join(root, "done " + saved_under))
     return found

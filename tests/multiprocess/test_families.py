@@ -8,9 +8,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from slime_like.config.system import SyncConfig
+from slime_like.records import BASE, REFERENCE
 from tests.helpers.hf_truth import first_step_truth
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import disk_order, free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import disk_order, free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -72,12 +73,12 @@ def run_cases(place, folders, root, ports):
         worker = TrainWorker(config, **(place | {"world_size": case.ranks, "master_port": port}))
         started = worker.start()
         samples = make_samples()
-        result = {"log_probs": worker.log_probs(samples), "reference": worker.log_probs(samples, model="reference")}
+        result = {"log_probs": recipe_of(worker).log_probs(samples), "reference": recipe_of(worker).log_probs(samples, weights=REFERENCE)}
         result["num_parameters"] = started["num_parameters"]
-        result["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.weights()}
-        result["report"] = worker.train(0, samples)
-        result["after"] = worker.log_probs(samples)
-        result["trained"] = {name: tensor.numpy().copy() for name, tensor in worker.weights()}
+        result["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.export(BASE)}
+        result["report"] = recipe_of(worker).train(0, samples)
+        result["after"] = recipe_of(worker).log_probs(samples)
+        result["trained"] = {name: tensor.numpy().copy() for name, tensor in worker.export(BASE)}
         worker.publish(disk_order(directory, 1))
         assert any(name.endswith("expert_bias") for name, _ in named_weights(worker.stage)) == bool(config.model.num_experts)
         worker.close()

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime_like.records import BASE, REFERENCE
 from tests.helpers.hf_truth import score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import add_gradients, free_ports, make_config, make_samples, optimizer_step, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,7 +36,7 @@ def start(place, ports, folder, *, parallel, optimizer=None, num_steps=2, loss=N
 def weights_of(worker):
     from slime_like.megatron_backend.hf_convert import joins_export
 
-    return {name: tensor.float().numpy().copy() for name, tensor in worker.weights()} if joins_export() else {}
+    return {name: tensor.float().numpy().copy() for name, tensor in worker.export(BASE)} if joins_export() else {}
 
 
 def checkpoints(place, ports, folder, root):
@@ -43,17 +44,17 @@ def checkpoints(place, ports, folder, root):
     found, saves, back = {}, os.path.join(root, "saves"), os.path.join(root, "back")
     worker = start(place, ports, folder, parallel=INTERLEAVED, save=saves)
     for step in (0, 1):
-        worker.train(step, ROLLOUTS[step])
-    worker.save(2, {})
-    found["straight"] = [worker.train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
+        recipe_of(worker).train(step, ROLLOUTS[step])
+    recipe_of(worker).save(2, {})
+    found["straight"] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
     worker.close()
     splits = {"interleaved": (INTERLEAVED, saves), "pipeline": (PIPELINE, saves), "tensor": (TENSOR, saves), "data": (OVERLAP, saves)}
     splits["back"] = (INTERLEAVED, back)
     for name, (parallel, load) in splits.items():
         worker = start(place, ports, folder, parallel=parallel, load=load, save=back)
         if name == "tensor":
-            worker.save(2, {})
-        found[name] = [worker.train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
+            recipe_of(worker).save(2, {})
+        found[name] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
         worker.close()
     return found
 
@@ -63,12 +64,12 @@ def accumulation(place, ports, folder, parallel):
     worker = start(place, ports, folder, parallel=parallel, optimizer={"clip_grad": 0.0})
     steps = []
     for samples in ROLLOUTS[:2]:
-        worker.forward_backward(samples[:4])
-        worker.forward_backward(samples[4:])
-        steps.append(worker.optim_step())
-    mixed = worker.train(0, ROLLOUTS[2]).metrics  # now reductions start in the backward pass
-    worker.forward_backward(ROLLOUTS[3])
-    found = {"steps": [*steps, mixed, worker.optim_step()], "weights": weights_of(worker), "log-probs": worker.log_probs(ROLLOUTS[0])}
+        add_gradients(worker, samples[:4])
+        add_gradients(worker, samples[4:])
+        steps.append(optimizer_step(worker))
+    mixed = recipe_of(worker).train(0, ROLLOUTS[2]).metrics  # now reductions start in the backward pass
+    add_gradients(worker, ROLLOUTS[3])
+    found = {"steps": [*steps, mixed, optimizer_step(worker)], "weights": weights_of(worker), "log-probs": recipe_of(worker).log_probs(ROLLOUTS[0])}
     worker.close()
     return found
 
@@ -76,10 +77,10 @@ def accumulation(place, ports, folder, parallel):
 def reading(place, ports, folder, reference, parallel):
     """What reads weights after a step: export, log-probs, and a reference that takes the actor's place."""
     worker = start(place, ports, folder, parallel=parallel, num_steps=4, loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, load=folder, ref_load=reference)
-    metrics = worker.train(0, ROLLOUTS[0]).metrics
-    found = {"metrics": metrics, "weights": weights_of(worker), "reference": worker.log_probs(ROLLOUTS[1], model="reference")}
-    found["log-probs"] = worker.log_probs(ROLLOUTS[1])
-    found["next"] = worker.train(1, ROLLOUTS[1]).metrics
+    metrics = recipe_of(worker).train(0, ROLLOUTS[0]).metrics
+    found = {"metrics": metrics, "weights": weights_of(worker), "reference": recipe_of(worker).log_probs(ROLLOUTS[1], weights=REFERENCE)}
+    found["log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[1])
+    found["next"] = recipe_of(worker).train(1, ROLLOUTS[1]).metrics
     worker.close()
     return found
 
@@ -87,9 +88,9 @@ def reading(place, ports, folder, reference, parallel):
 def half_precision(place, ports, folder, parallel):
     """Log-probs in bf16, and that training moves them."""
     worker = start(place, ports, folder, parallel=parallel, optimizer={"bf16": True})
-    before = worker.log_probs(ROLLOUTS[0])
-    worker.train(0, ROLLOUTS[0])
-    found = before, worker.log_probs(ROLLOUTS[0])
+    before = recipe_of(worker).log_probs(ROLLOUTS[0])
+    recipe_of(worker).train(0, ROLLOUTS[0])
+    found = before, recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
     return found
 

@@ -8,9 +8,10 @@ import pytest
 
 from slime_like.algorithms import group_advantages
 from slime_like.config.training import LossConfig
+from slime_like.records import per_token
 from tests.helpers.parity import DYNAMIC, Row, in_waves, ragged_batch, whole_gradients
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, run_ranks
+from tests.helpers.train_world import add_gradients, advantage_of, free_ports, make_config, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,18 +25,21 @@ def with_untrained(samples, seed=0):
     generator = np.random.default_rng(seed)
     one = samples[0]
     tokens = generator.integers(0, 101, len(one.tokens)).astype(np.int32)
-    return [*samples, dataclasses.replace(one, tokens=tokens, loss_mask=np.zeros_like(one.loss_mask), advantage=float(generator.normal()))]
+    advantages = generator.normal(size=len(tokens)).astype(np.float32)
+    return [*samples, dataclasses.replace(one, tokens=tokens, loss_mask=np.zeros_like(one.loss_mask), advantages=advantages)]
 
 
 def equally_rewarded(samples):
     """Advantages as the group normalisation gives them to equal rewards."""
     advantages = group_advantages.normalize(np.full(len(samples), 0.7), LossConfig())
-    return [dataclasses.replace(sample, advantage=float(advantage)) for sample, advantage in zip(samples, advantages, strict=True)]
+    return [
+        dataclasses.replace(sample, advantages=per_token(float(advantage), sample.loss_mask)) for sample, advantage in zip(samples, advantages, strict=True)
+    ]
 
 
 def taught_by_metadata(samples):
     """Advantages moved to where only a user's loss finds them."""
-    return [dataclasses.replace(sample, advantage=0.0, metadata={"taught": sample.advantage}) for sample in samples]
+    return [dataclasses.replace(sample, advantages=np.zeros_like(sample.advantages), metadata={"taught": advantage_of(sample)}) for sample in samples]
 
 
 def loss_from_metadata(args, batch, reduce):
@@ -97,7 +101,7 @@ def run_case(place, folder, case):
     config = make_config(folder, num_ranks=ranks, num_samples=10, parallel=parallel, batch=batch, loss={"entropy_coef": 0.02} | loss)
     worker = TrainWorker(config, **place)
     worker.start()
-    metrics = worker.forward_backward(change(ragged_batch()))
+    metrics = add_gradients(worker, change(ragged_batch()))
     gradients = whole_gradients(worker)
     batch = worker.runner.prepare(ragged_batch())
     cut = [[sum(pack.lengths) for pack in packs] for packs in (batch.packs, batch.scoring_packs or ())]

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.hf_truth import load_model
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import advantage_of, free_ports, make_config, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -76,7 +76,7 @@ def refusal(worker, samples, experts):
     wrong = samples[1].routed_experts.copy()
     wrong[:-1, 1] = experts
     try:
-        worker.train(1, [samples[0], dataclasses.replace(samples[1], routed_experts=wrong), *samples[2:]])
+        recipe_of(worker).train(1, [samples[0], dataclasses.replace(samples[1], routed_experts=wrong), *samples[2:]])
     except DataError as error:
         return str(error)
     return "trained"
@@ -91,7 +91,7 @@ def run_cases(place, folder, chosen_by_hf, ports):
             continue
         own_ports = ports[WORKERS * number :]
         worker, samples = started(place, case, folder, own_ports[0], REPLAY), samples_with_experts()
-        result = {"log_probs": worker.log_probs(samples), "report": worker.train(0, samples).metrics}
+        result = {"log_probs": recipe_of(worker).log_probs(samples), "report": recipe_of(worker).train(0, samples).metrics}
         if number == 0:
             result["refused"] = [refusal(worker, samples, experts) for experts in ([0, 0], [0, EXPERTS], [-1, 0])]
         worker.close()
@@ -100,7 +100,7 @@ def run_cases(place, folder, chosen_by_hf, ports):
                 continue
             # One pass before two steps; the second step's weights would choose otherwise.
             worker = started(place, case, folder, port, loss, num_steps=2)
-            result[name] = worker.train(0, chosen_by_hf).metrics
+            result[name] = recipe_of(worker).train(0, chosen_by_hf).metrics
             worker.close()
         results.append(result)
     return results
@@ -148,7 +148,7 @@ def truth(folder, samples, *, forced):
         log_softmax = torch.log_softmax(model(ids[None]).logits[0, :-1].float() / TEMPERATURE, -1)
         log_probs = log_softmax.gather(-1, ids[1:, None]).squeeze(-1)
         mask = torch.as_tensor(sample.loss_mask[1:].astype(bool))
-        loss = loss - ((log_probs - log_probs.detach()).exp() * sample.advantage)[mask].mean() / len(samples)
+        loss = loss - ((log_probs - log_probs.detach()).exp() * advantage_of(sample))[mask].mean() / len(samples)
         rows.append(np.concatenate([[0.0], log_probs.detach().numpy()]))
     loss.backward()
     norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None)).item()

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from slime_like.errors import DataError
+from slime_like.records import BASE, REFERENCE
 from tests.helpers.hf_truth import load_model, score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, run_ranks
+from tests.helpers.train_world import add_gradients, advantage_of, free_ports, make_config, make_samples, optimizer_step, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,54 +37,54 @@ def in_world(place, folder, reference, ports):
     }
     for name, batch in cuts.items():
         worker = worker_of(batch=batch)
-        found[name] = worker.train(0, samples).metrics
+        found[name] = recipe_of(worker).train(0, samples).metrics
         worker.close()
 
     # The same primitives by hand: two calls add up to the gradient of the sum of both losses.
     worker = worker_of(optimizer={"clip_grad": 0.0})
-    worker.forward_backward(samples[:4])
-    worker.forward_backward(samples[4:])
-    found["halves"] = worker.optim_step()
+    add_gradients(worker, samples[:4])
+    add_gradients(worker, samples[4:])
+    found["halves"] = optimizer_step(worker)
     worker.close()
 
     worker = worker_of(num_steps=2, loss=PPO)
-    found["ppo"] = worker.train(0, samples).metrics
+    found["ppo"] = recipe_of(worker).train(0, samples).metrics
     worker.close()
 
     for estimator in ("gspo", "cispo"):
         for name, batch in cuts.items():
             worker = worker_of(num_steps=2, batch=batch, loss={"advantage_estimator": estimator, "use_tis": True, "tis_clip": 1.1})
-            found[estimator, name] = worker.train(0, samples).metrics
+            found[estimator, name] = recipe_of(worker).train(0, samples).metrics
             worker.close()
 
     worker = worker_of(optimizer={"clip_grad": 0.0}, loss={"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.9})
-    found["tis"] = worker.train(0, samples).metrics
+    found["tis"] = recipe_of(worker).train(0, samples).metrics
     worker.close()
 
     untrained = [dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in samples]
     worker = worker_of(optimizer={"clip_grad": 0.0})
-    found["two untrained"] = worker.train(0, [*untrained[:2], *samples[2:]]).metrics
+    found["two untrained"] = recipe_of(worker).train(0, [*untrained[:2], *samples[2:]]).metrics
     worker.close()
     for name, options in (("grpo", PPO), ("reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True})):
         worker = worker_of(num_steps=2, loss=options)
-        found["untrained", name] = worker.train(0, untrained).metrics
+        found["untrained", name] = recipe_of(worker).train(0, untrained).metrics
         worker.close()
 
     worker = worker_of(loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, checkpoint={"ref_load": reference, "load": folder})
     before = {name: p.detach().clone() for name, p in worker.stage.named_parameters()}
-    found["reference"] = worker.log_probs(samples, model="reference")
+    found["reference"] = recipe_of(worker).log_probs(samples, weights=REFERENCE)
     found["unchanged"] = all(torch.equal(p, before[name]) for name, p in worker.stage.named_parameters())
     worker.close()
 
     worker = worker_of(loss={"loss_type": "sft_loss"}, rollout={"rollout_temperature": 0.5})
-    found["sft"] = [worker.train(step, samples).metrics for step in range(6)]
+    found["sft"] = [recipe_of(worker).train(step, samples).metrics for step in range(6)]
     worker.close()
 
     bf16 = worker_of(optimizer={"bf16": True, "lr": 1e-2})
-    found["bf16"] = [bf16.train(step, samples).metrics for step in range(2)]
-    found["bf16 dtypes"] = sorted({str(t.dtype) for _, t in bf16.weights()})
+    found["bf16"] = [recipe_of(bf16).train(step, samples).metrics for step in range(2)]
+    found["bf16 dtypes"] = sorted({str(t.dtype) for _, t in bf16.export(BASE)})
     try:
-        bf16.train(2, [dataclasses.replace(samples[0], tokens=samples[0].tokens[:1], loss_mask=samples[0].loss_mask[:1])])
+        recipe_of(bf16).train(2, [dataclasses.replace(samples[0], tokens=samples[0].tokens[:1], loss_mask=samples[0].loss_mask[:1])])
     except DataError as error:
         found["short"] = str(error)
     bf16.close()
@@ -122,7 +123,7 @@ def test_engine_correction_weighs_the_gradient_as_hf_says(world, folders):
         log_probs, _ = score(model, sample.tokens, 1.0)
         mask = torch.as_tensor(sample.loss_mask[1:].astype(bool))
         weight = (log_probs.detach()[mask] - torch.as_tensor(sample.engine_logprobs[1:])[mask]).exp().clamp(0.9, 1.1)
-        (-(weight * log_probs[mask]).mean() * sample.advantage / 8).backward()
+        (-(weight * log_probs[mask]).mean() * advantage_of(sample) / 8).backward()
         factors.append(weight.mean().item())
     norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters())).item()
     assert world["tis"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -134,7 +135,7 @@ def test_a_sample_with_an_empty_mask_pulls_nowhere_and_counts_among_the_samples(
     model, samples = load_model(folders[0]), make_samples(8)
     for sample in samples[2:]:
         log_probs, _ = score(model, sample.tokens, 1.0)
-        (-log_probs[torch.as_tensor(sample.loss_mask[1:].astype(bool))].mean() * sample.advantage / 8).backward()
+        (-log_probs[torch.as_tensor(sample.loss_mask[1:].astype(bool))].mean() * advantage_of(sample) / 8).backward()
     norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters())).item()
     assert world["two untrained"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
@@ -151,7 +152,7 @@ def test_two_calls_add_their_gradients(world, folders):
         log_probs, _ = score(model, sample.tokens, 1.0)
         mask = torch.as_tensor(sample.loss_mask[1:].astype(bool))
         # Each call takes the mean over its own four samples; the gradient of the ratio at 1 is that of the log-prob.
-        (-log_probs[mask].mean() * sample.advantage / 4).backward()
+        (-log_probs[mask].mean() * advantage_of(sample) / 4).backward()
     norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters())).item()
     assert world["halves"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
 

@@ -9,7 +9,8 @@ import torch
 
 from slime_like.algorithms.covariance import Ranks, covariances, draws, lowest, picked
 from slime_like.config.training import LossConfig
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, per_token
+from tests.helpers.train_world import advantage_of
 
 ALONE = Ranks()
 
@@ -34,16 +35,18 @@ def step(seed=0, samples=12):
     made = []
     for number in range(samples):
         length = int(rng.integers(3, 30))
+        mask = np.array([0, *rng.integers(0, 2, length - 1)], dtype=np.int8)
         made.append(
             TrainSample(
                 prompt_index=number // 4,
                 sample_index=number % 4,
                 tokens=np.zeros(length, dtype=np.int32),
-                loss_mask=np.array([0, *rng.integers(0, 2, length - 1)], dtype=np.int8),
+                loss_mask=mask,
                 engine_logprobs=np.zeros(length, dtype=np.float32),
                 weight_versions=np.full(length, seed, dtype=np.int32),
                 reward=0.0,
-                advantage=float(rng.normal()),
+                advantages=per_token(float(rng.normal()), mask),
+                weights=per_token(1.0, mask),
             )
         )
     logs = [torch.tensor(rng.normal(size=int(s.loss_mask.sum())) * 2 - 2) for s in made]
@@ -52,7 +55,7 @@ def step(seed=0, samples=12):
 
 def picks_of(samples, logs, places, loss, ranks=ALONE):
     old = torch.cat([torch.zeros(0).double(), *(logs[i] for i in places)])
-    advantages = torch.cat([torch.zeros(0).double(), *(torch.full((len(logs[i]),), samples[i].advantage).double() for i in places)])
+    advantages = torch.cat([torch.zeros(0).double(), *(torch.full((len(logs[i]),), advantage_of(samples[i])).double() for i in places)])
     chosen = picked(old, advantages, torch.tensor(draws(samples, places)), loss, ranks)
     return dict(zip(places, chosen.split([len(logs[i]) for i in places]), strict=True))
 
@@ -85,9 +88,9 @@ CLIP_COV = LossConfig(policy_loss="clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0
 
 
 def loop_covariances(samples, logs):
-    tokens = [(x, s.advantage) for s, row in zip(samples, logs, strict=True) for x in row.tolist()]
+    tokens = [(x, advantage_of(s)) for s, row in zip(samples, logs, strict=True) for x in row.tolist()]
     mean_log, mean_advantage = sum(x for x, _ in tokens) / len(tokens), sum(a for _, a in tokens) / len(tokens)
-    return [[(x - mean_log) * (s.advantage - mean_advantage) for x in row.tolist()] for s, row in zip(samples, logs, strict=True)]
+    return [[(x - mean_log) * (advantage_of(s) - mean_advantage) for x in row.tolist()] for s, row in zip(samples, logs, strict=True)]
 
 
 def test_kl_cov_takes_the_highest():

@@ -11,7 +11,7 @@ from slime_like.algorithms.group_advantages import checked, normalize
 from slime_like.algorithms.token_advantages import discounted_returns, sample_advantages
 from slime_like.config.training import LossConfig
 from slime_like.errors import DataError
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, per_token
 
 
 def alone(tensor):
@@ -28,7 +28,8 @@ def sample(loss_mask, *, reward=1.0, advantage=0.0, kl=None, distillation=None):
         engine_logprobs=np.zeros(length, dtype=np.float32),
         weight_versions=np.zeros(length, dtype=np.int32),
         reward=reward,
-        advantage=advantage,
+        advantages=per_token(advantage, loss_mask),
+        weights=per_token(1.0, loss_mask),
         kl=None if kl is None else np.array(kl, dtype=np.float32),
         distillation=None if distillation is None else np.array(distillation, dtype=np.float32),
     )
@@ -88,7 +89,7 @@ def oracle(samples, loss):
                 value = sum(loss.gamma**ahead * -loss.kl_coef * float(one.kl[u]) for ahead, u in enumerate(steps[place:]))
                 value += loss.gamma ** (len(steps) - 1 - place) * one.reward
             else:
-                value = one.advantage - loss.kl_coef * float(one.kl[t])
+                value = float(one.advantages[t]) - loss.kl_coef * float(one.kl[t])
             if loss.use_opd:
                 value -= loss.opd_kl_coef * float(one.distillation[t])
             found[number, t] = value

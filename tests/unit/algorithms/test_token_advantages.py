@@ -11,7 +11,7 @@ from slime_like.algorithms.losses import clipped_value_loss
 from slime_like.algorithms.token_advantages import gae, sample_advantages, token_rewards, whiten
 from slime_like.config.training import LossConfig
 from slime_like.errors import DataError
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, per_token
 
 
 def alone(tensor):
@@ -36,7 +36,8 @@ def sample(values, loss_mask, *, reward=1.0, kl=None):
         engine_logprobs=np.zeros(length, dtype=np.float32),
         weight_versions=np.zeros(length, dtype=np.int32),
         reward=reward,
-        advantage=reward,
+        advantages=per_token(reward, loss_mask),
+        weights=per_token(1.0, loss_mask),
         values=None if values is None else np.array(values, dtype=np.float32),
         kl=None if kl is None else np.array(kl, dtype=np.float32),
     )

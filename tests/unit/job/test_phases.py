@@ -73,6 +73,7 @@ class Run:
         resolved = ResolvedRun(config=config, plan=types.SimpleNamespace(), run=run, data=data, num_rollout=num_rollout)
         defaults = {
             "trainer": {
+                "put": lambda samples: samples,
                 "train": lambda step, samples: StepReport(step=step, num_train_steps=1, num_samples=len(samples), num_tokens=4, metrics={"train/loss": 0.5}),
                 "save": lambda done, state: f"checkpoint-{done}",
                 "finish_save": True,
@@ -109,6 +110,7 @@ def config(**groups) -> RunConfig:
 def test_one_after_the_other(tmp_path):
     step = [
         "rollouts.generate {0}",
+        "trainer.put",
         "trainer.train {0}",
         "rollouts.trained {2}",
         "rollouts.policy_changing",
@@ -135,7 +137,7 @@ def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_pa
         "engines.resume_memory kv_cache",
         "rollouts.policy_changed base@{}",
     ]
-    around = ["rollouts.generate 0", "engines.release_memory", "trainer.train 0", "rollouts.trained (0, 1)"]
+    around = ["rollouts.generate 0", "engines.release_memory", "trainer.put", "trainer.train 0", "rollouts.trained (0, 1)"]
     assert calls == [line.format(1) for line in sync] + around + [line.format(2) for line in sync]
 
 
@@ -173,11 +175,11 @@ def test_a_save_in_the_background_counts_once_it_is_whole(tmp_path):
 def test_the_critic_is_fitted_first_and_the_policy_waits_for_its_turn(tmp_path):
     loss = LossConfig(advantage_estimator="ppo", kl_coef=0.1, num_critic_only_steps=1)
     report = StepReport(step=0, num_train_steps=1, num_samples=4, num_tokens=8, metrics={"train/value_loss": 1.0})
-    critic = {"with_values": lambda samples: samples, "train_critic": lambda step, samples: report}
+    critic = {"with_values": lambda samples: samples, "train": lambda step, samples: report}
     parts = ("trainer", "critic", "engines", "rollouts")
     calls = Run(tmp_path, config(loss=loss), parts=parts, critic=critic, trainer={"with_kl": lambda samples: samples}).go()
     trained = [call for call in calls if call.startswith(("trainer", "critic"))]
-    fitted = ["trainer.with_kl", "critic.with_values", "critic.train_critic {}"]
+    fitted = ["trainer.put", "trainer.with_kl", "critic.with_values", "critic.train {}"]
     assert trained == [*(line.format(0) for line in fitted), *(line.format(1) for line in fitted), "trainer.train 1"]
 
 

@@ -8,14 +8,15 @@ import torch
 
 from slime_like.megatron_backend.context_parallel import ContextShare, zigzag_positions
 from slime_like.megatron_backend.packing import PackLayout, pack
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, per_token
 
 
 def sample(tokens, mask, advantage=1.0):
     size = len(tokens)
     return TrainSample(
         prompt_index=0, sample_index=0, tokens=np.array(tokens, dtype=np.int32), loss_mask=np.array(mask, dtype=np.int8),
-        engine_logprobs=np.arange(size, dtype=np.float32), weight_versions=np.zeros(size, dtype=np.int32), reward=0.0, advantage=advantage,
+        engine_logprobs=np.arange(size, dtype=np.float32), weight_versions=np.zeros(size, dtype=np.int32), reward=0.0,
+        advantages=per_token(advantage, mask), weights=per_token(1.0, mask),
     )  # fmt: skip
 
 

@@ -1,10 +1,12 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from slime_like.megatron_backend.context_parallel import ContextShare
 from slime_like.megatron_backend.packing import PackLayout, num_trained_tokens, pack, record_layout
-from slime_like.records import TrainSample
+from slime_like.records import TrainSample, per_token
 
 
 def sample(tokens, mask, advantage=1.0):
@@ -17,7 +19,8 @@ def sample(tokens, mask, advantage=1.0):
         engine_logprobs=-np.arange(length, dtype=np.float32),
         weight_versions=np.zeros(length, dtype=np.int32),
         reward=0.0,
-        advantage=advantage,
+        advantages=per_token(advantage, mask),
+        weights=per_token(1.0, mask),
     )
 
 
@@ -75,3 +78,9 @@ def test_first_token_is_never_trained():
 def test_back_to_record_layout():
     rows = record_layout(torch.tensor([1.0, 2.0, 9.0, 3.0, 9.0, 9.0]), (3, 2))
     assert [r.tolist() for r in rows] == [[0.0, 1.0, 2.0], [0.0, 3.0]]
+
+
+def test_a_tokens_own_weight_multiplies_its_share():
+    one = dataclasses.replace(sample([11, 12, 21, 22], [0, 0, 1, 1]), weights=np.array([9, 9, 0.5, -2], dtype=np.float32))
+    packed = pack([one], (0,), np.array([0.25]), layout=PackLayout(), device=torch.device("cpu"))
+    assert packed.weights.tolist() == [0.125, -0.5] and packed.own_weights.tolist() == [0.5, -2.0]

@@ -278,7 +278,7 @@ def test_train_samples_are_normalised_within_their_group(run, sorting_script):
     groups = manager.generate(0).groups
     samples = to_train_samples(groups, LossConfig(disable_grpo_std_normalization=True))
     assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert sorted(sample.advantage for sample in samples) == [-0.5, 0, 0, 0.5]
+    assert sorted(sample.advantages[-1] for sample in samples) == [-0.5, 0, 0, 0.5]
     for group, pair in zip(groups, (samples[:2], samples[2:]), strict=True):
         for sample, train in zip(group.samples, pair, strict=True):
             assert train.tokens is sample.tokens and train.reward == sample.reward

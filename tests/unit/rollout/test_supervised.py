@@ -26,7 +26,8 @@ def test_the_answer_and_the_end_token_are_trained_on(make_config, tokenizer):
     trained = sample.tokens[sample.loss_mask == 1]
     assert tokenizer.decode(sample.tokens.tolist()) == "<|im_start|>user\nsort 0001<|im_end|>\n<|im_start|>assistant\n0001<|im_end|>"
     assert tokenizer.decode(trained.tolist()) == "0001<|im_end|>"
-    assert sample.advantage == 1.0 and len(sample.tokens) == len(sample.loss_mask) == len(sample.engine_logprobs) == len(sample.weight_versions)
+    assert sample.advantages.tolist() == sample.weights.tolist() == sample.loss_mask.tolist()
+    assert len(sample.tokens) == len(sample.loss_mask) == len(sample.engine_logprobs) == len(sample.weight_versions)
 
 
 def test_an_answer_that_is_cut_has_no_end_token():

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from slime_like.algorithms.group_advantages import normalize
 from slime_like.config.run import RunConfig
 from slime_like.config.training import LossConfig
 from slime_like.errors import DataError, PluginError, RunError
@@ -33,7 +34,7 @@ def group(index, rewards, *, status="completed"):
 
 
 def advantages_of(groups, **options):
-    return [sample.advantage for sample in to_train_samples(groups, LossConfig(**options))]
+    return [sample.advantages[-1] for sample in to_train_samples(groups, LossConfig(**options))]
 
 
 def test_groups_of_unequal_size_are_their_own_baselines():
@@ -62,7 +63,8 @@ def test_truncated_samples_may_train_nothing_and_are_still_compared_with():
     loss = LossConfig(disable_grpo_std_normalization=True)
     masked = to_train_samples(groups, loss, mask_truncated=True)
     assert [sample.loss_mask.tolist() for sample in masked] == [[0, 0, 0], *[[0, 1, 1]] * 4]
-    assert [sample.advantage for sample in masked] == [-0.5, 0.5, 0, -0.5, 0.5] == [sample.advantage for sample in to_train_samples(groups, loss)]
+    assert [sample.advantages[-1] for sample in masked] == [0, 0.5, 0, -0.5, 0.5]
+    assert [sample.advantages[-1] for sample in to_train_samples(groups, loss)] == [-0.5, 0.5, 0, -0.5, 0.5]
     assert all(sample.loss_mask.any() for sample in to_train_samples(groups, loss))
     assert groups[0].samples[0].num_response_tokens == 2, "the rollout's own record stays as it was"
 
@@ -72,8 +74,8 @@ def test_what_failures_leave_alone_teaches_nothing():
     groups = [group(0, [9, 7], status=FAILED), group(1, [1, 0])]
     for estimator in ("grpo", "dr_grpo", "rloo", "gspo"):
         found = to_train_samples(groups, LossConfig(advantage_estimator=estimator), group_size=2)
-        assert found[0].advantage == 0 and found[1].advantage > 0
-    assert to_train_samples([group(0, [7])], LossConfig(), group_size=1)[0].advantage == 7
+        assert found[0].advantages[-1] == 0 and found[1].advantages[-1] > 0
+    assert to_train_samples([group(0, [7])], LossConfig(), group_size=1)[0].advantages[-1] == 7
 
 
 def test_the_rollouts_deviation_divides_the_groups_difference():
@@ -111,15 +113,15 @@ def test_a_users_function_replaces_the_comparison_within_a_group():
     """Pass@2 of one right answer in four: 3 of 6 pairs hold it, so the mean is 1/2 and the deviation 1/2; a wrong one is in 1 of 3 right pairs."""
     config = config_with("pass_at_2")
     samples = to_train_samples([group(0, [1, 0, 0, 0]), group(1, [0, 0])], config.loss, custom_advantages(config))
-    assert [sample.advantage for sample in samples[:4]] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-5)
-    assert [sample.advantage for sample in samples[4:]] == [0, 0]
+    assert [sample.advantages[-1] for sample in samples[:4]] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-5)
+    assert [sample.advantages[-1] for sample in samples[4:]] == [0, 0]
 
 
 def test_a_users_function_sees_the_flags_and_its_answer_is_checked():
     config = config_with("as_many_as_asked")
     with pytest.raises(DataError, match=r"for a group of 2\. It must give one finite number each"):
         to_train_samples([group(0, [1, 0])], config.loss, custom_advantages(config))
-    assert to_train_samples([group(0, [7])], config.loss, custom_advantages(config))[0].advantage == 0.25
+    assert to_train_samples([group(0, [7])], config.loss, custom_advantages(config))[0].advantages[-1] == 0.25
     config = config_with("raises")
     with pytest.raises(RunError, match=r"test_train_samples\.raises, prompt 5: the function raised ZeroDivisionError"):
         to_train_samples([group(5, [1, 0])], config.loss, custom_advantages(config))
@@ -137,4 +139,17 @@ def test_an_answer_of_several_samples_is_compared_once():
     segments = [dataclasses.replace(pair.samples[0], segment_index=number) for number in range(3)]
     longer = dataclasses.replace(pair, samples=(*segments, pair.samples[1]))
     found = to_train_samples([longer], LossConfig(disable_grpo_std_normalization=True), group_size=2)
-    assert [(sample.sample_index, sample.advantage) for sample in found] == [(0, 0.5)] * 3 + [(1, -0.5)]
+    assert [(sample.sample_index, sample.advantages[-1]) for sample in found] == [(0, 0.5)] * 3 + [(1, -0.5)]
+
+
+def test_every_trained_token_has_the_advantage_and_weight_one():
+    (sample, _) = to_train_samples([group(0, [1, 0])], LossConfig(disable_grpo_std_normalization=True))
+    assert sample.advantages.tolist() == [0, 0.5, 0.5] and sample.weights.tolist() == [0, 1, 1]
+    assert sample.advantages.dtype == sample.weights.dtype == np.float32
+
+
+def test_advantages_are_rounded_once():
+    """Where the trainer computes on with them they come in float64, so that whitening starts from the estimator's own numbers."""
+    plain, whitened = (to_train_samples([group(0, [1, 0, 0])], LossConfig(normalize_advantages=on))[0].advantages for on in (False, True))
+    assert (plain.dtype, whitened.dtype) == (np.float32, np.float64)
+    assert whitened[1] == normalize(np.array([1, 0, 0]), LossConfig())[0] != plain[1] == np.float32(whitened[1])

@@ -1,7 +1,7 @@
 import pytest
 
 from slime_like.errors import DataError
-from slime_like.megatron_backend.train_step import combine_steps, split_rollout
+from slime_like.megatron_backend.rl_recipe import combine_steps, split_rollout
 
 
 def test_rollout_is_split_in_order():
