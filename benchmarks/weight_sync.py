@@ -35,7 +35,7 @@ from slime_like.config.rollout import DataConfig  # noqa: E402
 from slime_like.config.run import RunConfig  # noqa: E402
 from slime_like.config.system import PlacementConfig, SyncConfig  # noqa: E402
 from slime_like.config.training import CheckpointConfig, OptimizerConfig  # noqa: E402
-from slime_like.records import WeightsRef  # noqa: E402
+from slime_like.records import BASE, WeightsRef  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.utils.net import free_port  # noqa: E402
 from slime_like.weight_sync.probe import compare_probe, probe_samples  # noqa: E402
