@@ -11,9 +11,9 @@ import os
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
 from slime_like.config.file import config_paths, read_config_files
 from slime_like.config.hf_model import disagreements, hf_notes, model_from_hf, read_hf_config
-from slime_like.config.notices import notices
-from slime_like.config.refused import take_refused
 from slime_like.config.run import GROUPS, RunConfig
+from slime_like.config.slime_flags.notices import notices
+from slime_like.config.slime_flags.refused import take_refused
 from slime_like.errors import ConfigError
 from slime_like.sglang_backend.server_args import check_flags, merge_flags, present_names
 

@@ -18,7 +18,7 @@ import sys
 from arguments import Command, parse_args
 from slime_like.errors import ConfigError, RunError, UserError
 from slime_like.planning.placement import cannot_run_yet
-from slime_like.planning.render import PlanReport, as_json, make_report, render_plan
+from slime_like.planning.report.render import PlanReport, as_json, make_report, render_plan
 from slime_like.sglang_backend.shared_memory import tidy_shared_memory
 from slime_like.utils.logs import start_logging
 from slime_like.utils.supervise import fork_driver

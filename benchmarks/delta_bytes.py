@@ -20,10 +20,10 @@ import torch
 import zstandard
 from safetensors.torch import load_file
 
-from slime_like.weight_sync.delta import _key
-from slime_like.weight_sync.delta_codec import XOR, digest
-from slime_like.weight_sync.delta_frame import Change, FramePlace, write_frame
-from slime_like.weight_sync.stream import buckets, raw_bytes
+from slime_like.weight_sync.buckets import buckets, raw_bytes
+from slime_like.weight_sync.delta.codec import XOR, digest
+from slime_like.weight_sync.delta.frame import Change, FramePlace, write_frame
+from slime_like.weight_sync.delta.publisher import _key
 
 BUCKET_BYTES = 512 << 20
 

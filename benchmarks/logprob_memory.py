@@ -58,8 +58,8 @@ class LiveBytes(TorchDispatchMode):
 
 def measure(tokens: int, chunk: int | None, *, host_blocks: bool = False) -> dict:
     """Largest extra bytes in forward and in backward, also over the bytes of one chunk."""
-    from slime_like.megatron_backend import forward as module
-    from slime_like.megatron_backend.forward import Scoring, log_probs_and_entropy
+    from slime_like.megatron_backend.step import forward as module
+    from slime_like.megatron_backend.step.forward import Scoring, log_probs_and_entropy
 
     if not host_blocks:
         module.HOST_ELEMENTS = tokens * VOCABULARY

@@ -38,7 +38,7 @@ from slime_like.config.training import CheckpointConfig, OptimizerConfig  # noqa
 from slime_like.records import BASE, WeightsRef  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.utils.net import free_port  # noqa: E402
-from slime_like.weight_sync.probe import compare_probe, probe_samples  # noqa: E402
+from slime_like.weight_sync.proof.probe import compare_probe, probe_samples  # noqa: E402
 from slime_like.weight_sync.session import EngineSide, PublishOrder  # noqa: E402
 
 #: Share of the bound that each transport is to reach, and the most that a receipt may cost.

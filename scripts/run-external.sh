@@ -20,7 +20,7 @@ source "${ROOT}/scripts/models/${MODEL}.sh"
 tiny_defaults
 
 if [[ -z "${ENGINE_ADDRS}" ]]; then
-  LOADER="--custom-weight-loader slime_like.weight_sync.shm_loader.load"
+  LOADER="--custom-weight-loader slime_like.weight_sync.in_engine.shm_loader.load"
   cat >&2 <<TEXT
 Set ENGINE_ADDRS to the engines' host:port. One is started by hand with SGLang's own command line,
 on a GPU host:

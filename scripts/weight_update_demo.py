@@ -40,11 +40,11 @@ from slime_like.config.model import ModelConfig  # noqa: E402
 from slime_like.errors import SlimeLikeError  # noqa: E402
 from slime_like.records import EngineEndpoint, WeightsRef  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
-from slime_like.weight_sync.base import PublisherOptions, make_publisher  # noqa: E402
-from slime_like.weight_sync.receipt import Receipt  # noqa: E402
-from slime_like.weight_sync.receiver_client import start_receiver  # noqa: E402
+from slime_like.weight_sync.buckets import WeightPublisher  # noqa: E402
+from slime_like.weight_sync.delta.receiver_client import start_receiver  # noqa: E402
+from slime_like.weight_sync.proof.receipt import Receipt  # noqa: E402
 from slime_like.weight_sync.session import EngineSide, PublishOrder  # noqa: E402
-from slime_like.weight_sync.stream import WeightPublisher  # noqa: E402
+from slime_like.weight_sync.transports.registry import PublisherOptions, make_publisher  # noqa: E402
 
 #: Name -> its publisher, and what it does in a line.
 METHODS: dict[str, tuple[Callable[[PublisherOptions], WeightPublisher], str]] = {

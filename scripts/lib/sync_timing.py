@@ -15,10 +15,10 @@ from unittest import mock
 
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
-from slime_like.weight_sync.engine_receipt import RECEIPT_NAME
-from slime_like.weight_sync.receipt import Receipt, loader_request
+from slime_like.weight_sync.buckets import Digest, NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes
+from slime_like.weight_sync.in_engine.receipt import RECEIPT_NAME
+from slime_like.weight_sync.proof.receipt import Receipt, loader_request
 from slime_like.weight_sync.session import EngineSide
-from slime_like.weight_sync.stream import Digest, NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes
 
 
 @dataclass(frozen=True)

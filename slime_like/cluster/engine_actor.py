@@ -14,7 +14,7 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, host_has_cuda, launch_engine
 from slime_like.utils.logs import start_logging
 from slime_like.utils.net import free_port
-from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
+from slime_like.weight_sync.delta.receiver_client import RunningReceiver, start_receiver
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.external import HealthWatch
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
 from slime_like.utils.net import host_port, wait_until
-from slime_like.weight_sync.probe import compare_probe, probe_samples
+from slime_like.weight_sync.proof.probe import compare_probe, probe_samples
 from slime_like.weight_sync.session import PublishOrder, abandon
 
 logger = logging.getLogger(__name__)

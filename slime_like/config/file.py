@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_like.config.base import ProblemParser, read_value
-from slime_like.config.refused import REFUSED, REFUSED_VALUES
 from slime_like.config.run import GROUPS
+from slime_like.config.slime_flags.refused import REFUSED, REFUSED_VALUES
 from slime_like.config.transports import choices
 
 _SGLANG = "sglang"

@@ -322,7 +322,7 @@ class RunConfig:
         if self.placement.colocate:
             return ["--update-weight-mode delta is for slow links and does not go with --colocate. Fix: leave it out; ipc copies within the machine."]
         if len(receivers) != len(engines):
-            given = f"{len(receivers)} are given for {len(engines)}. Fix: start python -m slime_like.weight_sync.receiver on each engine's machine."
+            given = f"{len(receivers)} are given for {len(engines)}. Fix: start python -m slime_like.weight_sync.delta.receiver on each engine's machine."
             return [f"--update-weight-mode delta needs one of --rollout-external-receiver-addrs for each external engine: {given}"]
         if engines and self.sync.update_weight_local_checkpoint_dir:
             return ["--update-weight-local-checkpoint-dir is for receivers that we start. Fix: --directory of the running receivers."]

@@ -3,6 +3,6 @@
 Importing this package makes megatron importable on hosts without CUDA; that must precede the first `import megatron`.
 """
 
-from slime_like.megatron_backend import compat
+from slime_like.megatron_backend.compat import megatron as compat
 
 compat.install()

@@ -22,13 +22,13 @@ from slime_like.config.hf_model import model_from_hf, read_hf_config
 from slime_like.config.model import ModelConfig, ParallelConfig
 from slime_like.config.training import OptimizerConfig
 from slime_like.errors import CheckpointError, ConfigError, RunError, SlimeLikeError, UserError, WaitTimeout
-from slime_like.megatron_backend import checkpoint
-from slime_like.megatron_backend.checkpoint_folder import find, read_client_state, refuse_existing
-from slime_like.megatron_backend.hf_convert import export_hf, load_hf
-from slime_like.megatron_backend.hf_files import HfReader
-from slime_like.megatron_backend.hf_save import save_hf_folder
+from slime_like.megatron_backend.checkpoint import state as checkpoint
+from slime_like.megatron_backend.checkpoint.folder import find, read_client_state, refuse_existing
+from slime_like.megatron_backend.hf.files import HfReader
+from slime_like.megatron_backend.hf.names_and_shards import export_hf, load_hf
+from slime_like.megatron_backend.hf.save import save_hf_folder
 from slime_like.megatron_backend.initialize import initialize, shut_down
-from slime_like.megatron_backend.model_provider import build_frozen, unwrap
+from slime_like.megatron_backend.model.provider import build_frozen, unwrap
 
 #: Seconds that all processes of one machine have in all.
 _DEADLINE_S = 24 * 3600

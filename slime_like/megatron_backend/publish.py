@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from slime_like.config.model import ModelConfig
-from slime_like.megatron_backend.hf_convert import hf_names, num_export_ranks, rank_in_stage
+from slime_like.megatron_backend.hf.names_and_shards import hf_names, num_export_ranks, rank_in_stage
 from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from slime_like.errors import DataError
-from slime_like.megatron_backend.packing import PackedBatch, packed_rows
-from slime_like.megatron_backend.stage_weights import named_weights
+from slime_like.megatron_backend.model.stage_weights import named_weights
+from slime_like.megatron_backend.step.packing import PackedBatch, packed_rows
 from slime_like.records import TrainSample
 
 Weights = dict[str, torch.Tensor]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from slime_like.megatron_backend.packing import record_layout
-from slime_like.megatron_backend.train_step import Scores, StepBatch
+from slime_like.megatron_backend.step.packing import record_layout
+from slime_like.megatron_backend.step.runner import Scores, StepBatch
 from slime_like.records import TrainSample
 
 #: What a verb is given: the records of one train step, the same list on every rank, or what `prepare` made of them.

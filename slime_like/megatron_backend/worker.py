@@ -11,20 +11,21 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from slime_like.config.run import RunConfig
-from slime_like.megatron_backend import checkpoint, hf_convert
-from slime_like.megatron_backend.async_save import PendingSave
-from slime_like.megatron_backend.checkpoint_folder import find, is_megatron_folder, read_client_state
-from slime_like.megatron_backend.critic import ValueRunner, critic_config
-from slime_like.megatron_backend.gradient_sync import GradientSync
+from slime_like.megatron_backend.checkpoint import state as checkpoint
+from slime_like.megatron_backend.checkpoint.async_save import PendingSave
+from slime_like.megatron_backend.checkpoint.folder import find, is_megatron_folder, read_client_state
+from slime_like.megatron_backend.checkpoint.start_weights import load_weights, reference_step, start_source, start_step
+from slime_like.megatron_backend.hf import names_and_shards as hf_convert
 from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_down
-from slime_like.megatron_backend.loss_spec import LossSpec
-from slime_like.megatron_backend.model_provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
-from slime_like.megatron_backend.optimizer import AdamParams, build_optimizer, build_scheduler, forget_moments, stepping_with
+from slime_like.megatron_backend.model.provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
 from slime_like.megatron_backend.publish import gathering
 from slime_like.megatron_backend.reference import Weights, copy_weights, put_weights, swapped
-from slime_like.megatron_backend.routing_replay import Routing, RoutingReplay
-from slime_like.megatron_backend.start_weights import load_weights, reference_step, start_source, start_step
-from slime_like.megatron_backend.train_step import StepBatch, StepRunner
+from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
+from slime_like.megatron_backend.step.gradient_sync import GradientSync
+from slime_like.megatron_backend.step.loss_spec import LossSpec
+from slime_like.megatron_backend.step.optimizer import AdamParams, build_optimizer, build_scheduler, forget_moments, stepping_with
+from slime_like.megatron_backend.step.routing_replay import Routing, RoutingReplay
+from slime_like.megatron_backend.step.runner import StepBatch, StepRunner
 from slime_like.megatron_backend.verbs import Batch, Outputs
 from slime_like.records import BASE, REFERENCE, TEACHER, SyncReceipt, WeightsRef
 from slime_like.weight_sync.sender import WeightSender

@@ -10,9 +10,9 @@ import dataclasses
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import TRANSPORTS, SyncBound, SyncShape, transport_of
 from slime_like.planning.hardware import bandwidths
-from slime_like.planning.parameters import model_parameters
+from slime_like.planning.memory.parameters import model_parameters
+from slime_like.planning.memory.trainer_bytes import Precision
 from slime_like.planning.placement import PlacementPlan
-from slime_like.planning.trainer_bytes import Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

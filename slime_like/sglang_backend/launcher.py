@@ -19,6 +19,7 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.server_args import known_arguments, merge_flags, to_argv
 from slime_like.sglang_backend.shared_memory import DIRECTORY_VARIABLE, WEIGHT_LOADER, shared_directory
+from slime_like.utils.files import PACKAGE_ROOT
 from slime_like.utils.guard import GuardedProcess, start_guarded
 from slime_like.utils.net import free_port, host_port, http_url, interface_of, port_is_free, with_another_port
 
@@ -221,8 +222,7 @@ def _meeting(spec: EngineSpec, port: int, private_dir: str) -> dict[str, str]:
 def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:
     """The server's environment variables."""
     env = dict(os.environ)
-    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    env["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join([PACKAGE_ROOT, *filter(None, [env.get("PYTHONPATH")])])
     env[DIRECTORY_VARIABLE] = shared_directory()
     # Else /health generates a token and takes a second, and fails while generation is paused.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"

@@ -19,6 +19,7 @@ from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.router_server import KEY_VARIABLE
+from slime_like.utils.files import PACKAGE_ROOT
 from slime_like.utils.guard import GuardedProcess, start_guarded
 from slime_like.utils.net import certificates, free_port, http_url, port_is_free, wait_until, with_another_port
 
@@ -157,8 +158,7 @@ def launch_router(
         arguments = _arguments(policy, host, port if port is not None else free_port(host), request_timeout_s)
         arguments["log-level"] = _LOG_LEVELS[log_level]
         argv = [sys.executable, "-m", "slime_like.sglang_backend.router_server", *(f"--{name}={value}" for name, value in arguments.items())]
-        package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])}
         router = Router(http_url(host, int(str(arguments["port"]))), key, start_guarded(argv, env=env, log_path=log_path, secrets=(key,)))
         try:
             _wait_healthy(router, timeout_s)

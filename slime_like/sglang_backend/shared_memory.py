@@ -12,7 +12,7 @@ from slime_like.errors import WeightSyncError
 #: Tells an engine's weight loader the only folder from which it may read.
 DIRECTORY_VARIABLE = "SLIME_LIKE_SHM_DIR"
 #: SGLang's name of our weight loader; the launcher passes it to --custom-weight-loader.
-WEIGHT_LOADER = "slime_like.weight_sync.shm_loader.load"
+WEIGHT_LOADER = "slime_like.weight_sync.in_engine.shm_loader.load"
 _ROOT = "/dev/shm"
 
 

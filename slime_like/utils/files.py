@@ -12,6 +12,9 @@ from pathlib import Path
 
 from slime_like.errors import UserError
 
+#: The folder that holds the package, for the PYTHONPATH of processes that we start.
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
 
 def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""

@@ -18,7 +18,7 @@ import torch
 
 from slime_like.config.transports import transport_of
 from slime_like.utils.net import is_own_address, url_host
-from slime_like.weight_sync.stream import PublisherOptions
+from slime_like.weight_sync.buckets import PublisherOptions
 
 logger = logging.getLogger(__name__)
 

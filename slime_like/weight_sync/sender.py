@@ -17,14 +17,14 @@ from slime_like.errors import WeightSyncError
 from slime_like.records import DeltaCount, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import address_of_interface, is_own_address, own_address, url_host
-from slime_like.weight_sync.base import make_publisher
 from slime_like.weight_sync.bounds import best_rate
+from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, WeightPublisher
+from slime_like.weight_sync.proof.receipt import Receipt, never_sent
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
-from slime_like.weight_sync.receipt import Receipt, never_sent
 from slime_like.weight_sync.session import PublishOrder
-from slime_like.weight_sync.sources import Sources
-from slime_like.weight_sync.stream import Digest, NamedTensor, PublisherOptions, WeightPublisher
 from slime_like.weight_sync.transform import Made, WeightTransform
+from slime_like.weight_sync.transports.registry import make_publisher
+from slime_like.weight_sync.transports.sources import Sources
 
 #: Digests are sums modulo 2^64, so stages and tensors can be added in any order.
 _DIGEST_MODULUS = 1 << 64

@@ -21,9 +21,9 @@ from slime_like.config.transports import RECEIVER, SHARED_FOLDER, transport_of
 from slime_like.errors import SlimeLikeError, WaitTimeout, WeightSyncError
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
-from slime_like.weight_sync.receiver_client import ReceiverClient
-from slime_like.weight_sync.shards import check_whole
+from slime_like.weight_sync.delta.receiver_client import ReceiverClient
 from slime_like.weight_sync.together import run_together
+from slime_like.weight_sync.transports.shards import check_whole
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from slime_like.utils.plugins import load_function
 if TYPE_CHECKING:  # the driver checks the path before anything heavy is imported
     import torch
 
-    from slime_like.weight_sync.stream import NamedTensor
+    from slime_like.weight_sync.buckets import NamedTensor
 
 FLAG = "--custom-weight-transform-path"
 
@@ -122,7 +122,7 @@ def _checked(pair: object, where: str) -> NamedTensor:
     """A (name, tensor) that every transport can send."""
     import torch
 
-    from slime_like.weight_sync.disk import TYPES
+    from slime_like.weight_sync.transports.disk import TYPES
 
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0] or not isinstance(pair[1], torch.Tensor):
         found = f"({', '.join(type(part).__name__ for part in pair)})" if isinstance(pair, (tuple, list)) else f"a {type(pair).__name__}"

@@ -13,7 +13,7 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from slime_like.sglang_backend.shared_memory import shared_directory
 from slime_like.utils.guard import group_members
-from slime_like.weight_sync.base import make_publisher
+from slime_like.weight_sync.transports.registry import make_publisher
 from tests.contract.engines import FLAGS, TINY, Served, make_model, options, prompt, prompt_logprobs, sync
 
 

@@ -13,9 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import Engine
-from slime_like.weight_sync.base import PublisherOptions, SentReport, WeightPublisher
 from slime_like.weight_sync.session import EngineSide, PublishOrder
-from slime_like.weight_sync.sources import Sources
+from slime_like.weight_sync.transports.registry import PublisherOptions, SentReport, WeightPublisher
+from slime_like.weight_sync.transports.sources import Sources
 
 VOCAB = 320
 TINY = Path(__file__).parents[2] / "models" / "tiny-qwen3"

@@ -17,7 +17,7 @@ from slime_like.errors import EngineError
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from slime_like.utils.guard import group_members
-from slime_like.weight_sync.base import make_publisher
+from slime_like.weight_sync.transports.registry import make_publisher
 from tests.contract.engines import FLAGS, largest_difference, options, prompt, sync
 
 LONG = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}

@@ -14,11 +14,11 @@ import torch
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.utils.net import wait_until
-from slime_like.weight_sync import broadcast
-from slime_like.weight_sync.base import make_publisher
-from slime_like.weight_sync.device_ipc import LOAD_FORMAT, handle_of
 from slime_like.weight_sync.session import EngineSide, abandon
-from slime_like.weight_sync.slots import Sending, Slot, send_in_slots
+from slime_like.weight_sync.transports import broadcast
+from slime_like.weight_sync.transports.device_ipc import LOAD_FORMAT, handle_of
+from slime_like.weight_sync.transports.registry import make_publisher
+from slime_like.weight_sync.transports.slots import Sending, Slot, send_in_slots
 from tests.contract.engines import hf_logprobs, largest_difference, options, order_of, prompt, sync, two_sources
 
 TRANSPORTS = ("ipc", "broadcast", "disk")

@@ -13,10 +13,10 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
-from slime_like.weight_sync import receipt as receipt_module
-from slime_like.weight_sync.base import make_publisher
-from slime_like.weight_sync.receipt import Receipt, never_sent
+from slime_like.weight_sync.proof import receipt as receipt_module
+from slime_like.weight_sync.proof.receipt import Receipt, never_sent
 from slime_like.weight_sync.session import EngineSide
+from slime_like.weight_sync.transports.registry import make_publisher
 from tests.contract.engines import FLAGS, options, order_of
 from tests.helpers.tiny_models import make_tiny_model
 

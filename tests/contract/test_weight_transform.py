@@ -12,11 +12,11 @@ from slime_like.config.hf_model import model_from_hf, read_hf_config
 from slime_like.config.model import ModelConfig
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.weight_sync.base import make_publisher
-from slime_like.weight_sync.receipt import Receipt
-from slime_like.weight_sync.receiver_client import start_receiver
+from slime_like.weight_sync.delta.receiver_client import start_receiver
+from slime_like.weight_sync.proof.receipt import Receipt
 from slime_like.weight_sync.session import EngineSide
 from slime_like.weight_sync.transform import WeightTransform, to_bf16
+from slime_like.weight_sync.transports.registry import make_publisher
 from tests.contract.engines import largest_difference, options, order_of
 
 #: SGLang leaves tensors of this name out.

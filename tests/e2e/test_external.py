@@ -75,7 +75,7 @@ def servers(tiny_model_dir, tmp_path_factory):
                *extensions, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=30)
     ports = free_ports(2)
-    loader = ["--custom-weight-loader", "slime_like.weight_sync.shm_loader.load"]
+    loader = ["--custom-weight-loader", "slime_like.weight_sync.in_engine.shm_loader.load"]
     tls = [*loader, "--api-key", KEY, "--ssl-keyfile", folder / "key.pem", "--ssl-certfile", folder / "cert.pem"]
     found = []
     try:

@@ -241,7 +241,8 @@ def two_engines(tiny_model_dir, tmp_path) -> Iterator[list[str]]:
             command = [
                 sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir), "--host", "127.0.0.1", "--port", str(port),
                 "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle",
-                "--disable-overlap-schedule", "--skip-server-warmup", "--api-key", KEY, "--custom-weight-loader", "slime_like.weight_sync.shm_loader.load",
+                "--disable-overlap-schedule", "--skip-server-warmup", "--api-key", KEY,
+                "--custom-weight-loader", "slime_like.weight_sync.in_engine.shm_loader.load",
             ]  # fmt: skip
             with open(tmp_path / f"external-{number}.log", "w") as log:
                 env = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
@@ -302,7 +303,7 @@ def hand_started_receiver(folder: Path, key: str) -> Iterator[str]:
     key_path, log_path = folder / "key.txt", folder / "receiver.log"
     key_path.touch(0o600)
     key_path.write_text(key)
-    command = [sys.executable, "-m", "slime_like.weight_sync.receiver", "--directory", folder / "weights", "--port", "0", "--api-key-file", key_path]
+    command = [sys.executable, "-m", "slime_like.weight_sync.delta.receiver", "--directory", folder / "weights", "--port", "0", "--api-key-file", key_path]
     with open(log_path, "w") as log:
         process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:

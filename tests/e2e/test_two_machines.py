@@ -40,7 +40,7 @@ def engine_url(machines, tiny_model_dir, tmp_path_factory):
     command = [
         sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", tiny_model_dir, "--host", machine.address, "--port", PORT,
         "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle",
-        "--disable-overlap-schedule", "--skip-server-warmup", "--custom-weight-loader", "slime_like.weight_sync.shm_loader.load",
+        "--disable-overlap-schedule", "--skip-server-warmup", "--custom-weight-loader", "slime_like.weight_sync.in_engine.shm_loader.load",
     ]  # fmt: skip
     env = environment(OMP_NUM_THREADS="1", SGLANG_USE_CPU_ENGINE="1", GLOO_SOCKET_IFNAME=machine.interface)
     process = machine.start(command, env=env, log=folder / "engine.log")

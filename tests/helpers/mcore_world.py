@@ -28,7 +28,7 @@ def build(layout: Layout):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    from slime_like.megatron_backend.layer_spec import block_spec
+    from slime_like.megatron_backend.model.layer_spec import block_spec
 
     model, parallel, optimizer = layout.model, layout.parallel, layout.optimizer
     config = transformer_config(model, parallel, bf16=bool(optimizer.bf16))

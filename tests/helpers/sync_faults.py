@@ -76,7 +76,7 @@ _ARMED = _Armed()
 
 def install(worker) -> None:
     """Lead this rank's streams past the armed faults: where HF tensors are made, and between the receipt and the transport."""
-    from slime_like.megatron_backend import hf_convert
+    from slime_like.megatron_backend.hf import names_and_shards as hf_convert
     from slime_like.sglang_backend.client import EngineClient
     from slime_like.weight_sync import sender
     from slime_like.weight_sync.session import EngineSide, version_directory

@@ -31,7 +31,7 @@ from slime_like.planning.placement import PlacementPlan, make_plan
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, start_engine
-from slime_like.weight_sync.receiver_client import RunningReceiver, start_receiver
+from slime_like.weight_sync.delta.receiver_client import RunningReceiver, start_receiver
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import make_config, make_samples
 

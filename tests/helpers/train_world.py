@@ -84,7 +84,7 @@ def recipe_of(worker):
 
 def add_gradients(worker, samples) -> dict[str, float]:
     """One train step's gradients as the policy's recipe takes them, and their metrics; the optimizer is not asked to step."""
-    from slime_like.megatron_backend.loss_spec import LossSpec
+    from slime_like.megatron_backend.step.loss_spec import LossSpec
 
     (batch,) = recipe_of(worker).ready([samples])
     return worker.forward_backward(batch, LossSpec(), weights=BASE).metrics

@@ -1,5 +1,5 @@
 """Every estimator, loss, mask and mean in a real trainer: loss and gradient norm are those of loops over tokens on top of HF and autograd."""
-# Covers slime_like.megatron_backend.advantages and slime_like.megatron_backend.objective too, which it does not import itself.
+# Covers slime_like.megatron_backend.step.advantages and slime_like.megatron_backend.step.objective too, which it does not import itself.
 
 import dataclasses
 import math
@@ -105,7 +105,7 @@ def worker_of(place, port, ranks, folders, **options):
 
 def with_loss(worker, loss):
     """The same trainer with another loss; a learning rate of 0 keeps its weights."""
-    from slime_like.megatron_backend.train_step import StepRunner
+    from slime_like.megatron_backend.step.runner import StepRunner
 
     config = worker.config = dataclasses.replace(worker.config, loss=loss)
     parts = {"model_config": config.model, "parallel": config.parallel, "batch": config.batch, "temperature": 1.0}

@@ -1,5 +1,5 @@
 """Checkpoints written while training goes on, chosen by number, and read in another layout: what is loaded is what was saved, or nothing."""
-# Covers slime_like.megatron_backend.async_save too, which it does not import itself.
+# Covers slime_like.megatron_backend.checkpoint.async_save too, which it does not import itself.
 
 import contextlib
 import os
@@ -69,13 +69,13 @@ def full_disk(place):
 
 
 def weights_of(worker):
-    from slime_like.megatron_backend.hf_convert import joins_export
+    from slime_like.megatron_backend.hf.names_and_shards import joins_export
 
     return {name: tensor.detach().float().numpy().copy() for name, tensor in worker.export(BASE)} if joins_export() else {}
 
 
 def latest_name(saves):
-    from slime_like.megatron_backend.checkpoint_folder import find
+    from slime_like.megatron_backend.checkpoint.folder import find
 
     return os.path.basename(find(saves))
 
@@ -155,7 +155,7 @@ def failures(place, ports, folder, saves):
 
 def with_unsafe_shards(place, ports, folder, root):
     """Saved and continued under one and the same layout with the optimizer shards that Megatron gets wrong."""
-    from slime_like.megatron_backend import checkpoint
+    from slime_like.megatron_backend.checkpoint import state as checkpoint
 
     safe = dict(checkpoint._METADATA)
     checkpoint._METADATA["distrib_optim_sharding_type"] = "dp_reshardable"

@@ -1,5 +1,5 @@
 """Saving, resuming and exporting: nothing that a later step depends on is lost, under the same layout or another."""
-# Covers slime_like.megatron_backend.checkpoint and slime_like.megatron_backend.hf_save too, which it does not import itself.
+# Covers slime_like.megatron_backend.checkpoint.state and slime_like.megatron_backend.hf.save too, which it does not import itself.
 
 import json
 import os

@@ -1,5 +1,5 @@
 """PPO's two models in many layouts: values, value loss, token advantages and gradients are what HF and autograd say."""
-# Covers slime_like.megatron_backend.critic too, which it does not import itself.
+# Covers slime_like.megatron_backend.step.critic too, which it does not import itself.
 
 import dataclasses
 import os

@@ -1,5 +1,5 @@
 """Mixture of experts (Qwen3-MoE) over many layouts: the trainer agrees with HF transformers, every expert comes out, checkpoints fit other layouts."""
-# Covers slime_like.megatron_backend.compat_experts too, which it does not import itself.
+# Covers slime_like.megatron_backend.compat.experts too, which it does not import itself.
 
 import dataclasses
 import os

@@ -55,7 +55,7 @@ CASES = [Case(model, layout) for model, layouts in FAMILIES.items() for layout i
 
 def run_cases(place, folders, root, ports):
     """[result of each case]; None where this rank has no part in it."""
-    from slime_like.megatron_backend.stage_weights import named_weights
+    from slime_like.megatron_backend.model.stage_weights import named_weights
     from slime_like.megatron_backend.worker import TrainWorker
 
     results = []

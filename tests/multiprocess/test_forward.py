@@ -29,7 +29,7 @@ def scores(place):
     """(case, form, whether entropy has a gradient, whether logits are a leaf) -> log-probs, entropies, this rank's gradient."""
     from megatron.core import parallel_state
 
-    from slime_like.megatron_backend.forward import Scoring, log_probs_and_entropy
+    from slime_like.megatron_backend.step.forward import Scoring, log_probs_and_entropy
 
     torch.distributed.init_process_group("gloo", rank=place["rank"], world_size=place["world_size"], init_method=f"tcp://127.0.0.1:{place['master_port']}")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=place["world_size"])

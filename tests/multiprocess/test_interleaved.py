@@ -1,5 +1,5 @@
 """Chunks of layers, overlapping collectives and bf16: what is saved, accumulated and read after a step is what a plain split gives."""
-# Covers slime_like.megatron_backend.compat_buffers and slime_like.megatron_backend.gradient_sync too, which it does not import itself.
+# Covers slime_like.megatron_backend.compat.buffers and slime_like.megatron_backend.step.gradient_sync too, which it does not import itself.
 
 import os
 
@@ -34,7 +34,7 @@ def start(place, ports, folder, *, parallel, optimizer=None, num_steps=2, loss=N
 
 
 def weights_of(worker):
-    from slime_like.megatron_backend.hf_convert import joins_export
+    from slime_like.megatron_backend.hf.names_and_shards import joins_export
 
     return {name: tensor.float().numpy().copy() for name, tensor in worker.export(BASE)} if joins_export() else {}
 

@@ -1,13 +1,13 @@
 """The plan's bytes are those of real megatron-core models: names, shapes, buffers with their padding, optimizer state after a step."""
-# Covers slime_like.megatron_backend.model_provider too, which it does not import itself.
+# Covers slime_like.megatron_backend.model.provider too, which it does not import itself.
 
 import pytest
 
 from slime_like.config.model import ModelConfig, ParallelConfig
 from slime_like.config.training import OptimizerConfig
-from slime_like.planning.activations import ActivationSizes
-from slime_like.planning.parameters import stage_buffer_bytes, stage_chunks
-from slime_like.planning.trainer_bytes import Precision, StageBytes
+from slime_like.planning.memory.activations import ActivationSizes
+from slime_like.planning.memory.parameters import stage_buffer_bytes, stage_chunks
+from slime_like.planning.memory.trainer_bytes import Precision, StageBytes
 from tests.helpers.mcore_world import Layout, measure
 from tests.helpers.train_world import free_ports, run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_like.config.system import SyncConfig
-from slime_like.weight_sync.stream import Digest
+from slime_like.weight_sync.buckets import Digest
 from tests.helpers import weight_transforms as transforms
 from tests.helpers.hf_truth import load_model
 from tests.helpers.tiny_models import make_tiny_model

@@ -1,5 +1,5 @@
 """Trainers that take their experts from elsewhere, over many layouts, against HF transformers with the same experts forced on its routers."""
-# Covers slime_like.megatron_backend.routing_replay too, which it does not import itself.
+# Covers slime_like.megatron_backend.step.routing_replay too, which it does not import itself.
 
 import dataclasses
 

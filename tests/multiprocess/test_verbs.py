@@ -53,7 +53,7 @@ def client_samples():
 
 
 def spec_of(name):
-    from slime_like.megatron_backend.loss_spec import LossSpec
+    from slime_like.megatron_backend.step.loss_spec import LossSpec
 
     return LossSpec(name=name, config=LOSSES[name], function=power_of_log_probs if name == "custom" else None)
 
@@ -99,7 +99,7 @@ def exported(worker):
 
 def steps_of(worker, samples):
     """(weights before, gradients, report, weights after) of two steps with numbers of their own, and of one with the flags'."""
-    from slime_like.megatron_backend.optimizer import AdamParams
+    from slime_like.megatron_backend.step.optimizer import AdamParams
 
     for params in (*(AdamParams(**numbers) for numbers in STEPS), None):
         worker.forward_backward(samples, spec_of("cross_entropy"), weights=BASE)

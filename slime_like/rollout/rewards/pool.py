@@ -6,9 +6,9 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 from slime_like.errors import RewardError, WaitTimeout
+from slime_like.utils.files import PACKAGE_ROOT
 
 _START_S = 120.0
 _GRACE_S = 5.0
@@ -52,8 +52,7 @@ class WorkerPool:
             await self._end(worker)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        root = str(Path(__file__).resolve().parents[3])
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
         worker = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "slime_like.rollout.rewards.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
         )

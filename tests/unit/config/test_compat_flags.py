@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from arguments import build_parser, parse_args
-from slime_like.config.refused import REFUSED, REFUSED_VALUES, take_refused
 from slime_like.config.run import GROUPS
+from slime_like.config.slime_flags.refused import REFUSED, REFUSED_VALUES, take_refused
 from slime_like.errors import ConfigError
 from slime_like.sglang_backend.server_args import RESERVED, known_arguments, present_names
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from slime_like.config.algorithms import ESTIMATORS, POLICY_LOSSES
-from slime_like.config.notices import notices
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.slime_flags.notices import notices
 from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig
 from slime_like.errors import CheckpointError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.notices import notices
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig, split_slice
 from slime_like.config.run import RunConfig
+from slime_like.config.slime_flags.notices import notices
 from slime_like.config.system import PlacementConfig
 from slime_like.config.training import LossConfig
 

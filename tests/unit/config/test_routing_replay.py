@@ -8,8 +8,8 @@ import pytest
 
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.notices import notices
 from slime_like.config.run import RunConfig
+from slime_like.config.slime_flags.notices import notices
 from slime_like.config.system import EngineConfig
 from slime_like.config.training import BatchConfig
 

@@ -18,7 +18,7 @@ import pytest
 from arguments import parse_args
 from slime_like.config.run import GROUPS
 from slime_like.planning.placement import cannot_run_yet
-from slime_like.planning.render import make_report
+from slime_like.planning.report.render import make_report
 from slime_like.utils.net import free_port
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.config.base import add_flags, from_namespace, make_parser, parse
 from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.planning.parameters import model_parameters
+from slime_like.planning.memory.parameters import model_parameters
 
 #: Parameters as the model cards and checkpoints state them, tied embeddings counted once.
 PUBLISHED = {

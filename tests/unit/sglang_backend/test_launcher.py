@@ -95,7 +95,7 @@ def test_user_flags_win_over_defaults(tmp_path):
     assert [a for a in argv if a.startswith(("--max-total-tokens", "--attention-backend"))] == ["--max-total-tokens=99", "--attention-backend=flex"]
     assert {"--model-path=/models/m", "--port=1", "--tp-size=1", "--context-length=512", "--dtype=float32", "--device=cpu", "--sleep-on-idle"} <= set(argv)
     at = argv.index("--custom-weight-loader")
-    assert argv[at + 1 : at + 3] == ["mine.load", "slime_like.weight_sync.shm_loader.load"]
+    assert argv[at + 1 : at + 3] == ["mine.load", "slime_like.weight_sync.in_engine.shm_loader.load"]
 
 
 def test_log_level_is_ours_unless_sglang_has_one_of_its_own(tmp_path):

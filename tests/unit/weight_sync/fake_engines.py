@@ -30,7 +30,7 @@ from sglang_backend.fake_http import serve
 
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
-from slime_like.weight_sync import shm_loader
+from slime_like.weight_sync.in_engine import shm_loader
 
 #: Test's own requests beside SGLang's.
 ORDERS, REPORT = "/test/orders", "/test/report"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slime_like.records import EngineEndpoint
-from slime_like.weight_sync.base import PublisherOptions
 from slime_like.weight_sync.bounds import best_rate
+from slime_like.weight_sync.transports.registry import PublisherOptions
 
 
 def options(transport: str, url: str = "http://127.0.0.1:30000", directory: str | None = None) -> PublisherOptions:

@@ -1,0 +1,1 @@
+"""Megatron checkpoints: folders, what is in them, reading without executing, writing while the run goes on."""

@@ -1,0 +1,209 @@
+"""Megatron checkpoints (torch_dist): written whole or not at all, readable under another parallel layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slime_like.config.model import ModelConfig
+from slime_like.errors import CheckpointError, SaveError
+from slime_like.megatron_backend.checkpoint.folder import Draft, read_client_state
+from slime_like.megatron_backend.checkpoint.reader import checked_copy
+from slime_like.megatron_backend.model.provider import unwrap
+from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT
+from slime_like.megatron_backend.step.optimizer import fit_optimizer_state
+
+#: What writing may raise; torch's CheckpointException is a BaseException.
+WRITE_FAILURES = (Exception, CheckpointException)
+#: Parameter-shaped optimizer state, readable under any layout. (dp_reshardable is silently wrong with torch AdamW in 0.16.1.)
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+#: What must agree between a checkpoint and the model it is loaded into.
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "mlp_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_size",
+    "vocab_size",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
+#: What only some families have: told where it is not the default.
+_FAMILY = (
+    *("post_self_attn_layernorm", "post_mlp_layernorm", "rotary_interleaved", "rotary_percent"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything of one rank that a checkpoint holds."""
+
+    model: Sequence[torch.nn.Module]  # this rank's chunks
+    model_config: ModelConfig
+    optimizer: MegatronOptimizer | None = None  # None: leave optimizer state out
+    scheduler: OptimizerParamScheduler | None = None  # None: take weights only
+    with_rng: bool = True
+    value_head: bool = False  # a critic; loading a policy's weights leaves its head as it is
+
+
+def draft_of(
+    folder: str, state: TrainState, *, num_rollouts_done: int | None, client_state: dict, retain_interval: int | None = None, num_spared: int = 0
+) -> Draft:
+    """The checkpoint-to-be of `state` in `folder`. client_state must be JSON; num_rollouts_done None: converted weights, which resume nothing."""
+    record = {
+        "num_rollouts_done": num_rollouts_done or 0,
+        "client_state": client_state,
+        "architecture": _architecture(state.model_config),
+        "layout": _layout(),
+        "dtype": str(next(state.model[0].parameters()).dtype).removeprefix("torch."),
+        "has_optimizer": state.optimizer is not None,
+        "weights_only": state.scheduler is None,
+        "value_head": state.value_head,
+    }
+    return Draft(folder=folder, number=num_rollouts_done, record=record, retain_interval=retain_interval, num_spared=num_spared)
+
+
+def save(draft: Draft, state: TrainState) -> str:
+    """Write one checkpoint and make it the latest; returns its path. Collective. Raises SaveError.
+
+    Everything is written into a hidden folder first; the rename makes it a checkpoint.
+    """
+    try:
+        start_writing(draft, state, in_background=False)
+    except WRITE_FAILURES as error:
+        raise SaveError(f"the checkpoint {draft.final_path} could not be written: {type(error).__name__}: {error}") from error
+    finish_writing(draft)
+    return draft.final_path
+
+
+def start_writing(draft: Draft, state: TrainState, *, in_background: bool) -> AsyncRequest | None:
+    """Make the hidden folder and write into it, or, in_background, return Megatron's request to do so. Collective."""
+    if torch.distributed.get_rank() == 0:
+        draft.make()
+    torch.distributed.barrier()
+    request = dist_checkpointing.save(_sharded_state(state, is_loading=False), draft.path, async_sharded_save=in_background)
+    torch.distributed.barrier()
+    return request
+
+
+def finish_writing(draft: Draft) -> None:
+    """Turn what all ranks have written into the latest checkpoint. Collective."""
+    if torch.distributed.get_rank() == 0:
+        draft.publish()
+    torch.distributed.barrier()
+
+
+def load(path: str, state: TrainState) -> dict:
+    """Fill the parts of `state` that are given from one checkpoint; returns its client_state.json. Collective.
+
+    Random states are taken only under the layout that saved them (they belong to ranks). Raises CheckpointError.
+    """
+    saved = read_client_state(path)
+    wanted, found = _architecture(state.model_config), saved.get("architecture")
+    if found != wanted:
+        theirs = found or {}
+        differing = [f"{k}: checkpoint {theirs.get(k)}, flags {wanted.get(k)}" for k in wanted | theirs if theirs.get(k) != wanted.get(k)]
+        raise CheckpointError(f"{path} is of another architecture: {'; '.join(differing)}.")
+    from_policy = state.value_head and not saved.get("value_head", False)
+    if not state.value_head and saved.get("value_head", False) or from_policy and state.optimizer is not None:
+        raise CheckpointError(f"{path} is a {'policy' if from_policy else 'critic'}'s and cannot continue as a {'critic' if from_policy else 'policy'}.")
+    if state.optimizer is not None and not saved["has_optimizer"]:
+        raise CheckpointError(f"{path} has no optimizer state (it was saved with --no-save-optim). Fix: --no-load-optim.")
+    if saved["layout"] != _layout():
+        state = dataclasses.replace(state, with_rng=False)
+    sharded = _sharded_state(state, is_loading=True)
+    chunks = dict(zip(_chunk_names(state.model), unwrap(state.model), strict=True))
+    last = list(chunks)[-1]
+    own_head = sharded[last].pop(OUTPUT_WEIGHT, None) if from_policy else None
+    with checked_copy(path, sharded) as copy:
+        try:
+            loaded = dist_checkpointing.load(sharded, copy)
+        except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
+            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {str(error).replace(copy, path)}") from error
+    if own_head is not None:
+        loaded[last][OUTPUT_WEIGHT] = own_head.data
+    for name, chunk in chunks.items():
+        chunk.load_state_dict(loaded[name])
+    if state.optimizer is not None:
+        state.optimizer.load_state_dict(fit_optimizer_state(loaded["optimizer"], state.optimizer))
+    if state.scheduler is not None:
+        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if state.with_rng:
+        _set_rng(loaded["rng_state"])
+    return saved
+
+
+def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
+    sharded: dict = {name: chunk.sharded_state_dict() for name, chunk in zip(_chunk_names(state.model), unwrap(state.model), strict=True)}
+    if state.optimizer is not None:
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=_METADATA)
+    if state.scheduler is not None:
+        sharded["opt_param_scheduler"] = state.scheduler.state_dict()
+    if state.with_rng:
+        tensor, pipeline, data = _layout()
+        place = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+        )
+        copy = parallel_state.get_context_parallel_rank()
+        sharded["rng_state"] = ShardedObject("rng_state", _get_rng(), (tensor, pipeline, data), place, replica_id=copy)
+    return sharded
+
+
+def _chunk_names(model: Sequence[torch.nn.Module]) -> list[str]:
+    """Megatron's names of the chunks' state; tensors bear the numbers of the whole model's layers, so files do not depend on the chunks."""
+    return ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
+
+
+def _get_rng() -> dict:
+    state = {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng(state: dict) -> None:
+    random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _architecture(model: ModelConfig) -> dict:
+    found = {name: getattr(model, name) for name in _ARCHITECTURE + (_EXPERTS if model.num_experts else ())}
+    if model.num_experts and not all(model.expert_layers):
+        found["moe_layer_freq"] = "".join(str(int(has_experts)) for has_experts in model.expert_layers)
+    return found | {name: getattr(model, name) for name in _FAMILY if getattr(model, name) != getattr(ModelConfig, name)}
+
+
+def _layout() -> list[int]:
+    """[tensor, pipeline, data] parallel sizes; a list, as JSON gives it back."""
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    ]

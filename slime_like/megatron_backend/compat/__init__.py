@@ -1,0 +1,1 @@
+"""Every patch of megatron-core, each with the upstream place and the condition for removing it."""

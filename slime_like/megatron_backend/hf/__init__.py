@@ -1,0 +1,1 @@
+"""HF names and files: a table for each family, used for loading, exporting and saving."""

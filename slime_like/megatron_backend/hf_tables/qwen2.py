@@ -1,9 +1,0 @@
-"""Qwen2: Llama with a bias on query, key and value."""
-
-from slime_like.megatron_backend.hf_tables import llama
-from slime_like.megatron_backend.hf_tables.entry import QKV, Entry
-
-TABLE = (
-    *llama.TABLE,
-    Entry("decoder.layers.{layer}.self_attention.linear_qkv.bias", tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.bias" for x in "qkv"), QKV),
-)

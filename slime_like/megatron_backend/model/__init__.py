@@ -1,0 +1,1 @@
+"""The model of one rank: layers, stages, a critic's head."""

@@ -1,0 +1,1 @@
+"""One train step: packing, passes, loss, gradients, optimizer."""

@@ -1,0 +1,1 @@
+"""Proposes layouts that fit."""

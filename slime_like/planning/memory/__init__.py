@@ -1,0 +1,1 @@
+"""Bytes on every GPU in every phase."""

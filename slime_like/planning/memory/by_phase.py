@@ -1,0 +1,181 @@
+"""Config + placement -> bytes on every GPU in every phase of a step, and whether they fit.
+
+Weights, gradients and optimizer state of the trainer are exact; everything else is an estimate (docs/planning.md says how good).
+It tells what this version does, not what could be done: the trainer keeps weights, gradients and optimizer state on its GPUs in
+every phase, only engines give memory back (--offload-rollout); a swapped reference lies in the host's memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from slime_like.config.run import RunConfig
+from slime_like.planning.hardware import GIB, card_bytes
+from slime_like.planning.memory.engine_bytes import EngineBytes, engine_bytes
+from slime_like.planning.memory.role_bytes import PhaseBytes, RoleBytes
+from slime_like.planning.placement import PlacementPlan
+
+#: The phases of one step, in order; "start" stands before the first.
+PHASES = ("start", "generate", "score", "train", "sync")
+
+#: CUDA context, NCCL channels and cuBLAS workspaces of one process: an order of magnitude, it cannot be computed.
+PROCESS_BYTES = GIB
+
+#: Phases in which nothing of the run happens, by mode.
+_ABSENT = {"train_only": ("generate", "sync"), "rollout_only": ("score", "train", "sync")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseMemory:
+    """Bytes on one GPU during one phase, by what they are for."""
+
+    name: str
+    bytes: dict[str, int]
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return sum(self.bytes.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuMemory:
+    """One GPU over one step. host_bytes: what its processes keep in the host's memory for it."""
+
+    bundle: int
+    phases: tuple[PhaseMemory, ...]
+    limit_bytes: int
+    host_bytes: int = 0
+    engine_fits: bool = True  # whether the engine's weights fit in its own share of the card
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """The fullest phase."""
+        return max((phase.total_bytes for phase in self.phases), default=0)
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether the fullest phase is within the card, and the engine's weights within its share."""
+        return self.peak_bytes <= self.limit_bytes and self.engine_fits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Every GPU of the run. advice: flags that would make it fit, best first; empty where it does."""
+
+    limit_bytes: int
+    per_gpu: tuple[GpuMemory, ...]
+    advice: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU is within the card."""
+        return all(gpu.fits for gpu in self.per_gpu)
+
+    @property
+    def fullest(self) -> GpuMemory | None:
+        """The GPU with the highest peak."""
+        return max(self.per_gpu, key=lambda gpu: (not gpu.fits, gpu.peak_bytes), default=None)
+
+    def to_dict(self) -> dict:
+        """The "memory" of `--plan json`."""
+        shared: dict[int, list[dict]] = {}  # GPUs with the same phases share one list: there may be thousands
+        for gpu in self.per_gpu:
+            if id(gpu.phases) not in shared:
+                shared[id(gpu.phases)] = [{"name": p.name, "bytes": p.bytes, "total_bytes": p.total_bytes} for p in gpu.phases]
+        per_gpu = [
+            {
+                "bundle": gpu.bundle,
+                "phases": shared[id(gpu.phases)],
+                "peak_bytes": max((phase["total_bytes"] for phase in shared[id(gpu.phases)]), default=0),
+                "fits": gpu.fits,
+                "host_bytes": gpu.host_bytes,
+            }
+            for gpu in self.per_gpu
+        ]
+        return {"limit_bytes": self.limit_bytes, "fits": self.fits, "advice": list(self.advice), "per_gpu": per_gpu}
+
+
+def memory_plan(config: RunConfig, plan: PlacementPlan) -> MemoryPlan:
+    """Bytes of every GPU of `plan` in every phase. The architecture must be known."""
+    found = _gpus(config, plan)
+    fullest = max(found, key=lambda gpu: (not gpu.fits, gpu.peak_bytes), default=None)
+    advice = () if fullest is None or fullest.fits else tuple(_advice(config, plan, fullest))
+    return MemoryPlan(limit_bytes=card_bytes(config.placement), per_gpu=found, advice=advice)
+
+
+def _gpus(config: RunConfig, plan: PlacementPlan) -> tuple[GpuMemory, ...]:
+    limit = card_bytes(config.placement)
+    phases = tuple(name for name in PHASES if name not in _ABSENT.get(plan.mode, ()))
+    roles = {name: RoleBytes(config, plan, name) for name in plan.roles if name != "rollout"}
+    engine = engine_bytes(config, limit) if any(e.bundles for e in plan.engines) else None
+    engine_bundles = {index for e in plan.engines for index in e.bundles}
+    positions = {name: {index: rank for rank, index in enumerate(plan.roles[name].bundles)} for name in roles}
+    known: dict[tuple, tuple[tuple[PhaseMemory, ...], int]] = {}
+    found = []
+    for bundle in plan.bundles:
+        here = [(name, roles[name].key(positions[name][bundle.index])) for name in roles if bundle.index in positions[name]]
+        has_engine = engine is not None and bundle.index in engine_bundles
+        key = (tuple(here), has_engine)
+        if key not in known:
+            parts = [roles[name].phases(role_key) for name, role_key in here]
+            if has_engine and engine is not None:
+                parts.append(_engine_phases(config, engine))
+            known[key] = (_add(parts, phases), sum(roles[name].host_bytes(role_key) for name, role_key in here))
+        memory, host = known[key]
+        fits = not has_engine or engine is None or engine.kv_cache > 0
+        found.append(GpuMemory(bundle=bundle.index, phases=memory, limit_bytes=limit, host_bytes=host, engine_fits=fits))
+    return tuple(found)
+
+
+def _engine_phases(config: RunConfig, engine: EngineBytes) -> PhaseBytes:
+    """Engines on the trainer's GPUs give weights and KV cache back after generating, weights first come back for the sync."""
+    held = {"engine weights": engine.weights, "kv_cache": max(0, engine.kv_cache), "communication": PROCESS_BYTES}
+    idle = {"communication": PROCESS_BYTES} if config.offload_rollout else held
+    bucket = {"sync buffers": config.sync.update_weight_buffer_size}
+    back = {"engine weights": engine.weights, "communication": PROCESS_BYTES} if config.offload_rollout else held
+    return {"start": held, "generate": held | {"engine work": engine.work}, "score": idle, "train": idle, "sync": back | bucket}
+
+
+def _add(parts: list[PhaseBytes], names: tuple[str, ...]) -> tuple[PhaseMemory, ...]:
+    """Roles on one GPU are processes of their own: what they hold adds up, their allocators give nothing to each other."""
+    found = []
+    for name in names:
+        total: dict[str, int] = {}
+        for part in parts:
+            for what, size in part.get(name, {}).items():
+                total[what] = total.get(what, 0) + int(size)
+        found.append(PhaseMemory(name=name, bytes={what: size for what, size in total.items() if size}))
+    return tuple(found)
+
+
+def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]:
+    """Flags that lower the fullest phase of the fullest GPU, by how much each can give."""
+    phase = max(gpu.phases, key=lambda p: p.total_bytes)
+    over, parts, found = phase.total_bytes - gpu.limit_bytes, phase.bytes, []
+    if not gpu.engine_fits:
+        found.append("--rollout-num-gpus-per-engine: a larger engine, or a larger --sglang-mem-fraction-static; its weights do not fit in its share")
+    gib = {name: f"{size / GIB:.1f} GiB" for name, size in parts.items()}
+    static = gpu.limit_bytes - sum(size for name, size in parts.items() if name not in ("engine weights", "kv_cache"))
+    if parts.get("kv_cache", 0) > max(0, over) > 0 and static > 0:
+        share = int(100 * static / gpu.limit_bytes) / 100
+        found.append(f"--sglang-mem-fraction-static {share:g}: {phase.name} is {over / GIB:.1f} GiB too full, the KV cache has {gib['kv_cache']}")
+    if plan.mode == "colocate" and not config.offload_rollout and phase.name in ("score", "train"):
+        found.append("--offload-rollout: the engines give their memory back while training")
+    if parts.get("activations", 0) and config.parallel.recompute_granularity != "full":
+        found.append(f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: activations are {gib['activations']}")
+    if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size < 0:
+        found.append(f"--log-probs-chunk-size 1024: what stands around the logits is {gib['logits']}")
+    if parts.get("logits", 0) + parts.get("activations", 0) > 2 * GIB and config.batch.max_tokens_per_gpu:
+        found.append(f"a smaller --max-tokens-per-gpu than {config.batch.max_tokens_per_gpu}, and --sequence-parallel where there is tensor parallelism")
+    if parts.get("optimizer", 0):
+        if not config.parallel.use_distributed_optimizer and config.data_parallel_size > 1:
+            found.append(f"--use-distributed-optimizer: splits {gib['optimizer']} of optimizer state over {config.data_parallel_size} data parallel ranks")
+        found.append(f"--optimizer-cpu-offload: moves {gib['optimizer']} of optimizer state to the host")
+    if parts.get("weights", 0):
+        model = config.parallel.model_parallel_size
+        found.append(f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size than their product {model}, or more --actor-num-nodes")
+    if plan.mode == "colocate":
+        found.append("engines on GPUs of their own: --rollout-num-gpus instead of --colocate")
+    return found

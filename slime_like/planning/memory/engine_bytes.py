@@ -1,0 +1,76 @@
+"""What one GPU of a rollout engine holds: weights, KV cache, working memory. Estimates of SGLang's layout, without its quantisation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.run import RunConfig
+from slime_like.planning.hardware import GIB
+from slime_like.planning.memory.activations import ActivationSizes
+from slime_like.planning.memory.parameters import stage_parameters
+from slime_like.planning.memory.trainer_bytes import Precision
+
+#: SGLang 0.5.23 (memory_hook.py) keeps at least this free on cards above 60 GiB, without --sglang-mem-fraction-static.
+_RESERVE_BYTES = 10 * GIB
+#: On smaller cards its reserve depends on many things; this is the order of it.
+_RESERVE_SHARE = 0.12
+#: SGLang's own reckoning for CUDA graphs: 512 MiB and 2 MiB for each of up to 256 batch sizes (memory_hook.py).
+_GRAPH_BYTES = GIB
+_PREFILL_TOKENS = 8192
+
+#: Kept whole on every tensor parallel rank.
+_WHOLE = ("layernorm", "router", "q_down_proj", "kv_down_proj", "gate_weight")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineBytes:
+    """One GPU of an engine. kv_cache is what --sglang-mem-fraction-static leaves beside the weights; below 0 the engine cannot start."""
+
+    weights: int
+    kv_cache: int
+    work: int
+
+
+def mem_fraction(config: RunConfig, card: int) -> float:
+    """Share of the card for weights and KV cache: --sglang-mem-fraction-static, else SGLang's default."""
+    given = config.engine.sglang.get("mem_fraction_static")
+    if isinstance(given, str):
+        return float(given)
+    reserve = _RESERVE_BYTES if card > 60 * GIB else _RESERVE_SHARE * card
+    return 1 - reserve / card
+
+
+def engine_bytes(config: RunConfig, card: int) -> EngineBytes:
+    """The fullest GPU of an engine."""
+    width, tp, pp = Precision.of(config.optimizer).weight, config.engine_tp_size, config.engine_pp_size
+    attention_tp = max(1, tp // config.engine_dp_size) if config.engine.dp_attention else tp
+    weights = width * engine_elements(config.model, tp=tp, attention_tp=attention_tp, pp=pp)
+    sizes = ActivationSizes(model=config.model, parallel=ParallelConfig(tensor_model_parallel_size=tp), width=width)
+    tokens = config.engine.sglang.get("chunked_prefill_size")
+    prefill = int(tokens) if isinstance(tokens, str) and int(tokens) > 0 else _PREFILL_TOKENS
+    work = _GRAPH_BYTES + int(prefill * sizes.forward_only())
+    return EngineBytes(weights=weights, kv_cache=int(mem_fraction(config, card) * card) - weights, work=work)
+
+
+def engine_elements(model: ModelConfig, *, tp: int, attention_tp: int, pp: int) -> int:
+    """Elements of the model on the fullest rank: matrices divided, fewer key/value heads than ranks repeated, norms and routers whole."""
+    experts = model.num_experts or 1
+    # One expert stands for all of them: a list of 256 in each layer would cost seconds.
+    layout = ParallelConfig(expert_model_parallel_size=experts)
+    repeated = max(1.0, attention_tp / model.num_kv_heads) if not model.multi_latent_attention else 1.0
+    keys = 2 * model.num_kv_heads / (model.num_attention_heads + 2 * model.num_kv_heads)
+    layers = ends = 0.0
+    for parameter in stage_parameters(model, layout, 0):
+        name, size = parameter.name, float(parameter.numel)
+        if ".experts." in name:
+            size *= experts / tp
+        elif not any(part in name for part in _WHOLE):
+            size /= attention_tp if ".self_attention." in name else tp
+            if "linear_qkv" in name:
+                size *= 1 + keys * (repeated - 1)
+        if name.startswith("decoder.layers."):
+            layers += size
+        else:
+            ends = max(ends, size) if pp > 1 else ends + size
+    return int(layers * -(-model.num_layers // pp) / model.num_layers + ends)

@@ -1,0 +1,1 @@
+"""The plan as text, as JSON and as a picture."""

@@ -1,0 +1,172 @@
+"""What every transport has in common: the publisher protocol, which tensors may share a bucket, and the digest of what was sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+import xxhash
+
+from slime_like.records import DeltaCount, EngineEndpoint
+from slime_like.weight_sync.in_engine.receipt import weighted_sum
+from slime_like.weight_sync.transports.sources import Sources
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+#: SGLang fuses these two while it loads, and forgets the first one if the second is not in the same request (0.5.23, cached_a_proj).
+_WAITING, _AWAITED = ".self_attn.q_a_proj.", ".self_attn.kv_a_proj_with_mqa."
+
+
+@dataclasses.dataclass(frozen=True)
+class PublisherOptions:
+    """Where one trainer source sends to. There is one source per pipeline stage; they send at the same time.
+
+    With the disk transport a stage has `num_writers` of them, which all see the same tensors, and each writes its share.
+    """
+
+    transport: str  # ipc, broadcast or disk
+    endpoints: tuple[EngineEndpoint, ...]
+    source_index: int
+    num_sources: int
+    buffer_bytes: int  # of one bucket
+    timeout_s: float
+    directory: str | None  # root folder of the disk transport
+    address: str  # of this process's host, as the engines see it
+    interface: str | None = None  # whose connections the broadcast transport uses; None: the one that holds `address`
+    sources: Sources | None = None  # of the ipc and broadcast transports with several sources
+    writer_index: int = 0
+    num_writers: int = 1
+    keep_files: bool = False  # of the disk transport: older versions stay
+    delta_encoding: str = "xor"  # of deltas: xor or overwrite
+
+
+@dataclasses.dataclass(frozen=True)
+class SentReport:
+    """What one source sent."""
+
+    num_tensors: int
+    num_bytes: int
+    delta: DeltaCount | None = None
+
+
+class Proof(Protocol):
+    """What a publisher that streams asks engines to digest (receipt.Receipt)."""
+
+    def layout_number(self, engine: int) -> int | None:
+        """Which of the lists that `entries` gives is for this engine; None: none."""
+
+    def entries(self, names: Iterable[str]) -> list[list[list[list]]]:
+        """Of each layout, of each of its ranks: what to digest once these tensors are loaded."""
+
+    def heard(self, engine: int, rank: int, digest: str) -> None:
+        """What a rank of an engine said of all that it was asked."""
+
+
+class WeightPublisher(Protocol):
+    """Sends one source's tensors to all engines, between EngineSide.begin and finish (session)."""
+
+    def connect(self) -> None:
+        """Get ready; may be called again and then does nothing. Sources connect one after another."""
+
+    def begin(self, version: int) -> None:
+        """Before any source sends. Sources begin, send and finish at the same time, but none before all have done what comes before."""
+
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
+        """Send HF-named whole tensors; where the transport can, let engines digest what they load. Raises EngineError, WeightSyncError or WaitTimeout."""
+
+    def finish(self, version: int) -> None:
+        """After every source has sent."""
+
+    def abandon(self, version: int) -> None:
+        """After a failure of any source: remove what is left of the version."""
+
+    def close(self) -> None:
+        """Let go of everything; harmless when called twice."""
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def is_expert(name: str) -> bool:
+    """Whether an HF tensor belongs to one of the routed experts."""
+    return _EXPERT.search(name) is not None
+
+
+class Cutter:
+    """Decides where one bucket ends and the next begins.
+
+    A bucket holds at most `max_bytes`, or one tensor that is larger alone. Tensors of experts have buckets of their own: an engine with
+    expert parallelism keeps only some of them, and finds in them no other tensor that it must not skip. Each tensor begins at a
+    multiple of its element size, since receivers look at the bytes in place, and there are no gaps.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self._size = 0
+        self._kind: bool | None = None  # of the tensors in the bucket; None: it is empty
+        self._awaited = ""
+
+    def cuts_before(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether this tensor begins a new bucket; counts it as part of the bucket that it is in."""
+        kind, size = is_expert(name), num_bytes(tensor)
+        if not name.startswith(self._awaited.partition(".self_attn.")[0]):
+            self._awaited = ""  # it never came: a transform renamed it, and SGLang has nothing to fuse either
+        cuts = self._kind is not None and not self._awaited
+        cuts = cuts and (kind is not self._kind or self._size + size > self.max_bytes or self._size % tensor.element_size() != 0)
+        self._size = size if cuts else self._size + size
+        self._kind = kind
+        if name == self._awaited:
+            self._awaited = ""
+        elif _WAITING in name:
+            self._awaited = name.replace(_WAITING, _AWAITED)
+        return cuts
+
+
+def buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Consecutive tensors in lists, cut as `Cutter` says. Nothing is copied."""
+    cutter = Cutter(max_bytes)
+    current: list[NamedTensor] = []
+    for name, tensor in tensors:
+        if cutter.cuts_before(name, tensor):
+            yield current
+            current = []
+        current.append((name, tensor))
+    if current:
+        yield current
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8, a view where the tensor is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def content_digest(tensor: torch.Tensor) -> bytes:
+    """8 bytes of a tensor's elements, computed where they are: xxh3_64 on the host, a weighted sum of its words on a GPU."""
+    flat = raw_bytes(tensor)
+    return weighted_sum(flat) if flat.is_cuda else xxhash.xxh3_64_digest(flat.numpy())
+
+
+class Digest:
+    """Counts tensors and hashes them: the sum modulo 2**64 of xxh3_64 over (name, dtype, shape, digest of the elements), so the order does not matter."""
+
+    def __init__(self) -> None:
+        self._num_tensors = self._num_bytes = self.value = 0
+
+    def add(self, name: str, tensor: torch.Tensor, content: bytes | None = None) -> None:
+        """Take one tensor in. content: its content_digest, where that is known already."""
+        what = f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|"
+        hasher = xxhash.xxh3_64(what.encode())
+        hasher.update(content or content_digest(tensor))
+        self._num_tensors += 1
+        self._num_bytes += num_bytes(tensor)
+        self.value = (self.value + hasher.intdigest()) % 2**64
+
+    def report(self) -> SentReport:
+        """What was taken in so far."""
+        return SentReport(self._num_tensors, self._num_bytes)

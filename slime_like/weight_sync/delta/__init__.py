@@ -1,0 +1,1 @@
+"""Only what changed travels: how it is written, sent, kept beside an engine and applied."""

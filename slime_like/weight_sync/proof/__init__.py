@@ -1,0 +1,1 @@
+"""That engines hold what was sent: digests in their own layout, and log-probs of fixed prompts."""

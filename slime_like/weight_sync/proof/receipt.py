@@ -1,0 +1,250 @@
+"""Proof that an engine holds exactly the weights that were sent: its own digests of them, in its own layout, against ours.
+
+How one source uses it:
+    receipt = Receipt(model, [client, ...])
+    publisher.send(receipt.watching(tensors), version, receipt)
+    receipt.verify(timeout_s)        # once the engines have loaded everything, inside the update session
+
+A transport that streams (engine_stream) lets the engines digest each bucket when they have loaded it: if these agree, verify() asks nothing.
+
+What a source was to send but did not is not seen here: the names of all sources are compared with the model's by whoever gathers them.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from slime_like.config.model import ModelConfig
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
+from slime_like.weight_sync.buckets import NamedTensor, raw_bytes
+from slime_like.weight_sync.in_engine.receipt import BUFFER, RECEIPT_NAME, digest, weighted_sum
+from slime_like.weight_sync.in_engine.stream import new_hash
+from slime_like.weight_sync.proof.engine_layout import Cut, Piece, pieces
+from slime_like.weight_sync.together import run_together
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLayout:
+    """What decides how an engine cuts its weights, and where it computes digests."""
+
+    tp_size: int
+    on_cpu: bool
+    may_fuse_shared: bool = False  # a shared expert may lie among the others
+
+    def cut(self, model: ModelConfig, rank: int) -> Cut:
+        """One rank's share."""
+        return Cut.of(model, rank, self.tp_size, on_cpu=self.on_cpu, may_fuse_shared=self.may_fuse_shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What one rank of an engine must hold, and its digest (8 bytes)."""
+
+    piece: Piece
+    dtype: str
+    digest: bytes
+
+    def entry(self) -> list:
+        """As engine_receipt.take reads it."""
+        return [self.piece.parameter, self.piece.expert, self.piece.dim, self.piece.first, self.piece.stop - self.piece.start, self.dtype]
+
+
+class _Asked:
+    """What one rank was asked to digest, and the digest that it must give."""
+
+    def __init__(self) -> None:
+        self._hash, self._count = new_hash(), 0
+
+    def add(self, held: Sequence[Held]) -> None:
+        for one in held:
+            self._hash.update(one.digest)
+        self._count += len(held)
+
+    def agrees(self, digest: str, count: int) -> bool:
+        return self._count == count and self._hash.hexdigest() == digest
+
+
+class Receipt:
+    """Digests of one source's tensors as they are sent, for every layout among the engines, and the comparison with the engines' own."""
+
+    def __init__(self, model: ModelConfig, clients: Sequence[EngineClient], who: str):
+        self._who = who
+        self._layouts: dict[EngineClient, EngineLayout] = {}
+        self.not_compared: dict[int, str] = {}  # engine -> why its digests cannot be compared
+        for client in clients:
+            found = layout_of(client)
+            if isinstance(found, str):
+                logger.warning("engine %d at %s: weight digests are not compared: %s", client.endpoint.index, client.url, found)
+                self.not_compared[client.endpoint.index] = found
+            else:
+                self._layouts[client] = found
+        self._cuts = {layout: [layout.cut(model, rank) for rank in range(layout.tp_size)] for layout in set(self._layouts.values())}
+        self._held: dict[EngineLayout, list[list[Held]]] = {}
+        self._of_name: dict[str, list[list[list[Held]]]] = {}  # what `entries` gives for a tensor
+        self._asked: dict[EngineLayout, list[_Asked]] = {}
+        self._proven: set[tuple[int, int]] = set()  # (engine, rank) whose digests of the stream agreed
+        self._told = False  # whether the log knows of `unknown`
+        self.unknown: list[str] = []  # tensors of which it is not known where an engine keeps them
+        self.names: list[str] = []
+        self.content: bytes | None = None  # stream.content_digest of the tensor yielded last, if it was computed anyway
+
+    def watching(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """The same tensors; each is taken in before it is passed on. Forgets what was watched before."""
+        self.names, self.unknown = [], []
+        self._held = {layout: [[] for _ in cuts] for layout, cuts in self._cuts.items()}
+        self._asked = {layout: [_Asked() for _ in cuts] for layout, cuts in self._cuts.items()}
+        self._of_name, self._proven = {}, set()
+        for name, tensor in tensors:
+            self._take(name, tensor)
+            yield name, tensor
+
+    def layout_number(self, engine: int) -> int | None:
+        """Which of the lists that `entries` gives is for this engine; None: its layout is not known."""
+        found = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
+        return None if found is None else list(self._cuts).index(found)
+
+    def entries(self, names: Iterable[str]) -> list[list[list[list]]]:
+        """Of each layout, of each of its ranks: what to digest once these tensors are loaded. What is asked here must be asked of the engines."""
+        found: list[list[list[list]]] = [[[] for _ in cuts] for cuts in self._cuts.values()]
+        for name in names:
+            for layout, asked, of_layout in zip(self._of_name.get(name, ()), self._asked.values(), found, strict=False):
+                for held, one, entries in zip(layout, asked, of_layout, strict=True):
+                    entries += [piece.entry() for piece in held]
+                    one.add(held)
+        return found
+
+    def heard(self, engine: int, rank: int, digest: str) -> None:
+        """An engine's rank has told the digest (16 hex digits) of all that `entries` asked it for."""
+        layout = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
+        if layout is not None and self._asked[layout][rank].agrees(digest, len(self._held[layout][rank])):
+            self._proven.add((engine, rank))
+
+    def verify(self, timeout_s: float) -> int:
+        """Ask all engines at once; the number of engines whose digests agree.
+
+        Raises WeightSyncError naming every engine that differs, its rank and its first tensor that does; EngineError or WaitTimeout.
+        """
+        if self.unknown and not self._told:
+            self._told = True
+            logger.warning("%d tensors are not compared: it is not known where an engine keeps them, as %s", len(self.unknown), self.unknown[0])
+        tasks = {f"engine {client.endpoint.index} at {client.url}": functools.partial(self._difference, client, timeout_s) for client in self._layouts}
+        found = run_together(tasks, timeout_s=timeout_s, who=self._who, phase="verify weights")
+        different = [found[engine] for engine in tasks if found[engine]]
+        if different:
+            raise WeightSyncError("; ".join(different) + ". Nothing was generated with these weights.")
+        return len(tasks)
+
+    def parameters(self) -> dict[EngineLayout, set[str]]:
+        """Layout -> the engine's parameters of which this source sent a part."""
+        return {layout: {held.piece.parameter for held in ranks[0]} for layout, ranks in self._held.items()}
+
+    def engines(self) -> Iterator[tuple[EngineClient, EngineLayout]]:
+        """The engines that are compared."""
+        yield from self._layouts.items()
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        self.names.append(name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        whole: dict[bool, bytes] = {}
+        known = True
+        of_name = self._of_name[name] = [[[] for _ in ranks] for ranks in self._held.values()]
+        for (layout, ranks), of_layout in zip(self._held.items(), of_name, strict=True):
+            for rank, (held, mine) in enumerate(zip(ranks, of_layout, strict=True)):
+                found = pieces(name, tensor.shape, self._cuts[layout][rank])
+                known = known and bool(found or tensor.numel() == 0 or rank)
+                for piece in found:
+                    if piece.stop - piece.start == tensor.size(piece.dim):
+                        if layout.on_cpu not in whole:
+                            whole[layout.on_cpu] = _digest(tensor, layout.on_cpu)
+                        value = whole[layout.on_cpu]
+                    else:
+                        value = _digest(tensor.narrow(piece.dim, piece.start, piece.stop - piece.start), layout.on_cpu)
+                    mine.append(Held(piece, dtype, value))
+                held += mine
+        self.content = whole.get(not tensor.is_cuda)
+        if not known:
+            self.unknown.append(name)
+
+    def _difference(self, client: EngineClient, timeout_s: float) -> str | None:
+        """What is wrong with one engine."""
+        ranks = self._held[self._layouts[client]]
+        if all((client.endpoint.index, rank) in self._proven for rank in range(len(ranks))):
+            return None
+        wrong = _wrong_ranks(client, ranks, timeout_s)
+        if not wrong:
+            return None
+        rank = wrong[0]
+        low, high = 0, len(ranks[rank])  # the first difference lies in [low, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            asked = [held[low:middle] if number == rank else [] for number, held in enumerate(ranks)]
+            low, high = (low, middle) if rank in _wrong_ranks(client, asked, timeout_s) else (middle, high)
+        piece = ranks[rank][low].piece
+        return (
+            f"engine {client.endpoint.index} at {client.url}, rank {rank}: {piece.name} is not what was sent (in the engine {piece.parameter}"
+            f"{'' if piece.expert is None else f', expert {piece.expert}'}, {'columns' if piece.dim else 'rows'} {piece.first} to "
+            f"{piece.first + piece.stop - piece.start}); {len(wrong)} of {len(ranks)} ranks differ"
+        )
+
+
+def layout_of(client: EngineClient) -> EngineLayout | str:
+    """How an engine cuts its weights; or why that is not known here."""
+    info = client.server_info()
+    loaders = info.get("custom_weight_loader") or []
+    if WEIGHT_LOADER not in loaders:
+        return f"it was started without --custom-weight-loader {WEIGHT_LOADER}"
+    if info.get("quantization"):
+        return f"it keeps quantised weights ({info['quantization']})"
+    for name, only in (("ep_size", 1), ("pp_size", 1), ("enable_dp_attention", False), ("moe_dense_tp_size", None)):
+        if info.get(name) not in (only, None):
+            return f"its layout with {name} {info[name]} is not known here"
+    on_cpu = str(info.get("device") or "").startswith("cpu")
+    return EngineLayout(tp_size=client.endpoint.tp_size, on_cpu=on_cpu, may_fuse_shared=not (on_cpu or info.get("disable_shared_experts_fusion")))
+
+
+def never_sent(receipt: Receipt, sent: Mapping[EngineLayout, set[str]], timeout_s: float) -> None:
+    """Raise WeightSyncError if an engine has a parameter of which no source sent anything. Makes the engine hash all it holds."""
+    for client, layout in receipt.engines():
+        left = sorted(set(client.parameter_names(timeout_s)) - sent[layout] - {BUFFER})
+        if left:
+            raise WeightSyncError(f"engine {client.endpoint.index} at {client.url} has {left[0]}, which was never sent ({len(left)} in all)")
+
+
+def loader_request(name: str, by_rank: Sequence[bytes]) -> list[str]:
+    """Bytes for our loader inside each rank, in the form of SGLang's update_weights_from_tensor: a pickled list of named tensors, base64."""
+    # bytearray: torch warns about memory that it must not write to.
+    return [base64.b64encode(pickle.dumps([(name, torch.frombuffer(bytearray(data), dtype=torch.uint8).clone())])).decode() for data in by_rank]
+
+
+def _digest(tensor: torch.Tensor, on_cpu: bool) -> bytes:
+    if on_cpu:
+        return digest(tensor.detach().cpu())
+    return weighted_sum(raw_bytes(tensor))
+
+
+def _wrong_ranks(client: EngineClient, ranks: Sequence[Sequence[Held]], timeout_s: float) -> list[int]:
+    """Ranks of which the digests of these entries are not what they must be. An empty list of entries is not asked about."""
+    requests = [json.dumps([held.entry() for held in entries]).encode() for entries in ranks]
+    client.update_weights_from_tensor(loader_request(RECEIPT_NAME, requests), load_format=WEIGHT_LOADER, timeout_s=timeout_s)
+    found = client.buffer_checksums(BUFFER, timeout_s)
+    if sorted(found) != list(range(len(ranks))):
+        raise EngineError(f"engine {client.endpoint.index} at {client.url}: digests of ranks {sorted(found)} instead of 0 to {len(ranks) - 1}")
+    return [rank for rank, entries in enumerate(ranks) if entries and found[rank] != _checksum(b"".join(held.digest for held in entries))]
+
+
+def _checksum(answer: bytes) -> str:
+    """As SGLang's checker hashes a tensor on the host (0.5.23, managers/mm_utils.tensor_hash)."""
+    return hashlib.sha256(answer).digest()[:8].hex()

@@ -1,0 +1,165 @@
+"""Weights between processes of one host, for engines that share the trainer's GPUs (--colocate).
+
+Two files in shared memory, which only we can read, are kept between buckets and syncs: tensors are copied into one while engines load from
+the other. One request to each engine lasts as long (engine_stream); buckets are announced through a socket beside the files. A trainer on a
+GPU whose only engine sees that GPU sends CUDA IPC handles instead, so that the bytes stay on the device (device_ipc); with several engines
+or pipeline stages the host's memory is in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+
+import torch
+
+from slime_like.errors import WeightSyncError
+from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_shared_directory, remove_dead_sources
+from slime_like.utils.net import is_own_address, url_host
+from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, SentReport
+from slime_like.weight_sync.in_engine.shm_slots import SharedFile
+from slime_like.weight_sync.together import run_together
+from slime_like.weight_sync.transports import device_ipc
+from slime_like.weight_sync.transports.channel import SocketStream, engine_name
+from slime_like.weight_sync.transports.slots import SLACK_BYTES, Sending, Slot, send_in_slots, slot_bytes
+
+logger = logging.getLogger(__name__)
+
+#: Larger slots gain nothing on the host: a request costs a few milliseconds, and smaller ones stay in the processor's cache.
+_HOST_SLOT_BYTES = 64 << 20
+
+
+class SharedSlot(Slot):
+    """A slot whose bytes lie in a file in shared memory."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self._file = SharedFile(path)
+
+    def reserve(self, size: int) -> None:
+        """As Slot.reserve. Raises WeightSyncError where shared memory is full."""
+        if size <= self.memory.numel():
+            return
+        try:
+            self.memory = torch.frombuffer(self._file.resize(size + SLACK_BYTES), dtype=torch.uint8)
+        except OSError as error:
+            folder = os.path.dirname(self._file.path)
+            free = shutil.disk_usage(folder).free
+            raise WeightSyncError(
+                f"{folder}: no room for a bucket of {size} bytes, {free} are free ({error.strerror}). Fix: a smaller --update-weight-buffer-size, "
+                "or more shared memory (a container's --shm-size)."
+            ) from error
+
+    def shrink(self) -> None:
+        """Give the memory back."""
+        super().shrink()
+        # Another file instead of a shorter one: an engine that still reads after a failure would be ended by what is not there (SIGBUS).
+        self._file.close()
+        self._file = SharedFile(self._file.path)
+
+    def with_table(self) -> list:
+        """Write the table behind the tensors; what an engine is to be told: [path, where the table begins, and ends]."""
+        start = self.used
+        return [self._file.path, start, self.append(json.dumps([entry.row() for entry in self.entries]).encode())]
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
+
+
+class IpcPublisher:
+    """See the module."""
+
+    def __init__(self, options: PublisherOptions):
+        self._options = options
+        self._clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
+        self._on_device = device_ipc.is_possible(options)
+        self._who = f"trainer source {options.source_index}"
+        self._directory: str | None = None
+        self._slots: list[Slot] = []
+
+    def connect(self) -> None:
+        """Make this source's private folder and files. Raises WeightSyncError if an engine is on another host."""
+        if self._slots:
+            return
+        for endpoint in self._options.endpoints:
+            if not is_own_address(url_host(endpoint.url)):
+                raise WeightSyncError(
+                    f"engine {endpoint.index} at {endpoint.url} is not on this host, so it cannot read our memory. Fix: --update-weight-transport disk."
+                )
+        if self._on_device:
+            self._slots = [Slot("cuda"), Slot("cuda")]
+            return
+        root = make_shared_directory()
+        remove_dead_sources()
+        self._directory = tempfile.mkdtemp(prefix=f"{os.getpid()}-source-{self._options.source_index}-", dir=root)
+        self._slots = [SharedSlot(f"{self._directory}/slot-{number}") for number in range(2)]
+
+    def begin(self, version: int) -> None:
+        """Nothing to do."""
+
+    def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
+        """Copy and load bucket by bucket, one while engines load the other."""
+        self.connect()
+        if not self._on_device:
+            return self._stream(tensors, version, proof)
+        try:
+            return send_in_slots(tensors, self._slots, self._sending(self._load_on_device, version))
+        finally:
+            for slot in self._slots:  # training needs the memory
+                slot.shrink()
+
+    def finish(self, version: int) -> None:
+        """Nothing to do: engines have loaded what was sent."""
+
+    def abandon(self, version: int) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Remove files and folder."""
+        for slot in self._slots:
+            if isinstance(slot, SharedSlot):
+                slot.close()
+        self._slots = []
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_dead_sources()  # of a source of the same run that was killed
+            drop_shared_directory()
+            self._directory = None
+
+    def _sending(self, load: Callable[[Slot, str], None], version: int) -> Sending:
+        options, most = self._options, slot_bytes(self._options.buffer_bytes)
+        return Sending(
+            send=lambda slot, number: load(slot, f"load bucket {number} of version {version}"),
+            max_bytes=most if self._on_device else min(most, _HOST_SLOT_BYTES),
+            who=self._who,
+            timeout_s=options.timeout_s,
+        )
+
+    def _stream(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
+        with SocketStream(self._options, self._clients, proof, f"{self._directory}/channel") as stream:
+
+            def load(slot: Slot, phase: str) -> None:
+                assert isinstance(slot, SharedSlot)
+                stream.load(slot.with_table(), [entry.name for entry in slot.entries], phase)
+
+            report = send_in_slots(tensors, self._slots, self._sending(load, version))
+            stream.end()
+        return report
+
+    def _load_on_device(self, slot: Slot, phase: str) -> None:
+        text = device_ipc.handle_of(slot)
+        timeout_s = self._options.timeout_s
+        tasks = {
+            engine_name(client): functools.partial(
+                client.update_weights_from_tensor, [text] * client.endpoint.tp_size, load_format=device_ipc.LOAD_FORMAT, timeout_s=timeout_s
+            )
+            for client in self._clients
+        }
+        run_together(tasks, timeout_s=timeout_s, who=self._who, phase=phase)

@@ -1,0 +1,157 @@
+import json
+
+import pytest
+
+from slime_like.config.training import CheckpointConfig
+from slime_like.errors import CheckpointError
+from slime_like.megatron_backend.checkpoint.folder import STATE_FILE, TRACKER, Draft, find, is_megatron_folder, iterations, swap_in
+from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step
+
+
+def make_checkpoint(root, number, content=b"12345"):
+    folder = root / f"iter_{number:07d}"
+    folder.mkdir(parents=True)
+    (folder / "shard.distcp").write_bytes(content)
+    (folder / STATE_FILE).write_text(json.dumps({"num_rollouts_done": number, "files": {"shard.distcp": 5}}))
+    return folder
+
+
+def test_tracker_names_the_latest(tmp_path):
+    make_checkpoint(tmp_path, 3)
+    make_checkpoint(tmp_path, 10)
+    (tmp_path / TRACKER).write_text("3\n")
+    assert find(str(tmp_path)).endswith("iter_0000003")
+
+
+def test_without_tracker_the_newest_whole_folder_counts(tmp_path):
+    # A crash between the rename and the tracker's first writing.
+    make_checkpoint(tmp_path, 3)
+    make_checkpoint(tmp_path, 10)
+    (tmp_path / ".iter_0000011.tmp").mkdir()
+    assert is_megatron_folder(str(tmp_path))
+    assert find(str(tmp_path)).endswith("iter_0000010")
+
+
+def test_a_draft_is_no_checkpoint(tmp_path):
+    (tmp_path / ".iter_0000011.tmp").mkdir()
+    assert not is_megatron_folder(str(tmp_path))
+    with pytest.raises(CheckpointError, match="no Megatron checkpoint"):
+        find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / "shard.distcp").write_bytes(b"1"), "is 1 bytes long, but was written with 5"),
+        (lambda f: (f / "shard.distcp").unlink(), "shard.distcp is missing"),
+        (lambda f: (f / STATE_FILE).unlink(), "no complete checkpoint"),
+        (lambda f: (f / STATE_FILE).write_text("{"), "no complete checkpoint"),
+        (lambda f: (f / STATE_FILE).write_text("[1]"), "no complete checkpoint"),
+        (lambda f: (f / "shard.distcp").write_bytes(b"1234567"), "is 7 bytes long, but was written with 5"),
+        (lambda f: (f.parent / TRACKER).write_text("newest"), "'newest'"),
+        (lambda f: (f.parent / TRACKER).write_text("release"), "release is no complete checkpoint"),
+        (lambda f: (f.parent / TRACKER).write_text("9"), "iter_0000009"),
+    ],
+)
+def test_torn_ones_are_refused_by_name(tmp_path, harm, message):
+    folder = make_checkpoint(tmp_path, 3)
+    (tmp_path / TRACKER).write_text("3")
+    find(str(tmp_path))
+    harm(folder)
+    with pytest.raises(CheckpointError, match=message):
+        find(str(tmp_path))
+
+
+def test_a_step_done_again_replaces_its_folder(tmp_path):
+    make_checkpoint(tmp_path, 3)
+    draft = tmp_path / ".iter_0000003.tmp"
+    draft.mkdir()
+    (draft / "new").write_text("")
+    swap_in(str(draft), str(tmp_path / "iter_0000003"))
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000003"]
+    assert [p.name for p in (tmp_path / "iter_0000003").iterdir()] == ["new"]
+
+
+def test_first_weights_by_precedence(tmp_path):
+    hf, reference, empty, saves = (tmp_path / name for name in ("hf", "reference", "empty", "saves"))
+    for folder in (hf, reference, empty):
+        folder.mkdir()
+    (hf / "config.json").write_text("{}")
+    make_checkpoint(saves, 1)
+
+    def source(**options):
+        return start_source(CheckpointConfig(hf_checkpoint="given", **{k: str(v) for k, v in options.items()}))
+
+    assert source(load=saves, ref_load=reference) == str(saves)
+    assert source(load=hf, ref_load=reference) == str(hf)
+    assert source(load=empty, ref_load=reference) == str(reference)
+    assert source(load=tmp_path / "absent") == "given"
+
+
+def save_at(root, number, **options):
+    draft = Draft(folder=str(root), number=number, record={"num_rollouts_done": number}, **options)
+    draft.make()
+    (root / draft.path / "shard.distcp").write_bytes(b"12345")
+    draft.publish()
+
+
+def test_only_every_so_manieth_stays_and_the_newest(tmp_path):
+    for number in range(2, 13, 2):
+        save_at(tmp_path, number, retain_interval=4)
+        assert find(str(tmp_path)).endswith(f"{number:07d}")
+    assert sorted(iterations(str(tmp_path))) == [4, 8, 12]
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("iter")) == [TRACKER]
+
+
+def test_a_critic_keeps_one_more_until_the_policy_has_followed(tmp_path):
+    for number in (1, 2, 3):
+        save_at(tmp_path, number, retain_interval=10, num_spared=1)
+    assert sorted(iterations(str(tmp_path))) == [2, 3]
+
+
+def test_going_back_deletes_nothing_newer(tmp_path):
+    for number in (1, 2, 3):
+        save_at(tmp_path, number)
+    save_at(tmp_path, 2, retain_interval=10)
+    assert sorted(iterations(str(tmp_path))) == [2, 3]
+    assert find(str(tmp_path)).endswith("iter_0000002")
+
+
+def test_a_checkpoint_is_chosen_by_number(tmp_path):
+    for number in (1, 2):
+        save_at(tmp_path, number)
+    assert find(str(tmp_path), 1).endswith("iter_0000001")
+    with pytest.raises(CheckpointError, match=r"has no checkpoint 3 .*There: 1, 2\."):
+        find(str(tmp_path), 3)
+
+
+def test_half_written_newer_ones_are_not_read(tmp_path):
+    save_at(tmp_path, 1)
+    draft = Draft(folder=str(tmp_path), number=2, record={})
+    draft.make()
+    (tmp_path / draft.path / "shard.distcp").write_bytes(b"123")
+    assert find(str(tmp_path)).endswith("iter_0000001")
+    (tmp_path / TRACKER).unlink()  # even where nothing says which one is the newest
+    assert find(str(tmp_path)).endswith("iter_0000001")
+    draft.make()  # the next attempt starts anew
+    assert list((tmp_path / draft.path).iterdir()) == []
+
+
+def test_steps_are_asked_of_folders_that_have_checkpoints(tmp_path):
+    save_at(tmp_path / "saves", 1)
+    saves, hf = str(tmp_path / "saves"), str(tmp_path)
+    assert start_step(CheckpointConfig(hf_checkpoint=hf, load=saves, ckpt_step=1)) == 1
+    assert start_step(CheckpointConfig(hf_checkpoint=hf, ref_load=saves, ref_ckpt_step=1)) == 1
+    assert start_step(CheckpointConfig(hf_checkpoint=hf, load=saves, ref_load=saves, ref_ckpt_step=1)) is None
+    with pytest.raises(CheckpointError, match="--ckpt-step 1"):
+        start_step(CheckpointConfig(hf_checkpoint=hf, load=str(tmp_path / "fresh"), ref_load=saves, ckpt_step=1))
+    with pytest.raises(CheckpointError, match="--ref-ckpt-step 1"):
+        start_step(CheckpointConfig(hf_checkpoint=hf, ref_load=hf, ref_ckpt_step=1))
+
+
+def test_flags_that_would_do_nothing_are_refused():
+    for flags in ({"async_save": True}, {"save_retain_interval": 2}, {"ckpt_step": 0}, {"ref_ckpt_step": 0}):
+        (name,) = flags
+        assert any(f"--{name.replace('_', '-')} does nothing without" in problem for problem in CheckpointConfig(**flags).problems())
+    assert any("multiple of --save-interval 2" in p for p in CheckpointConfig(save="s", save_interval=2, save_retain_interval=3).problems())
+    assert CheckpointConfig(save="s", save_interval=2, save_retain_interval=4, async_save=True).problems() == []

@@ -1,0 +1,157 @@
+"""Phases, limits and what engines give back, with numbers that can be checked by hand."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from slime_like.planning.hardware import DEFAULT_CARD, GIB
+from slime_like.planning.memory.activations import ActivationSizes
+from slime_like.planning.memory.by_phase import PHASES, memory_plan
+from slime_like.planning.memory.engine_bytes import engine_bytes, engine_elements, mem_fraction
+from slime_like.planning.memory.parameters import model_parameters
+from slime_like.planning.placement import make_plan
+from slime_like.planning.report.render import as_json, make_report
+from tests.helpers.operations import count_operations
+from tests.helpers.plan_models import DEEPSEEK_V3, LLAMA_70B, TINY, plan_config
+
+COLOCATED = {"colocate": True, "actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 2}
+
+
+def phases_of(config, bundle=0):
+    """{phase: {part: bytes}} of one GPU."""
+    plan = memory_plan(config, make_plan(config))
+    return {phase.name: phase.bytes for phase in plan.per_gpu[bundle].phases}
+
+
+def test_the_trainer_keeps_everything_and_engines_give_back():
+    phases = phases_of(plan_config(TINY, placement=COLOCATED))
+    assert tuple(phases) == PHASES
+    for name in ("generate", "score", "train", "sync"):
+        assert {"weights", "gradients", "optimizer"} <= set(phases[name])
+    assert "kv_cache" in phases["generate"] and "engine weights" in phases["generate"]
+    assert not {"kv_cache", "engine weights"} & set(phases["train"])
+    assert "engine weights" in phases["sync"] and "kv_cache" not in phases["sync"]
+    assert phases["start"]["optimizer"] < phases["train"]["optimizer"]  # the moments come with the first step
+
+
+def test_without_offload_rollout_engines_stay():
+    phases = phases_of(plan_config(TINY, placement=COLOCATED | {"offload_rollout": False}))
+    assert {"kv_cache", "engine weights"} <= set(phases["train"])
+
+
+def test_engines_apart_leave_the_trainer_alone():
+    config = plan_config(TINY, placement={"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2})
+    assert "kv_cache" not in phases_of(config, 0)["generate"]
+    assert set(phases_of(config, 2)["train"]) == {"engine weights", "kv_cache", "communication"}
+
+
+def test_debug_modes_have_only_their_phases():
+    assert tuple(phases_of(plan_config(TINY, placement={"debug_train_only": True}))) == ("start", "score", "train")
+    assert tuple(phases_of(plan_config(TINY, placement={"debug_rollout_only": True, "rollout_num_gpus": 1}))) == ("start", "generate")
+
+
+def test_the_card():
+    config = plan_config(TINY, placement=COLOCATED)
+    assert memory_plan(config, make_plan(config)).limit_bytes == DEFAULT_CARD.memory_bytes
+    config = plan_config(TINY, placement=COLOCATED | {"gpu_memory_gib": 141.0})
+    assert memory_plan(config, make_plan(config)).to_dict()["limit_bytes"] == 151397597184
+
+
+def test_kv_cache_is_what_the_static_share_leaves():
+    config = plan_config(LLAMA_70B, placement={"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8}, sglang={"mem_fraction_static": "0.5"})
+    card = 80 * GIB
+    engine = engine_bytes(config, card)
+    assert engine.weights + engine.kv_cache == card // 2
+    assert engine.weights == pytest.approx(2 * model_parameters(LLAMA_70B) / 8, rel=1e-3)
+    assert mem_fraction(plan_config(TINY), card) == 0.875
+
+
+def test_few_key_value_heads_are_repeated_on_many_ranks():
+    eight, sixteen = (engine_elements(LLAMA_70B, tp=tp, attention_tp=tp, pp=1) for tp in (8, 16))
+    keys = 80 * 2 * 8 * 128 * 8192
+    assert sixteen == pytest.approx((model_parameters(LLAMA_70B) - keys) / 16 + keys / 8, rel=1e-3)
+    assert eight == pytest.approx(model_parameters(LLAMA_70B) / 8, rel=1e-3)
+
+
+def test_an_engine_that_cannot_hold_its_weights_does_not_fit():
+    config = plan_config(LLAMA_70B, placement={"debug_rollout_only": True, "rollout_num_gpus": 1}, sglang={"mem_fraction_static": "0.9"})
+    plan = memory_plan(config, make_plan(config))
+    assert not plan.fits and "--rollout-num-gpus-per-engine" in plan.advice[0]
+
+
+def test_70b_on_8_gpus_does_not_fit_and_the_advice_names_flags():
+    split = {"tensor_model_parallel_size": 8, "sequence_parallel": True}
+    config = plan_config(LLAMA_70B, parallel=split, placement={"colocate": True, "rollout_num_gpus_per_engine": 8, "gpu_memory_gib": 80.0})
+    plan = memory_plan(config, make_plan(config))
+    # 18 bytes a parameter, 8 ways.
+    trainer = sum(plan.per_gpu[0].phases[3].bytes[name] for name in ("weights", "gradients", "optimizer"))
+    assert trainer / GIB == pytest.approx(18 * 70.5537e9 / 8 / GIB, rel=1e-3) == pytest.approx(147.8, abs=0.1)
+    assert not plan.fits and any("--optimizer-cpu-offload" in advice for advice in plan.advice)
+
+
+def test_offloaded_optimizer_lies_in_host_memory():
+    config = plan_config(TINY, optimizer={"optimizer_cpu_offload": True}, placement=COLOCATED)
+    gpus = memory_plan(config, make_plan(config)).per_gpu
+    assert "optimizer" not in gpus[0].phases[3].bytes
+    assert sum(gpu.host_bytes for gpu in gpus) == 12 * model_parameters(TINY)
+
+
+def test_a_swapped_reference_costs_host_memory_and_one_apart_a_gpu():
+    swapped = plan_config(TINY, loss={"use_kl_loss": True}, placement=COLOCATED)
+    assert memory_plan(swapped, make_plan(swapped)).per_gpu[0].host_bytes == 2 * 2 * model_parameters(TINY)
+    placement = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "colocate_policy_ref": False}
+    apart = plan_config(TINY, loss={"use_kl_loss": True}, placement=placement)
+    assert "ref weights" in phases_of(apart, 2)["score"] and "ref activations" in phases_of(apart, 2)["score"]
+
+
+def test_a_critic_trains_on_its_gpus():
+    config = plan_config(TINY, loss={"advantage_estimator": "ppo"}, placement={"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1})
+    phases = phases_of(config, 2)
+    assert {"critic weights", "critic gradients", "critic optimizer", "critic activations"} <= set(phases["train"])
+    assert "critic logits" not in phases["train"]
+
+
+def test_recompute_keeps_only_the_boundaries():
+    sizes = {name: ActivationSizes(model=LLAMA_70B, parallel=dataclasses.replace(plan_config(LLAMA_70B).parallel, **flags), width=2) for name, flags in {
+        "all": {}, "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }.items()}  # fmt: skip
+    every, once = sizes["full"].kept(0)
+    assert every == pytest.approx(80 * 2 * 8192, rel=0.05)  # one hidden state a layer, and the last norm
+    assert once > sizes["all"].kept(0)[1]
+    assert sizes["all"].kept(0)[0] > 20 * every
+
+
+def test_early_stages_hold_several_micro_batches():
+    split = {"pipeline_model_parallel_size": 4}
+    placement = {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 1}
+    config = plan_config(dataclasses.replace(TINY, num_layers=4), parallel=split, placement=placement)
+    activations = [phases_of(config, bundle)["train"]["activations"] for bundle in range(4)]
+    assert activations[0] > activations[1] > activations[2]
+
+
+def test_the_work_of_a_671b_report_grows_with_the_gpus_and_no_faster():
+    """10240 GPUs take under a second: counted for fewer, since a loaded host is slower."""
+    split = {
+        "tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 16, "decoder_last_pipeline_num_layers": 1,
+        "expert_model_parallel_size": 32, "expert_tensor_parallel_size": 1,
+    }  # fmt: skip
+
+    def report(nodes: int) -> None:
+        placement = {"colocate": True, "actor_num_nodes": nodes, "rollout_num_gpus_per_engine": 64, "gpu_memory_gib": 141.0}
+        config = plan_config(DEEPSEEK_V3, parallel=split, placement=placement, rollout={"rollout_batch_size": nodes * 8})
+        assert len(as_json(make_report(config))) > 1000 * nodes
+
+    report(64)  # fills what is kept between reports
+    operations = [count_operations(functools.partial(report, nodes)) for nodes in (64, 128, 256)]
+    of_a_node = [(operations[1] - operations[0]) / 64, (operations[2] - operations[1]) / 128]
+    assert of_a_node[1] < 1.1 * of_a_node[0]
+    assert 1280 * of_a_node[1] < 6_000_000  # about 0.8 s of Python
+
+
+def test_logits_are_cut_into_chunks():
+    config = plan_config(TINY)
+    sizes = ActivationSizes(model=TINY, parallel=config.parallel, width=2)
+    # 11 columns: logits of 100 tokens in bf16, whose place the gradient takes, two fp32 tensors of all or of 10 of them.
+    assert sizes.logits(100, chunk_tokens=None) == 11 * (100 * 2 + 100 * 8)
+    assert sizes.logits(100, chunk_tokens=10) == 11 * (100 * 2 + 10 * 8)

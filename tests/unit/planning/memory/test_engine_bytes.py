@@ -1,0 +1,51 @@
+"""One GPU of an engine, counted by hand for a tiny model: 3 layers, hidden 8, MLP 10, 2 heads of 4 channels, 11 words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from slime_like.planning.hardware import GIB
+from slime_like.planning.memory.engine_bytes import engine_bytes, engine_elements, mem_fraction
+from tests.helpers.plan_models import TINY, plan_config
+
+EMBEDDING = OUTPUT = 11 * 8
+QKV, PROJECTION, MLP, NORMS = 3 * 8 * 8, 8 * 8, 3 * 8 * 10, 2 * 8
+LAYER = QKV + PROJECTION + MLP + NORMS
+WHOLE = 3 * LAYER + EMBEDDING + OUTPUT + 8
+
+
+def elements(model=TINY, *, tp: int = 1, pp: int = 1) -> int:
+    return engine_elements(model, tp=tp, attention_tp=tp, pp=pp)
+
+
+def test_one_gpu_holds_everything():
+    assert elements() == WHOLE == 1720
+
+
+def test_tensor_parallel_ranks_share_matrices_and_repeat_norms():
+    assert elements(tp=2) == 3 * ((QKV + PROJECTION + MLP) // 2 + NORMS) + EMBEDDING // 2 + OUTPUT // 2 + 8
+
+
+def test_the_fullest_stage_has_one_end():
+    assert elements(pp=3) == LAYER + EMBEDDING
+    assert elements(pp=2) == 2 * LAYER + EMBEDDING  # of 3 layers
+
+
+def test_fewer_key_heads_than_ranks_are_repeated():
+    one_key_head = dataclasses.replace(TINY, group_query_attention=True, num_query_groups=1)
+    queries_and_keys = (1 + 1 + 1) * 4 * 8  # of each rank
+    assert elements(one_key_head, tp=2) == 3 * (queries_and_keys + (PROJECTION + MLP) // 2 + NORMS) + EMBEDDING // 2 + OUTPUT // 2 + 8
+
+
+@pytest.mark.parametrize(("sglang", "card_gib", "share"), [({"mem_fraction_static": "0.8"}, 80, 0.8), ({}, 80, 1 - 10 / 80), ({}, 40, 0.88)])
+def test_the_share_for_weights_and_cache(sglang: dict, card_gib: int, share: float):
+    assert mem_fraction(plan_config(TINY, sglang=sglang), card_gib * GIB) == pytest.approx(share)
+
+
+def test_the_cache_gets_what_the_weights_leave():
+    config = plan_config(TINY, sglang={"mem_fraction_static": "0.5", "chunked_prefill_size": "100"})
+    found = engine_bytes(config, 4 * GIB)
+    assert (found.weights, found.kv_cache) == (2 * WHOLE, 2 * GIB - 2 * WHOLE)
+    assert found.work == GIB + 100 * 2 * (3 * 8 + 4 * 10)  # graphs, and a chunk of prompts in one layer

@@ -1,0 +1,65 @@
+"""Digests inside the engine: what they cover, and what an absent or narrower parameter gives."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import xxhash
+
+from slime_like.weight_sync.in_engine.receipt import BUFFER, digest, take, weighted_sum
+
+
+def model():
+    torch.manual_seed(0)
+    found = torch.nn.Module()
+    found.matrix = torch.nn.Parameter(torch.randn(6, 4))
+    found.stack = torch.nn.Parameter(torch.randn(3, 6, 4))
+    found.register_buffer("bias", torch.randn(3))
+    return found
+
+
+def answers(found, *entries):
+    take(found, json.dumps(entries).encode())
+    whole = bytes(found.get_buffer(BUFFER).tolist())
+    return [whole[i : i + 8] for i in range(0, len(whole), 8)]
+
+
+def test_rows_columns_experts_and_buffers():
+    found = model()
+    rows, columns, expert, bias = answers(
+        found, ["matrix", None, 0, 2, 3, "float32"], ["matrix", None, 1, 1, 2, "float32"], ["stack", 2, 0, 0, 6, "float32"], ["bias", None, 0, 0, 3, "float32"]
+    )
+    expected = [found.matrix[2:5], found.matrix[:, 1:3].contiguous(), found.stack[2], found.bias]
+    assert [rows, columns, expert, bias] == [xxhash.xxh3_64_digest(t.detach().numpy().tobytes()) for t in expected]
+    assert answers(found, ["matrix", None, 0, 0, 6, "float32"]) == [digest(found.matrix.detach())]  # a shorter answer replaces the longer one
+
+
+def test_what_the_model_does_not_have():
+    absent = [["other", None, 0, 0, 1, "float32"], ["matrix", None, 0, 4, 3, "float32"], ["stack", 3, 0, 0, 6, "float32"], ["bias", None, 1, 0, 1, "float32"]]
+    assert answers(model(), *absent) == [bytes(8)] * 4
+
+
+def test_a_wider_parameter_is_compared_in_the_type_that_was_sent():
+    sent = torch.randn(4).bfloat16()
+    found = torch.nn.Module()
+    found.router = torch.nn.Parameter(sent.float())
+    assert answers(found, ["router", None, 0, 0, 4, "bfloat16"]) == [digest(sent)]
+
+
+def test_weighted_sum_sees_values_places_and_single_bits():
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randint(0, 256, (4099,), dtype=torch.uint8, generator=generator)  # not a multiple of a word
+    seen = {weighted_sum(flat)}
+    for place in (0, 1, 2048, 4097, 4098):
+        for bit in (1, 128):
+            other = flat.clone()
+            other[place] ^= bit
+            seen.add(weighted_sum(other))
+    exchanged = flat.clone()
+    exchanged[:4], exchanged[4:8] = flat[4:8], flat[:4]
+    seen.add(weighted_sum(exchanged))
+    assert len(seen) == 12
+    words = torch.nn.functional.pad(flat, (0, 1)).view(torch.int32).tolist()
+    constant = 0x9E3779B97F4A7C15
+    assert int.from_bytes(weighted_sum(flat), "big") == sum(word * (place * constant * 2 + 1) for place, word in enumerate(words)) % 2**64
