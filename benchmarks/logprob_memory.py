@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=128, help="--log-probs-chunk-size.")
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
-    from slime_like.config.model import ParallelConfig
+    from slime_like.config.parallel import ParallelConfig
     from slime_like.megatron_backend.initialize import initialize, shut_down
     from slime_like.utils.net import free_port
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from slime_like.algorithms.flops import forward_flops
 from slime_like.algorithms.micro_batches import Plan, imbalance, plan_micro_batches
+from slime_like.config.batch import BatchConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.training import BatchConfig
 
 #: Qwen3-8B.
 MODEL = ModelConfig(

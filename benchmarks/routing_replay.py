@@ -24,13 +24,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
 from slime_like.config.hf_model import model_from_hf, read_hf_config
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.rollout import DataConfig, RolloutConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
-from slime_like.config.training import BatchConfig, CheckpointConfig, OptimizerConfig
 from slime_like.megatron_backend.rl_recipe import recipe_of
 from slime_like.megatron_backend.worker import TrainWorker
 from slime_like.records import TrainSample, per_token

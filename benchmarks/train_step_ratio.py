@@ -18,11 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.rollout import DataConfig, RolloutConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
-from slime_like.config.training import BatchConfig, CheckpointConfig, OptimizerConfig
 from slime_like.records import TrainSample, per_token
 
 GOAL = 0.97

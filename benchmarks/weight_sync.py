@@ -29,12 +29,14 @@ from sync_bounds import BOUND_OF, BOUNDS, BoundMeter  # noqa: E402
 from sync_model import Shape, make_weights, serving, write_model  # noqa: E402
 from sync_timing import Recorder, SyncTimes, empty_request_s, medians, timed_sync  # noqa: E402
 
+from slime_like.config.checkpoint import CheckpointConfig  # noqa: E402
+from slime_like.config.data import DataConfig  # noqa: E402
 from slime_like.config.hf_model import model_from_hf, read_hf_config  # noqa: E402
 from slime_like.config.model import ModelConfig  # noqa: E402
-from slime_like.config.rollout import DataConfig  # noqa: E402
+from slime_like.config.optimizer import OptimizerConfig  # noqa: E402
+from slime_like.config.placement import PlacementConfig  # noqa: E402
 from slime_like.config.run import RunConfig  # noqa: E402
-from slime_like.config.system import PlacementConfig, SyncConfig  # noqa: E402
-from slime_like.config.training import CheckpointConfig, OptimizerConfig  # noqa: E402
+from slime_like.config.sync import SyncConfig  # noqa: E402
 from slime_like.records import BASE, WeightsRef  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.utils.net import free_port  # noqa: E402

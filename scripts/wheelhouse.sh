@@ -8,4 +8,4 @@ set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 PYTHON="${PYTHON:-${HERE}/../.venv/bin/python}"
 [[ -x "${PYTHON}" ]] || { printf 'wheelhouse: no %s. Fix: bash scripts/setup.sh, or set PYTHON.\n' "${PYTHON}" >&2; exit 2; }
-exec "${PYTHON}" "${HERE}/lib/wheelhouse.py" "$@"
+exec "${PYTHON}" "${HERE}/wheelhouse/gather.py" "$@"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from slime_like.config.training import BatchConfig
+from slime_like.config.batch import BatchConfig
 
 #: plan[data parallel rank][micro-batch] = positions of samples in the train step's list; an empty tuple is a filler.
 Plan = tuple[tuple[tuple[int, ...], ...], ...]

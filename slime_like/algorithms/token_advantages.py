@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import DataError
 from slime_like.records import TrainSample
 

@@ -22,7 +22,6 @@ from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.cluster.members import Member, Membership, MemberState
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
-from slime_like.config.system import engine_url
 from slime_like.errors import EngineError, RunError, WeightSyncError
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
@@ -30,7 +29,7 @@ from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, Weights
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.external import HealthWatch
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
-from slime_like.utils.net import host_port, wait_until
+from slime_like.utils.net import engine_url, host_port, wait_until
 from slime_like.weight_sync.proof.probe import compare_probe, probe_samples
 from slime_like.weight_sync.session import PublishOrder, abandon
 

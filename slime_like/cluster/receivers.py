@@ -11,8 +11,8 @@ import ray
 
 from slime_like.cluster.ray_session import Wait
 from slime_like.config.run import RunConfig
-from slime_like.config.system import engine_url
 from slime_like.records import EngineEndpoint
+from slime_like.utils.net import engine_url
 
 
 class Receivers:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from slime_like.config.families import family_of
+from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.training import LossConfig, OptimizerConfig
+from slime_like.config.optimizer import OptimizerConfig
 
 _PLAN_ONLY = "a real run cannot do it yet, only --plan"
 

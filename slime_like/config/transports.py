@@ -1,6 +1,6 @@
 """How weights can travel: one row for each transport, read by config, plan, trainer and engines' side alike. No torch.
 
-A new transport is a row here and its publisher (weight_sync/stream.py says what that is); nothing else names one.
+A new transport is a row here and its publisher (weight_sync/buckets.py says what that is); nothing else names one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Transport:
     needs_pause: bool = True  # whether generation stops while weights change
     loads_from: str | None = None  # what the engine is told to load when all was sent; None: it takes tensors in as they are sent
     every_gatherer_writes: bool = False  # all ranks that gather a stage's weights send a share of them, not only the first
-    sources_meet: bool = False  # the sources of several pipeline stages must know of each other (weight_sync/sources.py)
+    sources_meet: bool = False  # the sources of several pipeline stages must know of each other (weight_sync/transports/sources.py)
     files_outlive_a_kill: bool = False  # of shared memory, say: given back before the process is killed
     takes_interface: bool = False  # --update-weight-interface
     colocated: bool | None = None  # True: only with --colocate; False: never with it
@@ -116,7 +116,7 @@ TRANSPORTS: dict[str, Transport] = {
     for row in (
         Transport(
             name="ipc",
-            publisher="ipc:IpcPublisher",
+            publisher="transports.ipc:IpcPublisher",
             bounds=_ipc_bounds,
             sources_meet=True,
             files_outlive_a_kill=True,
@@ -127,7 +127,7 @@ TRANSPORTS: dict[str, Transport] = {
         ),
         Transport(
             name="broadcast",
-            publisher="broadcast:BroadcastPublisher",
+            publisher="transports.broadcast:BroadcastPublisher",
             bounds=_broadcast_bounds,
             sources_meet=True,
             takes_interface=True,
@@ -138,7 +138,7 @@ TRANSPORTS: dict[str, Transport] = {
         ),
         Transport(
             name="disk",
-            publisher="disk:DiskPublisher",
+            publisher="transports.disk:DiskPublisher",
             bounds=_disk_bounds,
             loads_from=SHARED_FOLDER,
             every_gatherer_writes=True,
@@ -146,7 +146,7 @@ TRANSPORTS: dict[str, Transport] = {
         ),
         Transport(
             name="delta",
-            publisher="delta:DeltaPublisher",
+            publisher="delta.publisher:DeltaPublisher",
             bounds=_delta_bounds,
             is_mode=True,
             loads_from=RECEIVER,

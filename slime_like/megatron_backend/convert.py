@@ -19,8 +19,9 @@ import time
 import torch
 
 from slime_like.config.hf_model import model_from_hf, read_hf_config
-from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.errors import CheckpointError, ConfigError, RunError, SlimeLikeError, UserError, WaitTimeout
 from slime_like.megatron_backend.checkpoint import state as checkpoint
 from slime_like.megatron_backend.checkpoint.folder import find, read_client_state, refuse_existing

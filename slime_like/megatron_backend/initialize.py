@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from slime_like.config.model import ParallelConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.errors import RunError, WaitTimeout
 from slime_like.utils.net import host_port, interface_of, own_address
 from slime_like.weight_sync.stores import join_store, meet_at_address, meet_in_file

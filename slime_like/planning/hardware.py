@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime_like.config.system import PlacementConfig
+from slime_like.config.placement import PlacementConfig
 
 GIB = 2**30
 

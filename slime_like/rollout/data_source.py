@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.config.rollout import DataConfig, split_slice
+from slime_like.config.data import DataConfig, split_slice
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, DataError
 from slime_like.records import Prompt

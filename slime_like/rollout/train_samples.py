@@ -8,8 +8,8 @@ import numpy as np
 
 from slime_like.algorithms import group_advantages
 from slime_like.algorithms.plugins import load_loss_plugins
+from slime_like.config.loss import LossConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.training import LossConfig
 from slime_like.errors import RunError
 from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup, TrainSample, per_token
 

@@ -103,6 +103,17 @@ def http_url(host: str, port: int) -> str:
     return f"http://{host_port(host, port)}"
 
 
+def engine_url(address: str) -> str:
+    """`host:port` or a URL -> a URL without a trailing slash (IPv6 hosts in brackets). Raises ValueError."""
+    url = address if "://" in address else f"http://{address}"
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{address!r} is no host:port or http(s) URL")
+    if parts.port is None and "://" not in address:
+        raise ValueError(f"{address!r} has no port")
+    return url.rstrip("/")
+
+
 def url_host(url: str) -> str:
     """The host of a URL, without brackets."""
     host = urlsplit(url).hostname

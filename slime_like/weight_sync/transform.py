@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from slime_like.config.run import RunConfig
-from slime_like.config.system import SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
 from slime_like.utils.plugins import load_function
 

@@ -14,8 +14,10 @@ import pytest
 import requests
 
 from slime_like.cluster.engine_fleet import EngineFleet
+from slime_like.config.engine import EngineConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.planning.engines import EnginePlan
 from slime_like.records import SyncReceipt, WeightsRef

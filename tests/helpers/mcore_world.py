@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
 
 
 @dataclasses.dataclass(frozen=True)

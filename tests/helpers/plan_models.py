@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.engine import EngineConfig
+from slime_like.config.loss import LossConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
-from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
+from slime_like.config.sync import SyncConfig
 
 COMMON = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
 GROUPED = {"group_query_attention": True, "num_query_groups": 8}

@@ -22,8 +22,9 @@ from slime_like.cluster.engine_fleet import EngineFleet
 from slime_like.cluster.members import Membership
 from slime_like.cluster.ray_session import Wait, connect
 from slime_like.cluster.train_group import TrainGroup
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig, SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.job.phases import Phases
 from slime_like.job.running import Job, ResolvedRun
 from slime_like.observability.tracing import PhaseTrace

@@ -11,12 +11,17 @@ import traceback
 
 import numpy as np
 
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
 from slime_like.config.hf_model import model_from_hf, read_hf_config
-from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.rollout import DataConfig, RolloutConfig
+from slime_like.config.loss import LossConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
-from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig, OptimizerConfig
 from slime_like.records import BASE, TrainSample, WeightsRef, per_token
 from slime_like.utils.net import port_is_free
 from slime_like.weight_sync.session import PublishOrder

@@ -114,7 +114,7 @@ def with_loss(worker, loss):
 
 def in_world(place, folders, ports, saves):
     """(layout, case) -> metrics, and what moves: everything on at most two ranks."""
-    from slime_like.config.training import LossConfig
+    from slime_like.config.loss import LossConfig
 
     found, ports = {}, list(ports)
     samples = rollout()

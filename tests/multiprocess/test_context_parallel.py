@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from slime_like.config.system import SyncConfig
+from slime_like.config.sync import SyncConfig
 from tests.helpers.parity import ragged_batch
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import disk_order, free_ports, make_config, recipe_of, run_ranks

@@ -35,7 +35,7 @@ def make_source(folder, family, *, tied, bf16):
 
 def run(place, root, ports, **options):
     """One conversion by as many processes as its layout needs; the message of what refused it, else None."""
-    from slime_like.config.model import ParallelConfig
+    from slime_like.config.parallel import ParallelConfig
     from slime_like.errors import UserError
     from slime_like.megatron_backend.convert import Conversion, Place, convert
 

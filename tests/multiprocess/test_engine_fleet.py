@@ -21,7 +21,9 @@ from slime_like.cluster.engine_fleet import EngineFleet
 from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.cluster.ray_session import connect
 from slime_like.cluster.train_group import TrainGroup
-from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
+from slime_like.config.engine import EngineConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError
 from slime_like.planning.placement import make_plan
 from slime_like.records import WeightsRef

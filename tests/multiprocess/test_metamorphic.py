@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slime_like.algorithms import group_advantages
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.records import per_token
 from tests.helpers.parity import DYNAMIC, Row, in_waves, ragged_batch, whole_gradients
 from tests.helpers.tiny_models import make_tiny_model

@@ -3,8 +3,9 @@
 
 import pytest
 
-from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.planning.memory.activations import ActivationSizes
 from slime_like.planning.memory.parameters import stage_buffer_bytes, stage_chunks
 from slime_like.planning.memory.trainer_bytes import Precision, StageBytes

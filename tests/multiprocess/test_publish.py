@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.config.system import SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.weight_sync.buckets import Digest
 from tests.helpers import weight_transforms as transforms
 from tests.helpers.hf_truth import load_model

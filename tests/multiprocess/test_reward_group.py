@@ -14,11 +14,12 @@ import ray
 from slime_like.cluster.bundles import Bundles, reserve
 from slime_like.cluster.ray_session import LifeWatch, connect
 from slime_like.cluster.reward_group import RewardGroup
+from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.rollout import RewardConfig, RolloutConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.reward import RewardConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
-from slime_like.config.training import CheckpointConfig
 from slime_like.errors import CheckpointError, ConfigError, RunError, WaitTimeout
 from slime_like.planning.placement import PlacementPlan, make_plan
 from slime_like.records import Prompt, Sample

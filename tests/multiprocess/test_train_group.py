@@ -12,7 +12,7 @@ from slime_like.cluster.bundles import reserve
 from slime_like.cluster.ray_session import connect
 from slime_like.cluster.sample_batch import SampleBatch
 from slime_like.cluster.train_group import TrainGroup
-from slime_like.config.system import PlacementConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.planning.placement import make_plan
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import make_config, make_samples

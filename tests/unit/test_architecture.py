@@ -101,7 +101,7 @@ def test_a_broken_fence_is_found(tmp_path: Path, name: str, text: str):
 
 
 def test_a_fence_lets_its_own_modules_through(tmp_path: Path):
-    package = write_tree(tmp_path, {"weight_sync/ipc.py": "import torch, sglang\n", "sglang_backend/cpu_server.py": "import sglang\n"})
+    package = write_tree(tmp_path, {"weight_sync/transports/ipc.py": "import torch, sglang\n", "sglang_backend/cpu_server.py": "import sglang\n"})
     assert checks.fence_violations(package) == []
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.training import CheckpointConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.checkpoint import state as checkpoint
 from slime_like.megatron_backend.checkpoint.folder import TRACKER, find, is_megatron_folder

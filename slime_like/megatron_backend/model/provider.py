@@ -14,8 +14,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.megatron_backend.compat import megatron as compat
 from slime_like.megatron_backend.model.layer_spec import block_spec
 from slime_like.megatron_backend.model.value_head import put_value_head

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from slime_like.algorithms.covariance import Ranks, draws, picked
 from slime_like.algorithms.token_advantages import sample_advantages
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.megatron_backend.step.packing import packed_rows, record_layout
 from slime_like.megatron_backend.step.runner import Scores, StepBatch
 from slime_like.records import TrainSample

@@ -11,8 +11,8 @@ import torch
 
 from slime_like.algorithms.losses import clipped_value_loss
 from slime_like.algorithms.reduce import weighted_sum
+from slime_like.config.loss import LossConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.training import LossConfig
 from slime_like.errors import DataError
 from slime_like.megatron_backend.checkpoint.folder import is_megatron_folder
 from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step

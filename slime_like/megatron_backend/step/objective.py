@@ -13,7 +13,7 @@ from slime_like.algorithms.plugins import LossPlugins
 from slime_like.algorithms.policy_losses import LOG_RATIO_LIMIT, POLICY_LOSSES, LossBatch, TokenLoss
 from slime_like.algorithms.reduce import weighted_sum
 from slime_like.config.base import PluginArgs
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import RunError
 
 #: These sums are divided by the number of trained tokens of the whole train step; all others already are means.

@@ -13,8 +13,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
-from slime_like.config.model import ParallelConfig
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.model.provider import trains_in_bf16
 

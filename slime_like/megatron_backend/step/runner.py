@@ -16,8 +16,10 @@ from slime_like.algorithms.plugins import load_loss_plugins
 from slime_like.algorithms.policy_losses import LossBatch
 from slime_like.algorithms.reduce import checked_weights, token_weights
 from slime_like.config.base import PluginArgs
-from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.training import BatchConfig, LossConfig
+from slime_like.config.batch import BatchConfig
+from slime_like.config.loss import LossConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.errors import DataError, RunError
 from slime_like.megatron_backend.model.provider import unwrap
 from slime_like.megatron_backend.step.balancing import has_balancing_loss, take_balancing_loss

@@ -6,11 +6,17 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from slime_like.config.model import ModelConfig, ParallelConfig
-from slime_like.config.rollout import DataConfig, RewardConfig, RolloutConfig
+from slime_like.config.batch import BatchConfig
+from slime_like.config.data import DataConfig
+from slime_like.config.engine import EngineConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.reward import RewardConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
-from slime_like.config.training import BatchConfig, OptimizerConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.config.transports import fitting
 from slime_like.errors import ConfigError
 from slime_like.planning.hardware import GIB

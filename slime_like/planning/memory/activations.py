@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.parallel import ParallelConfig
 
 #: Row statistics (1/rms of a norm, log-sum-exp of attention) are fp32 whatever the weights are.
 _STATISTIC = 4
@@ -114,7 +115,7 @@ class ActivationSizes:
         return self.width * (3 * self.model.hidden_size / self._split + 4 * self._widest())
 
     def logits(self, tokens: int, *, chunk_tokens: int | None) -> float:
-        """Most bytes that are alive at once around `tokens` tokens' logits on the last stage, with our loss (megatron_backend/forward.py).
+        """Most bytes that are alive at once around `tokens` tokens' logits on the last stage, with our loss (megatron_backend/step/forward.py).
 
         The logits, whose place their gradient takes; for a chunk of the tokens, two fp32 tensors of that size: the scaled logits and their
         probabilities.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
 from slime_like.planning.hardware import GIB
 from slime_like.planning.memory.activations import ActivationSizes

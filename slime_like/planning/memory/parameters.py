@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.parallel import ParallelConfig
 
 
 class Parameter(NamedTuple):

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from slime_like.config.model import ParallelConfig
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.planning.memory.parameters import Parameter
 
 #: Adam's two moments in fp32.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.reward import RewardConfig
 from slime_like.records import Sample
 
 

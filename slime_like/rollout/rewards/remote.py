@@ -7,7 +7,7 @@ import functools
 import json
 from typing import Any
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.reward import RewardConfig
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 
 

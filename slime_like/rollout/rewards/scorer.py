@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.reward import RewardConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.records import Prompt, Sample
 from slime_like.rollout.rewards.exact import exact

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_like.algorithms.covariance import Ranks, covariances, draws, lowest, picked
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.records import TrainSample, per_token
 from tests.helpers.train_world import advantage_of
 

@@ -7,7 +7,7 @@ import pytest
 from slime_like.algorithms.group_advantages import BASELINES, batch_deviation, group_advantages, normalize
 from slime_like.algorithms.token_advantages import TOKEN_ADVANTAGES
 from slime_like.config.algorithms import ESTIMATORS
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import DataError
 
 

@@ -3,8 +3,8 @@ import pytest
 
 from slime_like.algorithms.flops import forward_flops
 from slime_like.algorithms.micro_batches import imbalance, largest_differencing, plan_micro_batches
+from slime_like.config.batch import BatchConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.training import BatchConfig
 
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20}
 

@@ -9,7 +9,7 @@ import torch
 from slime_like.algorithms.group_advantages import leave_one_out_advantages, normalize
 from slime_like.algorithms.policy_losses import POLICY_LOSSES, LossBatch, cispo, gmpo, gspo, kl_cov, ppo_clip, reinforce, sapo
 from slime_like.config import algorithms as rows
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import DataError
 from tests.helpers.loss_loops import float_losses
 

@@ -9,7 +9,7 @@ import torch
 
 from slime_like.algorithms.group_advantages import checked, normalize
 from slime_like.algorithms.token_advantages import discounted_returns, sample_advantages
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import DataError
 from slime_like.records import TrainSample, per_token
 

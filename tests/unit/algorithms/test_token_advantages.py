@@ -9,7 +9,7 @@ import torch
 from slime_like.algorithms.group_advantages import normalize
 from slime_like.algorithms.losses import clipped_value_loss
 from slime_like.algorithms.token_advantages import gae, sample_advantages, token_rewards, whiten
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import DataError
 from slime_like.records import TrainSample, per_token
 

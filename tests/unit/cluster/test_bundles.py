@@ -6,8 +6,8 @@ import random
 import pytest
 
 from slime_like.cluster.bundles import Slot, check_engines, slot_sort_key
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
 from slime_like.errors import PlacementError
 from slime_like.planning.placement import make_plan
 

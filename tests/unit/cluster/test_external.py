@@ -7,8 +7,8 @@ import pytest
 from sglang_backend.fake_http import serve
 
 from slime_like.cluster.external import with_servers
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
 from slime_like.errors import ConfigError, EngineError
 from slime_like.planning.placement import make_plan
 from slime_like.utils.net import free_port

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from slime_like.cluster.nodes import Node, list_nodes, why_never
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
 from slime_like.planning.placement import make_plan
 
 

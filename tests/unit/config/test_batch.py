@@ -2,9 +2,9 @@ import dataclasses
 
 import pytest
 
+from slime_like.config.batch import BatchConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
-from slime_like.config.training import BatchConfig
 
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100}
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from slime_like.config.model import ModelConfig, ParallelConfig, parse_layer_pattern
+from slime_like.config.model import ModelConfig, parse_layer_pattern
+from slime_like.config.parallel import ParallelConfig
 
 DENSE = ModelConfig(num_layers=48, hidden_size=1024, num_attention_heads=16, num_query_groups=8, group_query_attention=True, vocab_size=1000)
 MOE = dataclasses.replace(DENSE, num_experts=64, moe_ffn_hidden_size=96, moe_router_topk=4)

@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 
 from slime_like.config.algorithms import ESTIMATORS, POLICY_LOSSES
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.loss import LossConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.slime_flags.notices import notices
-from slime_like.config.training import BatchConfig, CheckpointConfig, LossConfig
 from slime_like.errors import CheckpointError
 
 TAKEN = [

@@ -7,7 +7,7 @@ import dataclasses
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.not_yet import engine_not_yet, model_not_yet, training_not_yet
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.optimizer import OptimizerConfig
 
 DENSE = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=11)
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, moe_ffn_hidden_size=8, qk_layernorm=True)

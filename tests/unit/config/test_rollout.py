@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig, split_slice
+from slime_like.config.data import DataConfig, split_slice
+from slime_like.config.evaluation import EvalConfig
+from slime_like.config.loss import LossConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.reward import RewardConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.slime_flags.notices import notices
-from slime_like.config.system import PlacementConfig
-from slime_like.config.training import LossConfig
 
 
 def said(config: RunConfig, word: str) -> list[str]:

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
+from slime_like.config.batch import BatchConfig
+from slime_like.config.engine import EngineConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.slime_flags.notices import notices
-from slime_like.config.system import EngineConfig
-from slime_like.config.training import BatchConfig
 
 FLAGS = ("use_routing_replay", "use_rollout_routing_replay")
 DENSE = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=320)

@@ -1,4 +1,5 @@
 """What follows from several groups of flags together: sizes, roles, and what does not go together."""
+# Covers slime_like.config.rules and slime_like.config.tree too, which it does not import itself.
 
 from __future__ import annotations
 
@@ -7,13 +8,18 @@ import json
 
 import pytest
 
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
+from slime_like.config.engine import EngineConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
-from slime_like.config.rollout import DataConfig, RewardConfig, RolloutConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.reward import RewardConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
-from slime_like.config.training import BatchConfig, CheckpointConfig
+from slime_like.config.sync import SyncConfig
 
 RUN = RunConfig(
     placement=PlacementConfig(actor_num_gpus_per_node=4, rollout_num_gpus=4),

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig, SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.config.transports import TRANSPORTS, Transport, choices, fitting, modes, transport_of
 from slime_like.errors import ConfigError
 from slime_like.planning.placement import make_plan

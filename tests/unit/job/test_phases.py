@@ -11,10 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_like.config.rollout import DataConfig, EvalConfig, RolloutConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
+from slime_like.config.evaluation import EvalConfig
+from slime_like.config.loss import LossConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig, SyncConfig
-from slime_like.config.training import CheckpointConfig, LossConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError, RunError
 from slime_like.job.running import Job, ResolvedRun
 from slime_like.loops import sync_loop

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.rollout import DataConfig, RewardConfig, RolloutConfig
+from slime_like.config.observability import ObservabilityConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.reward import RewardConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import ObservabilityConfig, PlacementConfig, SyncConfig
-from slime_like.config.training import CheckpointConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.job.resolve import resolve
 from slime_like.planning.placement import make_plan

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from slime_like.config.rollout import EvalConfig
-from slime_like.config.training import CheckpointConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.evaluation import EvalConfig
 from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_after
 
 

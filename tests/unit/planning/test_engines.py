@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
 from slime_like.planning.engines import EnginePlan, cut_engines, node_ranks, rollout_gpus, torn_engine
 
 

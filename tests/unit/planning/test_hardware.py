@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.config.system import PlacementConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.planning.hardware import CARDS, GIB, bandwidths, card_bytes
 
 

@@ -5,8 +5,8 @@ import functools
 
 import pytest
 
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
 from slime_like.planning.engines import cut_engines, node_ranks, torn_engine
 from slime_like.planning.placement import make_plan
 from slime_like.planning.report.render import render_plan

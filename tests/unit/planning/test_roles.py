@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
 from slime_like.planning.roles import RolePlan, RoleSize, crossing_notes, role_plans, training_roles
 
 

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
+from slime_like.config.evaluation import EvalConfig
+from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
-from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.reward import RewardConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.training import CheckpointConfig, LossConfig
 from slime_like.rollout.tokenizer import load_tokenizer
 from tests.unit.rollout.rows import digits_row
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import CheckpointError, DataError, PluginError, RewardError, RunError
 from slime_like.records import COMPLETED, WeightsRef
 from slime_like.rollout.data_source import check_data

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from slime_like.algorithms.group_advantages import normalize
+from slime_like.config.loss import LossConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.training import LossConfig
 from slime_like.errors import DataError, PluginError, RunError
 from slime_like.records import FAILED, TRUNCATED, Prompt, Sample, SampleGroup
 from slime_like.rollout.train_samples import custom_advantages, to_train_samples

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.base import add_flags, from_namespace, make_parser, parse
-from slime_like.config.model import ModelConfig, ParallelConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.planning.memory.parameters import model_parameters
 
 #: Parameters as the model cards and checkpoints state them, tied embeddings counted once.

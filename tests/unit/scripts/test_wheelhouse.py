@@ -26,8 +26,8 @@ SPLIT_BYTES = 20_000
 
 
 def load(root: Path, name: str) -> ModuleType:
-    """A module of scripts/lib."""
-    sys.path.insert(0, str(root / "scripts/lib"))
+    """A module of scripts/wheelhouse."""
+    sys.path.insert(0, str(root / "scripts/wheelhouse"))
     try:
         return __import__(name)
     finally:
@@ -213,7 +213,7 @@ def test_all_wrong_options_are_listed_at_once(repo_root: Path, index: Path, tmp_
 
 
 def test_stripping_keeps_a_true_record(repo_root: Path, tmp_path: Path):
-    wheels = load(repo_root, "wheelhouse_wheels")
+    wheels = load(repo_root, "wheels")
     source = make_wheel(tmp_path, "sglang-kernel", files={"sgl_kernel/flash_ops.abi3.so": b"x" * 9000, "sgl_kernel/run": b"kept"})
     with zipfile.ZipFile(source, "a") as wheel:
         script = zipfile.ZipInfo("sgl_kernel/tool.sh")
@@ -232,11 +232,11 @@ def test_stripping_keeps_a_true_record(repo_root: Path, tmp_path: Path):
 
 
 def package(root: Path, name: str, version: str, *requires: str):
-    return load(root, "wheelhouse_resolve").Package(name, version, f"{name}-{version}.whl", f"https://x/{name}", "0" * 64, requires)
+    return load(root, "resolve").Package(name, version, f"{name}-{version}.whl", f"https://x/{name}", "0" * 64, requires)
 
 
 def test_markers_are_judged_for_the_target(repo_root: Path):
-    resolve = load(repo_root, "wheelhouse_resolve")
+    resolve = load(repo_root, "resolve")
     target = resolve.Target("3.12")
     packages = {
         "a": package(repo_root, "a", "1", "old; python_version < '3.12'", "new>=2; python_version >= '3.12'", "b[gpu]", "w; sys_platform == 'win32'"),
@@ -282,12 +282,12 @@ def test_with_torch_everything_stays_but_the_other_cuda(repo_root: Path, tmp_pat
 def test_a_torch_for_another_cuda_is_refused(repo_root: Path, tmp_path: Path):
     wheelhouse = load(repo_root, "wheelhouse")
     wheelhouse.check_cuda(torch_world(repo_root), wish(repo_root, tmp_path))
-    with pytest.raises(load(repo_root, "wheelhouse_resolve").WheelhouseError, match="built for CUDA 13, not CUDA 12"):
+    with pytest.raises(load(repo_root, "resolve").WheelhouseError, match="built for CUDA 13, not CUDA 12"):
         wheelhouse.check_cuda(torch_world(repo_root), wish(repo_root, tmp_path, "--cuda", "12"))
 
 
 def test_the_sglang_that_fits_this_torch_is_chosen(repo_root: Path, index: Path, tmp_path: Path):
-    resolve = load(repo_root, "wheelhouse_resolve")
+    resolve = load(repo_root, "resolve")
     for version, torch in (("0.5.17", "2.11.0"), ("0.5.23", "2.14.1")):
         make_wheel(tmp_path, "sglang", version=version, requires=(f"torch=={torch}",))
     options, target = ["--no-index", "--find-links", str(tmp_path)], resolve.Target(PYTHON)

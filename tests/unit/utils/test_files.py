@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
+from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import ObservabilityConfig
 from slime_like.errors import UserError
 from slime_like.utils.files import RunDirectory, append_json_line, read_json_lines, write_atomic
 

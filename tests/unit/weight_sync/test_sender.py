@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sglang_backend.fake_http import serve
 
 from slime_like.config.run import RunConfig
-from slime_like.config.system import SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.utils.net import own_address

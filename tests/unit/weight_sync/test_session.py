@@ -12,8 +12,9 @@ import time
 import pytest
 from sglang_backend.fake_http import FakeServer, serve
 
+from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import ObservabilityConfig, SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.config.transports import TRANSPORTS
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.config.run import RunConfig
-from slime_like.config.system import SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import PluginError, WeightSyncError
 from slime_like.weight_sync import transform as hook
 from slime_like.weight_sync.transform import Made, WeightTransform, load_transform

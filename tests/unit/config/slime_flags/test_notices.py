@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
+from slime_like.config.engine import EngineConfig
 from slime_like.config.model import ModelConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.slime_flags.notices import notices
-from slime_like.config.system import EngineConfig, PlacementConfig
 
 
 def plain(**groups) -> RunConfig:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from slime_like.config.training import CheckpointConfig
+from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.checkpoint.folder import STATE_FILE, TRACKER, Draft, find, is_megatron_folder, iterations, swap_in
 from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step

@@ -5,7 +5,7 @@ import torch
 
 from slime_like.algorithms.plugins import LossPlugins, load_loss_plugins
 from slime_like.algorithms.policy_losses import LossBatch
-from slime_like.config.training import LossConfig
+from slime_like.config.loss import LossConfig
 from slime_like.errors import PluginError, RunError
 from slime_like.megatron_backend.step.objective import Objective
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.optimizer import OptimizerConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.step.optimizer import build_scheduler, fit_optimizer_state, forget_moments
 

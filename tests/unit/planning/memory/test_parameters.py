@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from slime_like.config.model import ParallelConfig
-from slime_like.config.training import OptimizerConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
 from slime_like.planning.memory.parameters import Variant, model_parameters, stage_parameters
 from slime_like.planning.memory.trainer_bytes import Precision, StageBytes
 from tests.helpers.plan_models import DEEPSEEK_V3, LLAMA_70B, TINY

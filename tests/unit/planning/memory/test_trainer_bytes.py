@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
-from slime_like.config.training import OptimizerConfig
 from slime_like.planning.memory.parameters import Parameter
 from slime_like.planning.memory.trainer_bytes import Precision, StageBytes, bucket_elements
 

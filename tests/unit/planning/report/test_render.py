@@ -7,8 +7,8 @@ import pytest
 
 import train
 from slime_like.config.model import ModelConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
 from slime_like.planning.placement import cannot_run_yet, make_plan
 from slime_like.planning.report.render import as_json, make_report, render_plan
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.reward import RewardConfig
 from slime_like.rollout.rewards.overlong import overlong_penalty, punish_overlong
 from tests.unit.rollout.rewards.test_scorer import make_sample
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from aiohttp import web
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.reward import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.rollout.rewards.scorer import RewardScorer
 from tests.unit.rollout.rewards.test_scorer import PROMPT, make_sample

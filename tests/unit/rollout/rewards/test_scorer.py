@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from slime_like.config.base import PluginArgs
-from slime_like.config.rollout import REWARD_TYPES, RewardConfig, RolloutConfig
+from slime_like.config.reward import REWARD_TYPES, RewardConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.records import COMPLETED, TRUNCATED, Prompt, Sample
 from slime_like.rollout.rewards.math_answers import SCORERS

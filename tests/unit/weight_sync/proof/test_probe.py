@@ -10,7 +10,7 @@ import pytest
 from slime_like.config.model import ModelConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import SyncConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import EngineEndpoint
 from slime_like.weight_sync.proof.probe import compare_probe, probe_samples

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.training import BatchConfig, CheckpointConfig, OptimizerConfig
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.optimizer import OptimizerConfig
 
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100}
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
-from wheelhouse_resolve import Closure, Package, Target, WheelhouseError, choose_sglang, closure, download, resolve_for
-from wheelhouse_wheels import STRIPS, file_digest, installed_bytes, strip_wheel, top_level, write_parts
+from resolve import Closure, Package, Target, WheelhouseError, choose_sglang, closure, download, resolve_for
+from wheels import STRIPS, file_digest, installed_bytes, strip_wheel, top_level, write_parts
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -279,8 +279,8 @@ def fill(wish: Wish, work: Path, result: Path) -> dict:
     }  # fmt: skip
     (result / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for name in ("install.py", "check_imports.py"):
-        shutil.copyfile(HERE / f"wheelhouse_{name}", result / name)
-    script = (HERE / "wheelhouse_install.sh").read_text(encoding="utf-8").replace("@PYTHON@", f"python{wish.target.python}")
+        shutil.copyfile(HERE / name, result / name)
+    script = (HERE / "install.sh").read_text(encoding="utf-8").replace("@PYTHON@", f"python{wish.target.python}")
     (result / "install.sh").write_text(script, encoding="utf-8")
     (result / "install.sh").chmod(0o755)
     return manifest

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from slime_like.config.engine import EngineConfig
+from slime_like.config.loss import LossConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.system import EngineConfig, PlacementConfig, SyncConfig
-from slime_like.config.training import LossConfig
+from slime_like.config.sync import SyncConfig
 
 
 def run_config(gpus_per_engine: int, **sglang) -> RunConfig:

@@ -1,0 +1,66 @@
+"""Data: which prompts, in which order, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+
+from slime_like.config.base import flag
+
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+
+
+def split_slice(path: str) -> tuple[str, slice]:
+    """`data.jsonl@[10:20]` -> ("data.jsonl", slice(10, 20)); without a slice, all rows."""
+    match = _SLICE.match(path)
+    if not match:
+        return path, slice(None)
+    return match["path"], slice(*(int(match[k]) if match[k] else None for k in ("start", "stop")))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts and how long to run"""
+
+    prompt_data: str | None = flag(None, help="JSONL of prompts; 'file.jsonl@[10:20]' takes rows 10 to 19.")
+    input_key: str = flag("input", help="Key of the prompt: a string, or a list of chat messages.")
+    label_key: str | None = flag(None, help="Key of the reference answer handed to the reward.")
+    metadata_key: str = flag("metadata", help="Key of a dict handed to the reward; may be absent.")
+    tool_key: str = flag("tools", help="Key of a list of tools (or that list as JSON text) handed to the chat template; may be absent.")
+    response_key: str = flag("response", help="Key of the answer to imitate, with --loss-type sft_loss.")
+    apply_chat_template: bool = flag(False, help="Render the prompt with the tokenizer's chat template.")
+    apply_chat_template_kwargs: str = flag("{}", help="JSON object of extra arguments for the chat template.")
+    rollout_shuffle: bool = flag(False, help="Shuffle the rows of each epoch by --rollout-seed and the epoch.")
+    rollout_seed: int = flag(42, help="Seed of shuffling and sampling.")
+    rollout_max_prompt_len: int | None = flag(None, help="Leave out prompts of more tokens; the count is printed.")
+    num_rollout: int | None = flag(None, help="Rollout steps to do.")
+    num_epoch: int | None = flag(None, help="Passes over the data, instead of --num-rollout.")
+
+    @property
+    def chat_template_kwargs(self) -> dict:
+        """--apply-chat-template-kwargs as a dict."""
+        return json.loads(self.apply_chat_template_kwargs)
+
+    def problems(self) -> list[str]:
+        """What is impossible about the data flags."""
+        found = []
+        if (self.num_rollout is None) == (self.num_epoch is None):
+            found.append("give exactly one of --num-rollout and --num-epoch.")
+        for name in ("num_rollout", "num_epoch"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+        try:
+            if not isinstance(self.chat_template_kwargs, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            found.append(f"--apply-chat-template-kwargs is no JSON object: {error}.")
+        return found
+
+    def missing_files(self) -> list[str]:
+        """Paths that do not exist."""
+        if not self.prompt_data:
+            return ["--prompt-data is missing: a JSONL file of prompts."]
+        path, _ = split_slice(self.prompt_data)
+        return [] if os.path.isfile(path) else [f"--prompt-data {path}: no such file."]

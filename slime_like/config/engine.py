@@ -1,0 +1,79 @@
+"""Engines and their router."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime_like.config.base import flag
+
+#: Spellings that SGLang takes for an engine's parallel sizes.
+_ENGINE_SIZES = {
+    "pp": ("pp_size", "pipeline_parallel_size", "pp"),
+    "dp": ("dp_size", "data_parallel_size", "dp"),
+    "ep": ("ep_size", "expert_parallel_size", "ep"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Rollout engines and router (every SGLang server flag is taken as --sglang-<flag>)"""
+
+    sglang_router_ip: str | None = flag(None, help="Use a router that already runs, at this address.")
+    sglang_router_port: int | None = flag(None, help="Port of the router; of ours too. Default: a free one.")
+    sglang_router_api_key_env: str = flag(
+        "SLIME_LIKE_ROUTER_API_KEY", help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one."
+    )
+    sglang_router_policy: str = flag("cache_aware", choices=("cache_aware", "round_robin", "random", "power_of_two"), help="How our router picks an engine.")
+    sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.")
+    engine_start_timeout_s: float = flag(600.0, help="Deadline for an engine or the router to become healthy, in seconds.")
+    sglang: dict = dataclasses.field(default_factory=dict)  # --sglang-<name>: name -> value, list, or True for a switch
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages of one engine (--sglang-pp-size). Raises ValueError, as the two below."""
+        return self._size("pp")
+
+    @property
+    def dp_size(self) -> int:
+        """Data parallel copies of the attention inside one engine's tensor parallel GPUs (--sglang-dp-size)."""
+        return self._size("dp")
+
+    @property
+    def ep_size(self) -> int:
+        """GPUs of one engine that share the experts (--sglang-ep-size)."""
+        return self._size("ep")
+
+    @property
+    def dp_attention(self) -> bool:
+        """Whether the data parallel copies lie within the tensor parallel GPUs (--sglang-enable-dp-attention)."""
+        return str(self.sglang.get("enable_dp_attention", False)).lower() == "true"
+
+    def tp_size(self, num_gpus: int) -> int:
+        """SGLang's tensor parallel size of an engine of `num_gpus` GPUs; its data and expert parallel GPUs lie within it."""
+        return max(1, num_gpus // self.pp_size)
+
+    def _size(self, kind: str) -> int:
+        for name in _ENGINE_SIZES[kind]:
+            if name in self.sglang:
+                try:
+                    size = int(self.sglang[name])
+                except (TypeError, ValueError):
+                    size = 0
+                if size < 1 or self.sglang[name] is True:
+                    raise ValueError(f"--sglang-{name.replace('_', '-')} {self.sglang[name]}: must be a whole number of at least 1")
+                return size
+        return 1
+
+    def problems(self) -> list[str]:
+        """What is impossible about the engine flags."""
+        found = []
+        for kind in _ENGINE_SIZES:
+            try:
+                self._size(kind)
+            except ValueError as error:
+                found.append(f"{error}.")
+        if self.sglang_router_ip and not self.sglang_router_port:
+            found.append("--sglang-router-ip needs --sglang-router-port.")
+        if self.sglang_server_concurrency < 1:
+            found.append(f"--sglang-server-concurrency {self.sglang_server_concurrency}: must be at least 1.")
+        return found

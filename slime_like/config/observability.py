@@ -1,0 +1,43 @@
+"""The run directory, logs, debugging."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from slime_like.config.base import flag
+from slime_like.utils.logs import LOG_LEVELS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """Run directory, metrics and debugging"""
+
+    seed: int = flag(1234, help="Seed of everything random in the trainer.")
+    run_name: str = flag("train", help="Last part of the default run directory.")
+    run_dir: str | None = flag(None, help="Where metrics, logs and samples go. Default: runs/<time>-<name>.")
+    log_level: str | None = flag(
+        None,
+        choices=LOG_LEVELS,
+        help="Least level of what our own loggers write, in the driver and in every process of the run; receivers, the router and engines "
+        "(unless --sglang-log-level) are started with it too. Default: warning; of receivers and engines info.",
+    )
+    use_tensorboard: bool = flag(True, help="Write TensorBoard event files into the run directory.")
+    save_debug_rollout_data: str | None = flag(None, help="Write each rollout's samples to this path; '{rollout_id}' is replaced.")
+    load_debug_rollout_data: str | None = flag(None, help="Train on samples saved with --save-debug-rollout-data instead of generating.")
+
+    def problems(self) -> list[str]:
+        """What is impossible about debugging."""
+        found = []
+        for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
+            value = getattr(self, name)
+            if value and "{rollout_id}" not in value:
+                found.append(f"--{name.replace('_', '-')} {value}: the path must contain '{{rollout_id}}'.")
+        return found
+
+    def missing_files(self) -> list[str]:
+        """Paths that do not exist."""
+        path = self.load_debug_rollout_data
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            return [f"--load-debug-rollout-data {path}: no such folder."]
+        return []

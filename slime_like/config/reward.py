@@ -1,0 +1,71 @@
+"""Rewards: built-in rules, functions, servers, a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from urllib.parse import urlsplit
+
+from slime_like.config.base import flag
+
+#: Built-in rewards; rollout/rewards implements exactly these.
+REWARD_TYPES = ("math", "math_strict", "deepscaler", "deepscaler_strict", "exact", "remote_rm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Rewards"""
+
+    rm_type: str | None = flag(None, help=f"Built-in reward: {', '.join(REWARD_TYPES)}.")
+    custom_rm_path: str | None = flag(None, help="module.function(args, sample) -> float or dict, sync or async, instead of --rm-type.")
+    group_rm: bool = flag(False, help="--custom-rm-path gets all samples of a prompt at once, (args, samples), and gives a list of as many rewards.")
+    rm_url: str | None = flag(None, help='--rm-type remote_rm: gets {"prompt", "response", "label"} by POST, answers a number or an object (--reward-key).')
+    rm_concurrency: int = flag(64, help="Most requests to --rm-url at a time.")
+    rm_retries: int = flag(5, help="Tries of a request to --rm-url that failed for a reason that may pass (connection, 5xx).")
+    reward_key: str | None = flag(None, help="Key of the reward when the function, or --rm-url, gives a dict.")
+    eval_reward_key: str | None = flag(None, help="The key in evaluations. Default: --reward-key.")
+    reward_timeout_s: float = flag(60.0, help="Deadline of scoring one sample (with --group-rm: one prompt's), in seconds.")
+    reward_model_weight: float = flag(1.0, help="Reward = the rule's (--rm-type or --custom-rm-path) + this x the model's (--reward-load).")
+    overlong_buffer_len: int | None = flag(
+        None, help="Punish responses by their length within the last so many tokens before --rollout-max-response-len (DAPO's soft overlong punishment)."
+    )
+    overlong_penalty_factor: float = flag(1.0, help="The punishment at the limit; it grows to it in proportion.")
+    reward_batch_size: int = flag(16, help="Most samples in one forward pass of the reward model.")
+    reward_model_timeout_s: float = flag(300.0, help="Deadline of one forward pass of the reward model, in seconds.")
+
+    @property
+    def needs_label(self) -> bool:
+        """Whether the built-in reward compares with a label."""
+        return self.rm_type not in (None, "remote_rm")
+
+    def problems(self) -> list[str]:
+        """What is impossible about the reward."""
+        found = []
+        if self.custom_rm_path and self.rm_type:
+            found.append("--rm-type and --custom-rm-path exclude each other.")
+        if self.rm_type and self.rm_type not in REWARD_TYPES:
+            found.append(f"--rm-type {self.rm_type} is unknown. Known: {', '.join(REWARD_TYPES)}; or --custom-rm-path module.function.")
+        if self.group_rm and not self.custom_rm_path:
+            found.append("--group-rm does nothing without --custom-rm-path: built-in rewards look at one sample. Fix: drop it, or give a function.")
+        if self.rm_type == "remote_rm" and not self.rm_url:
+            found.append("--rm-type remote_rm needs --rm-url, where the samples are sent to.")
+        if self.rm_url and self.rm_type != "remote_rm":
+            found.append("--rm-url does nothing without --rm-type remote_rm. Fix: add it, or drop this.")
+        if self.rm_url and urlsplit(self.rm_url).scheme not in ("http", "https"):
+            found.append(f"--rm-url {self.rm_url}: is no http(s) URL.")
+        for name in ("reward_key", "eval_reward_key"):
+            if getattr(self, name) and not (self.custom_rm_path or self.rm_type == "remote_rm"):
+                found.append(f"--{name.replace('_', '-')} does nothing without --custom-rm-path or --rm-type remote_rm: other rewards are plain numbers.")
+        if self.overlong_buffer_len is None and self.overlong_penalty_factor != RewardConfig.overlong_penalty_factor:
+            found.append(f"--overlong-penalty-factor {self.overlong_penalty_factor} does nothing without --overlong-buffer-len. Fix: add it, or drop this.")
+        if not (self.overlong_penalty_factor > 0 and math.isfinite(self.overlong_penalty_factor)):
+            found.append(f"--overlong-penalty-factor {self.overlong_penalty_factor}: must be above 0 and finite.")
+        for name in ("rm_concurrency", "rm_retries", "reward_batch_size", "overlong_buffer_len"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+        for name in ("reward_timeout_s", "reward_model_timeout_s"):
+            if not getattr(self, name) > 0:
+                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0.")
+        if not math.isfinite(self.reward_model_weight):
+            found.append(f"--reward-model-weight {self.reward_model_weight}: must be a finite number.")
+        return found

@@ -1,0 +1,138 @@
+"""The frozen tree of all config groups, and what follows from several of them together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime_like.config.batch import BatchConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.config.data import DataConfig
+from slime_like.config.engine import EngineConfig
+from slime_like.config.evaluation import EvalConfig
+from slime_like.config.loss import LossConfig
+from slime_like.config.model import ModelConfig
+from slime_like.config.observability import ObservabilityConfig
+from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.parallel import ParallelConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.reward import RewardConfig
+from slime_like.config.rollout import RolloutConfig
+from slime_like.config.sync import SyncConfig
+
+GROUPS = {
+    "placement": PlacementConfig,
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+    "data": DataConfig,
+    "rollout": RolloutConfig,
+    "reward": RewardConfig,
+    "eval": EvalConfig,
+    "batch": BatchConfig,
+    "loss": LossConfig,
+    "optimizer": OptimizerConfig,
+    "engine": EngineConfig,
+    "sync": SyncConfig,
+    "observability": ObservabilityConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigTree:
+    """All groups, and values derived from them; RunConfig is this with its rules."""
+
+    placement: PlacementConfig = PlacementConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    eval: EvalConfig = EvalConfig()
+    batch: BatchConfig = BatchConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+    role: str = "actor"  # whose config this is: "actor", "critic", or "ref" in the processes of a reference on GPUs of its own
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model that train on different samples."""
+        return self.placement.actor_num_gpus // self.parallel.model_parallel_size
+
+    @property
+    def is_sft(self) -> bool:
+        """Supervised: one row, one sample, no engines."""
+        return self.loss.loss_type == "sft_loss"
+
+    @property
+    def uses_engines(self) -> bool:
+        """Whether anything generates."""
+        return not (self.is_sft or self.placement.debug_train_only)
+
+    @property
+    def offload_rollout(self) -> bool:
+        """Whether engines release their memory around training; never external ones."""
+        if self.placement.rollout_external or not self.uses_engines:
+            return False
+        value = self.placement.offload_rollout
+        return self.placement.colocate if value is None else value
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples of one rollout step."""
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def num_steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout step."""
+        if self.batch.num_steps_per_rollout:
+            return self.batch.num_steps_per_rollout
+        return max(1, self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step."""
+        return self.batch.global_batch_size or self.samples_per_rollout // self.num_steps_per_rollout
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference model's log-probs are computed."""
+        return (self.loss.use_kl_loss or self.loss.kl_coef > 0) and not self.is_sft
+
+    @property
+    def swaps_reference(self) -> bool:
+        """Whether the reference's weights live in the actor's processes."""
+        return self.needs_reference and (self.placement.colocate_policy_ref or self.placement.colocate_training)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return self.loss.estimator.compares_with == "critic" and not self.is_sft
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a reward model scores the samples."""
+        return bool(self.checkpoint.reward_load) and self.uses_engines and not self.placement.debug_rollout_only
+
+    @property
+    def engine_tp_size(self) -> int:
+        """Tensor parallel size of one engine: its GPUs / its pipeline stages."""
+        return self.engine.tp_size(self.placement.rollout_num_gpus_per_engine)
+
+    @property
+    def engine_pp_size(self) -> int:
+        """Pipeline stages of one engine."""
+        return self.engine.pp_size
+
+    @property
+    def engine_dp_size(self) -> int:
+        """Data parallel copies of one engine's attention."""
+        return self.engine.dp_size
+
+    @property
+    def engine_ep_size(self) -> int:
+        """GPUs of one engine that share the experts."""
+        return self.engine.ep_size
