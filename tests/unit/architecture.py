@@ -50,7 +50,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.optimizer": ("unit/config/test_checkpoint.py",),
     "config.reward": ("unit/config/test_rollout.py",),
     "config.rules": ("unit/config/test_run.py",),
-    "config.sync": ("unit/config/test_placement.py", "unit/config/test_delta.py"),
+    "config.sync": ("unit/config/test_placement.py",),
     "config.tree": ("unit/config/test_run.py",),
     "cluster.engine_actor": ("e2e/test_config_file.py",),
     "cluster.engine_processes": ("multiprocess/test_engine_fleet.py",),
