@@ -26,7 +26,7 @@ import ray
 from slime_like.cluster.bundles import reserve
 from slime_like.cluster.ray_session import Wait, connect
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.errors import DataError
 from slime_like.planning.placement import make_plan
 

@@ -20,7 +20,7 @@ from slime_like.cluster.bundles import reserve
 from slime_like.cluster.nodes import cluster_nodes
 from slime_like.cluster.ray_session import Wait, connect
 from slime_like.config.run import RunConfig
-from slime_like.config.system import PlacementConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.planning.placement import make_plan
 
 cluster = Cluster()

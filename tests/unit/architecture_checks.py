@@ -103,7 +103,7 @@ def mirror_violations(package_dir: Path, tests_dir: Path, elsewhere: Mapping[str
     """Modules with logic that no test file stands for, and entries of `elsewhere` (architecture.TESTED_ELSEWHERE) that are not true.
 
     A module's mirror is tests/unit/<package>/test_<file>.py; a package's own is test_<package>.py beside its folder. The files of an entry
-    must import the module, by themselves or through tests/helpers, or name it: `slime_like.cluster.build`, or the file's path.
+    must import the module, by themselves or through tests/helpers, or name it: `slime_like.job.build`, or the file's path.
     """
     modules = {name: path for path in _modules(package_dir) if (name := module_name(path, package_dir))}
     mirrors = {name: tests_dir.joinpath("unit", *name.split(".")[:-1], f"test_{name.split('.')[-1]}.py") for name in modules}
