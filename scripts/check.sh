@@ -7,9 +7,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
-# One process a core, eight at most: each imports torch, which takes seconds and a gigabyte.
-cores=$(nproc)
-workers=(-n "$((cores < 8 ? cores : 8))" --dist worksteal)
+# Two processes a core, for tests that wait; eight at most: each imports torch, which takes seconds and a gigabyte.
+workers=$((2 * $(nproc)))
+workers=(-n "$((workers < 8 ? workers : 8))" --dist worksteal)
 case "${1:-}" in
   "") tests=("${workers[@]}" tests/unit) ;;
   --fast) tests=("${workers[@]}" -m "not slow" tests/unit) ;;

@@ -62,6 +62,9 @@ class Sampling:
 
     version: int | None = None
 
+    def policy_changing(self) -> None:
+        """As RolloutManager's."""
+
     def policy_changed(self, weights: WeightsRef) -> None:
         """As RolloutManager's."""
         self.version = weights.version
@@ -190,7 +193,7 @@ class SyncWorld:
 
     def train_step(self, step: int) -> None:
         """One real step on random samples."""
-        self.train.train(step, make_samples(4, seed=step))
+        self.train.train(step, self.train.put(make_samples(4, seed=step)))
 
     def log_probs(self, tp: int, prompts: list[list[int]]) -> list[np.ndarray]:
         """What an engine says of prompts."""

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.multiprocess
 #: Another user's attempt: connect, list the keys of the store, set one and delete one.
 STRANGER = """
 import datetime, os, sys
+from torch.distributed import TCPStore  # while we may read the interpreter's files
 os.setuid(65534)
-from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=2))
 store.set("stranger", "was here")
 print(len(store.list_keys()), store.delete_key("stranger"))

@@ -22,6 +22,7 @@ assert rank.call("train", 7) == 7
 
 
 @pytest.mark.parametrize(("level", "logged"), [("debug", True), ("info", False), (None, False)])
+@pytest.mark.slow
 def test_a_ranks_log_file_has_what_the_level_lets_through(repo_root: Path, tmp_path: Path, level: str | None, logged: bool):
     log = tmp_path / "logs" / "actor-0.log"
     subprocess.run([sys.executable, "-c", RANK.format(level=level, log=str(log))], check=True, cwd=repo_root, timeout=60)

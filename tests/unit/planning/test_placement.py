@@ -242,6 +242,7 @@ def plan_and_show(nodes: int) -> None:
     assert len(render_plan(placement).splitlines()) < 1500 and placement.to_dict()["num_gpus"] == 80 * nodes
 
 
+@pytest.mark.slow
 def test_the_work_of_a_plan_grows_with_the_gpus_and_no_faster():
     """Ten thousand GPUs take under a second: counted, since a loaded host is slower. A tenth of the GPUs takes a tenth of the operations."""
     thousand, ten_thousand = (count_operations(functools.partial(plan_and_show, nodes)) for nodes in (12, 125))

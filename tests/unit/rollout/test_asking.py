@@ -56,6 +56,7 @@ def test_tries_are_bounded():
     assert run(("down", 503), ("still down", 503), tries=2) == ("tries: HTTP 503: still down", 2)
 
 
+@pytest.mark.slow
 def test_the_deadline_counts_over_all_tries():
     assert run(("busy", 503), "hang", timeout_s=1.0) == ("deadline: HTTP 503: busy", 2)
     assert run("hang", timeout_s=0.05) == ("deadline: nothing", 1)

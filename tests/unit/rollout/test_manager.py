@@ -236,6 +236,7 @@ def test_user_errors_surface_at_start_without_an_engine(make_config):
         start(hf_checkpoint="tests")
 
 
+@pytest.mark.slow
 def test_start_generate_leaves_the_driver_free_and_evaluation_runs_beside_it(run, write_rows):
     held_out = write_rows([digits_row(9876)], "held-out.jsonl")
     greedy = {"eval_prompt_data": ["held_out", held_out], "eval_interval": 1, "eval_temperature": 0.0}
@@ -285,6 +286,7 @@ def test_train_samples_are_normalised_within_their_group(run, sorting_script):
             np.testing.assert_array_equal(train.loss_mask, sample.loss_mask)
 
 
+@pytest.mark.slow
 def test_an_abort_by_our_own_sync_is_no_failure(run):
     """Five aborts of one request are more than any failure may have; nothing is dropped, and every answer is asked for again."""
     aborted = []

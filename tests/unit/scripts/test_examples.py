@@ -128,6 +128,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_the_external_examples_engine_ends_with_it(tmp_path, number):
     fake = tmp_path / "python"
     fake.write_text(FAKE_PYTHON.format(python=sys.executable, folder=str(tmp_path)))

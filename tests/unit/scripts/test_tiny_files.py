@@ -82,6 +82,7 @@ def test_the_seed_decides_the_weights(repo_root: Path, tmp_path: Path, tiny_mode
     assert weights[0] != weights[1]
 
 
+@pytest.mark.slow
 def test_no_held_out_prompt_leaks(repo_root: Path, tmp_path: Path, tiny_data_dir: Path):
     run_script(repo_root, "make_tiny_data.py", "sort4", str(tmp_path), "--seed", "7")
     held_out = set(prompts(tiny_data_dir / "eval.jsonl"))

@@ -61,6 +61,7 @@ def test_engine_that_ends_at_start_is_reported_at_once_with_its_log(tmp_path):
     assert "status 7" in str(caught.value) and str(caught.value).endswith("line 1\nOSError: no such model")
 
 
+@pytest.mark.slow
 def test_engine_that_never_becomes_healthy(tmp_path, no_process_left):
     with pytest.raises(WaitTimeout, match="launcher waited 1 s for engine 5 .*during start") as caught:
         launch_engine(spec(tmp_path, "import time; print('loading', flush=True); time.sleep(60)"), timeout_s=1.0)

@@ -40,6 +40,8 @@ except KeyboardInterrupt:
 """
 PLAIN = '"import time; time.sleep(120)"'
 
+pytestmark = pytest.mark.slow  # each starts processes, and waits for their end
+
 
 def start(tmp_path: Path, ending: str, daemon: str = PLAIN, **options) -> tuple[subprocess.Popen, list[int]]:
     code = DRIVER.format(ending=ending, daemon=daemon)

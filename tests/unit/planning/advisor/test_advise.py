@@ -35,6 +35,7 @@ def best(gpus, mode, **more):
 
 
 @pytest.mark.parametrize("gpus", [8, 32, 64])
+@pytest.mark.slow
 def test_every_proposal_passes_the_plan_and_leaves_room(gpus):
     found = propose(Request(model=LLAMA_70B, gpus=gpus))
     assert found
@@ -64,6 +65,7 @@ def test_exercise_1_disaggregated_on_32_gpus():
     assert proposal.plan.roles["actor"].num_gpus == 16 and len(proposal.plan.engines[0].bundles) == 8
 
 
+@pytest.mark.slow
 def test_exercise_3_on_8_nodes_of_8():
     proposal = propose(Request(model=LLAMA_70B, gpus=64))[0]
     actor = proposal.plan.roles["actor"]
@@ -100,6 +102,7 @@ def test_the_printed_flags_make_the_same_plan(repo_root: Path, model_file):
     assert plan["memory"]["per_gpu"] == proposal.memory.to_dict()["per_gpu"]
 
 
+@pytest.mark.slow
 def test_the_command_line(model_file, capsys):
     assert main(["--model", model_file, "--gpus", "64", "--top", "1"]) == 0
     out = capsys.readouterr().out

@@ -130,6 +130,7 @@ def test_early_stages_hold_several_micro_batches():
     assert activations[0] > activations[1] > activations[2]
 
 
+@pytest.mark.slow
 def test_the_work_of_a_671b_report_grows_with_the_gpus_and_no_faster():
     """10240 GPUs take under a second: counted for fewer, since a loaded host is slower."""
     split = {

@@ -56,6 +56,7 @@ def test_the_page_has_a_bar_for_each_phase_and_needs_nothing_else(plan):
     assert "kv_cache" in page
 
 
+@pytest.mark.slow
 def test_a_png_is_drawn(plan, tmp_path):
     pytest.importorskip("matplotlib")
     draw_png(plan, str(tmp_path / "plan.png"))

@@ -44,6 +44,7 @@ def test_one_process_scores_many():
     assert rewards == [0, 0, 0, 1, 0, 0] and len(pids) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_one_sample_only():
     async def work(pool):
         assert await pool.score("math", "1", "1", timeout_s=30) == 1
@@ -62,6 +63,7 @@ def test_an_exception_in_a_scorer_is_no_reward_and_no_end():
     assert run(work)[0] == [None, 1]
 
 
+@pytest.mark.slow
 def test_a_stuck_process_ends_even_if_its_parent_is_gone():
     """The alarm is the kernel's: it needs neither the parent nor the worker's own Python."""
     worker = subprocess.Popen([sys.executable, "-m", "slime_like.rollout.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -96,6 +96,7 @@ def test_each_failure_names_the_server_and_the_sample(answers, options, message,
     assert len(server.asked) == tries
 
 
+@pytest.mark.slow
 def test_a_slow_server_meets_the_deadline():
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"gave no answer within 0.3 s \(--reward-timeout-s\). Last heard: nothing: prompt 7, sample 2"):

@@ -77,6 +77,7 @@ def test_math_scores_in_a_process():
     assert score(*samples, rm_type="math") == ([1, 0, 0], 0)
 
 
+@pytest.mark.slow
 def test_a_response_that_takes_for_ever_scores_0_and_is_counted():
     endless = make_sample("\\boxed{7^{9^{9^{9}}}}")
     start = time.monotonic()
