@@ -8,10 +8,12 @@ import os
 import re
 import signal
 import tempfile
+import threading
 
 import psutil
 import pytest
 
+from slime_like.sglang_backend.shared_memory import shared_directory
 from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train, start_train, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -79,21 +81,38 @@ def test_a_reward_that_ends_the_process_is_named_and_is_no_success(base, tmp_pat
 
 
 @pytest.fixture
-def files_left(monkeypatch):
-    """What lies in shared memory and in Ray's temporary folder since the test began; the folder is the test's own."""
+def files_left(monkeypatch, request):
+    """What lies in Ray's temporary folder, which is the test's own, and in shared memory of what processes of the test had mapped there."""
+    seen: set[str] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.3):
+            seen.update(path for pid in our_processes() for path in _mapped(pid))
+
     with tempfile.TemporaryDirectory(prefix="slt", dir="/tmp") as folder:  # pytest's own are too long for sockets
         monkeypatch.setenv("RAY_TMPDIR", folder)
-        before = set(os.listdir("/dev/shm"))
-        yield lambda: {name for name in os.listdir("/dev/shm") if _ours("/dev/shm/" + name)} - before | set(os.listdir(folder))
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        yield lambda: {path for path in seen if os.path.exists(path)} | set(os.listdir(folder)) | _weights_of_the_dead()
+        over.set()
+        looking.join(10)
+    assert seen or "starting" in request.node.name, "a run has files in shared memory"
 
 
-def _ours(path: str) -> bool:
-    """Not of another test run beside this one: those are not removed by the time that a process of theirs has them mapped."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            if any(path == mapped.path for mapped in process.memory_maps()):
-                return False
-    return True
+def _mapped(pid: int) -> set[str]:
+    """Files in shared memory that a process has mapped."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as lines:
+        return {line.split()[-1] for line in lines if "/dev/shm/" in line and not line.rstrip().endswith("(deleted)")}
+    return set()
+
+
+def _weights_of_the_dead() -> set[str]:
+    """Folders `<pid>-...` of processes that have ended, in the user's one folder for weights: other tests use it at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        names = os.listdir(shared_directory())
+        return {name for name in names if name.partition("-")[0].isdigit() and not psutil.pid_exists(int(name.partition("-")[0]))}
+    return set()
 
 
 def test_resume_continues_step_data_and_optimizer(base, tmp_path):
