@@ -6,33 +6,15 @@ import dataclasses
 import json
 import os
 
+from slime_like.config.families import FAMILIES, HF_TYPES, Family, HfType
 from slime_like.config.model import ModelConfig
 from slime_like.errors import ConfigError
-
-#: HF `model_type` -> what the family adds to the common Llama layout.
-FAMILIES: dict[str, dict] = {
-    "llama": {"add_qkv_bias": False, "qk_layernorm": False},
-    "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
-    "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
-    "qwen3_moe": {"add_qkv_bias": False, "qk_layernorm": True},
-    "mimo": {"add_qkv_bias": True, "qk_layernorm": False},
-    "glm4": {"qk_layernorm": False, "post_self_attn_layernorm": True, "post_mlp_layernorm": True, "rotary_interleaved": True},
-    "glm4_moe": {},
-    "deepseek_v3": {"add_qkv_bias": False, "qk_layernorm": True},
-    "kimi_k2": {"add_qkv_bias": False, "qk_layernorm": True},
-}
-
-#: Families whose keys and values are compressed (multi-head latent attention).
-_LATENT = ("deepseek_v3", "kimi_k2")
 
 #: Built into Megatron-core 0.16.1; another value would train silently wrong.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 #: What the supported families may say in config.json but do not build otherwise; another value would train silently wrong.
 _USUAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
-
-#: What a family reads itself, so that any value is usual.
-_OWN = {"glm4": ("attention_bias", "partial_rotary_factor"), "glm4_moe": ("attention_bias", "partial_rotary_factor"), "mimo": ("attention_bias",)}
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
 _NEEDED_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -91,13 +73,12 @@ def read_hf_config(folder: str) -> dict:
 
 def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
     """The architecture of an HF config; flags that are the trainer's own (padding, attention backend) are kept."""
-    kind = hf.get("model_type", "")
-    _check_known(hf, kind)
+    family, hf_type = _check_known(hf)
     heads = hf["num_attention_heads"]
-    kv_heads = heads if kind in _LATENT else hf.get("num_key_value_heads", heads)
-    head_size = hf["qk_nope_head_dim"] if kind in _LATENT else hf.get("head_dim") or hf["hidden_size"] // heads
-    parts = FAMILIES[kind] | _rope(hf, kind, flags) | (_latent(hf) if kind in _LATENT else {}) | _experts(hf, flags)
-    parts["num_query_groups"] = None if kind in _LATENT else kv_heads
+    kv_heads = heads if family.is_latent else hf.get("num_key_value_heads", heads)
+    head_size = hf["qk_nope_head_dim"] if family.is_latent else hf.get("head_dim") or hf["hidden_size"] // heads
+    parts = hf_type.adds | _rope(hf, family, flags) | (_latent(hf) if family.is_latent else {}) | _experts(hf, family, flags)
+    parts["num_query_groups"] = None if family.is_latent else kv_heads
     if "add_qkv_bias" not in parts:
         parts["add_qkv_bias"] = bool(hf.get("attention_bias", False))
     if "qk_layernorm" not in parts:
@@ -163,25 +144,29 @@ def _written(value):
     return value
 
 
-def _check_known(hf: dict, kind: str) -> None:
-    """Raises ConfigError for a family, a shape or a key that is not supported."""
-    if kind not in FAMILIES:
-        raise ConfigError([f"model_type {hf.get('model_type')!r} is not supported. Known: {', '.join(sorted(FAMILIES))}."])
-    usual = {k: v for k, v in _USUAL.items() if k not in _OWN.get(kind, ())}
+def _check_known(hf: dict) -> tuple[Family, HfType]:
+    """The family and the type of a config. Raises ConfigError for one, a shape or a key that is not supported."""
+    kind = hf.get("model_type", "")
+    if kind not in HF_TYPES:
+        raise ConfigError([f"model_type {hf.get('model_type')!r} is not supported. Known: {', '.join(sorted(HF_TYPES))}."])
+    family = FAMILIES[HF_TYPES[kind]]
+    hf_type = family.hf_types[kind]
+    usual = {k: v for k, v in _USUAL.items() if k not in hf_type.own_keys}
     unusual = {k: hf[k] for k, value in usual.items() if hf.get(k, value) not in (value, None)}
     if unusual:
         raise ConfigError([f"config.json has {unusual}, which is not supported. Supported: {usual}."])
-    missing = [k for k in _NEEDED + (_NEEDED_LATENT if kind in _LATENT else ()) if k not in hf]
+    missing = [k for k in _NEEDED + (_NEEDED_LATENT if family.is_latent else ()) if k not in hf]
     if missing:
         raise ConfigError([f"config.json lacks {', '.join(missing)}"])
+    return family, hf_type
 
 
-def _rope(hf: dict, kind: str, flags: ModelConfig) -> dict:
+def _rope(hf: dict, family: Family, flags: ModelConfig) -> dict:
     """Position encoding. Raises ConfigError for a kind that Megatron-core does not compute the same way."""
     # transformers 5 nests rope_theta in rope_parameters; older files have it at the top.
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    known = ("default", "llama3", "yarn") if kind in _LATENT else ("default", "llama3")
+    known = ("default", "llama3", "yarn") if family.is_latent else ("default", "llama3")
     if rope_type not in known:
         raise ConfigError([f"rope type {rope_type!r} is not supported. Known: {', '.join(known)}."])
     different = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope_type == "llama3" and rope.get(k, v) != v}
@@ -193,7 +178,7 @@ def _rope(hf: dict, kind: str, flags: ModelConfig) -> dict:
         "use_rope_scaling": rope_type == "llama3",
         "rope_scaling_factor": rope.get("factor", 8.0) if rope_type == "llama3" else flags.rope_scaling_factor,
     }
-    if kind in _LATENT:
+    if family.is_latent:
         found |= _yarn(rope if rope_type == "yarn" else {})
     return found
 
@@ -224,9 +209,9 @@ def _latent(hf: dict) -> dict:
     }
 
 
-def _experts(hf: dict, flags: ModelConfig) -> dict:
+def _experts(hf: dict, family: Family, flags: ModelConfig) -> dict:
     """Mixture of experts, in Qwen's words (num_experts) or DeepSeek's (n_routed_experts); {} for a dense model."""
-    if hf["model_type"] == "qwen3_moe":
+    if family.router == "softmax":
         if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
             raise ConfigError(["config.json has layers without experts (mlp_only_layers, decoder_sparse_step), which is not supported for qwen3_moe."])
         return {

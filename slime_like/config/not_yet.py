@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.config.families import family_of
+from slime_like.config.families import FAMILIES, family_of
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.optimizer import OptimizerConfig
@@ -13,8 +13,10 @@ _PLAN_ONLY = "a real run cannot do it yet, only --plan"
 def model_not_yet(model: ModelConfig) -> list[str]:
     """Architectures that the trainer does not build."""
     found = {
-        "an architecture of no known family (llama, qwen2, qwen3, qwen3_moe, glm4, glm4_moe, deepseek_v3): "
-        "norms, biases, rope, attention or router flags that do not belong together": family_of(model) is None,
+        f"an architecture of no known family ({', '.join(FAMILIES)}): norms, biases, rope, attention or router flags that do not belong together": family_of(
+            model
+        )
+        is None,
         # A pack is one sequence to Megatron's router, so this would be the loss of aux_loss under another name.
         "--moe-router-load-balancing-type seq_aux_loss": model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff != 0,
     }
@@ -24,7 +26,8 @@ def model_not_yet(model: ModelConfig) -> list[str]:
 def engine_not_yet(model: ModelConfig) -> list[str]:
     """Architectures that engines do not build as the trainer does."""
     # SGLang (0.5.23) gives these an output layer of their own, which nothing would ever fill (models/qwen3_moe.py, glm4_moe.py).
-    if family_of(model) in ("qwen3_moe", "glm4_moe") and not model.untie_embeddings_and_output_weights:
+    family = family_of(model)
+    if family and not FAMILIES[family].is_tied_by_engines and not model.untie_embeddings_and_output_weights:
         return ["tied embeddings in a mixture of experts of this family: SGLang does not tie them. Fix: a checkpoint with an output layer of its own."]
     return []
 

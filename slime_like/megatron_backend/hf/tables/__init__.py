@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from slime_like.config.families import family_of
+import importlib
+
+from slime_like.config.families import FAMILIES, family_of
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
-from slime_like.megatron_backend.hf.tables import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from slime_like.megatron_backend.hf.tables.entry import Entry
 
-TABLES: dict[str, tuple[Entry, ...]] = {
-    "llama": llama.TABLE,
-    "qwen2": qwen2.TABLE,
-    "qwen3": qwen3.TABLE,
-    "qwen3_moe": qwen3_moe.TABLE,
-    "glm4": glm4.TABLE,
-    "glm4_moe": glm4_moe.TABLE,
-    "deepseek_v3": deepseek_v3.TABLE,
-}
+#: A module beside this one for each family.
+TABLES: dict[str, tuple[Entry, ...]] = {name: importlib.import_module(f"{__name__}.{name}").TABLE for name in FAMILIES}
 
 
 def table_for(model: ModelConfig) -> tuple[Entry, ...]:
