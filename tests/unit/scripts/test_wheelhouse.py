@@ -249,7 +249,7 @@ def test_markers_are_judged_for_the_target(repo_root: Path):
 
 
 def wish(root: Path, tmp_path: Path, *options: str):
-    return load(root, "wheelhouse").parse(["--python", "3.12", "--torch", "2.11.0", "--cuda", "13", "--output", str(tmp_path / "o"), *options])
+    return load(root, "gather").parse(["--python", "3.12", "--torch", "2.11.0", "--cuda", "13", "--output", str(tmp_path / "o"), *options])
 
 
 def torch_world(root: Path) -> dict:
@@ -263,7 +263,7 @@ def torch_world(root: Path) -> dict:
 
 
 def test_what_comes_with_the_hosts_torch_is_left_out(repo_root: Path, tmp_path: Path):
-    wheelhouse, left_out = load(repo_root, "wheelhouse"), {}
+    wheelhouse, left_out = load(repo_root, "gather"), {}
     kept, on_host = wheelhouse.select(torch_world(repo_root), [Requirement("app")], wish(repo_root, tmp_path, "--without-torch"), left_out)
     assert on_host == {"torch", "cuda-toolkit", "nvidia-cublas", "triton"}
     assert set(kept.required_by) == {"app", "kernels-cu13", "sympy"}
@@ -271,7 +271,7 @@ def test_what_comes_with_the_hosts_torch_is_left_out(repo_root: Path, tmp_path: 
 
 
 def test_with_torch_everything_stays_but_the_other_cuda(repo_root: Path, tmp_path: Path):
-    wheelhouse, left_out = load(repo_root, "wheelhouse"), {}
+    wheelhouse, left_out = load(repo_root, "gather"), {}
     world = torch_world(repo_root)
     kept, on_host = wheelhouse.select(world, [Requirement("app")], wish(repo_root, tmp_path), left_out)
     assert on_host == frozenset() and set(kept.required_by) == set(world) - {"kernels-cu12"}
@@ -280,7 +280,7 @@ def test_with_torch_everything_stays_but_the_other_cuda(repo_root: Path, tmp_pat
 
 
 def test_a_torch_for_another_cuda_is_refused(repo_root: Path, tmp_path: Path):
-    wheelhouse = load(repo_root, "wheelhouse")
+    wheelhouse = load(repo_root, "gather")
     wheelhouse.check_cuda(torch_world(repo_root), wish(repo_root, tmp_path))
     with pytest.raises(load(repo_root, "resolve").WheelhouseError, match="built for CUDA 13, not CUDA 12"):
         wheelhouse.check_cuda(torch_world(repo_root), wish(repo_root, tmp_path, "--cuda", "12"))
@@ -294,4 +294,4 @@ def test_the_sglang_that_fits_this_torch_is_chosen(repo_root: Path, index: Path,
     assert resolve.choose_sglang("2.11.0", None, target, options) == ("0.5.17", ["0.5.23 needs torch==2.14.1"])
     with pytest.raises(resolve.WheelhouseError, match=r"0\.5\.23 needs torch==2\.14\.1.*you asked for torch 2\.11\.0"):
         resolve.choose_sglang("2.11.0", "0.5.23", target, options)
-    assert {Requirement(str(r)).name for r in load(repo_root, "wheelhouse").gpu_extra()} >= {"sglang", "transformer-engine"}
+    assert {Requirement(str(r)).name for r in load(repo_root, "gather").gpu_extra()} >= {"sglang", "transformer-engine"}
