@@ -65,7 +65,7 @@ def world(tmp_path_factory) -> Iterator[SimpleNamespace]:
     finally:
         fleet.close()
         train.close()
-        bundles.remove()
+        bundles.close()
         ray.shutdown()
 
 
@@ -95,7 +95,7 @@ def agrees(client, truth) -> bool:
 def test_a_killed_engine_is_dead_and_another_takes_its_place_with_the_same_weights(world):
     fleet, first, second = world.fleet, WeightsRef(version=1), WeightsRef(version=2)
     assert fleet.sync(first, world.train).engines_proven == 2
-    world.train.train(0, make_samples(4, seed=1))
+    world.train.train(0, world.train.put(make_samples(4, seed=1)))
     assert fleet.sync(second, world.train).engines_proven == 2
     truth = hf_log_probs(export(world, "second"), PROMPTS)
     assert all(agrees(client, truth) for client in fleet.clients)
@@ -127,7 +127,7 @@ def test_a_killed_engine_is_dead_and_another_takes_its_place_with_the_same_weigh
     assert joined.weight_version() == "2" and agrees(joined, truth), "not the weights that it was started with"
     fleet.remove(1)
 
-    world.train.train(1, make_samples(4, seed=2))
+    world.train.train(1, world.train.put(make_samples(4, seed=2)))
     assert fleet.sync(second.next(), world.train).engines_proven == 2
     assert {member.proven for member in fleet.members} == {second.next()}
     truth = hf_log_probs(export(world, "third"), PROMPTS)
