@@ -55,19 +55,9 @@ class Job:
         return self.resolved.config
 
     @property
-    def plan(self) -> PlacementPlan:
-        """What sits where."""
-        return self.resolved.plan
-
-    @property
     def run(self) -> RunDirectory:
         """Where everything of this run lies."""
         return self.resolved.run
-
-    @property
-    def data(self) -> DataSource:
-        """The training data; without rows where recorded rollouts replace it."""
-        return self.resolved.data
 
     @property
     def num_rollout(self) -> int:

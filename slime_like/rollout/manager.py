@@ -13,7 +13,7 @@ from slime_like.errors import RunError, WaitTimeout
 from slime_like.records import WeightsRef
 from slime_like.rollout.data_source import DataSource, check_data
 from slime_like.rollout.rewards.scorer import ScoresSamples
-from slime_like.rollout.service import EngineAccess, RolloutResult, RolloutService, make_service
+from slime_like.rollout.service import EngineAccess, RolloutResult, RolloutService
 
 _CLOSE_S = 30.0
 #: How long a call that only changes the service's state may take.
@@ -39,8 +39,7 @@ class RolloutManager:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
-        starting = make_service(self._config, self._access, source, self._reward_model)
-        self._service = self._wait(self._submit(starting), "making the service")
+        self._service = self._wait(self._submit(self._make(source)), "making the service")
 
     def generate(self, step: int, watch: Callable[[], None] | None = None) -> RolloutResult:
         """The groups of rollout `step`; waits for them. watch: asked each second meanwhile; what it raises ends the wait."""
@@ -89,6 +88,9 @@ class RolloutManager:
         thread.join(timeout=_CLOSE_S)
         if not thread.is_alive():
             loop.close()
+
+    async def _make(self, source: DataSource) -> RolloutService:
+        return RolloutService(self._config, self._access, source, self._reward_model)
 
     async def _shut_down(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -5,12 +5,10 @@ Knows neither the driver nor Ray: a thread of the driver runs it today (manager.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
@@ -145,9 +143,3 @@ class RolloutService:
             routing=RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
             engines=access.endpoints,
         )
-
-
-async def make_service(config: RunConfig, access: EngineAccess, source: DataSource, reward_model: Any = None) -> RolloutService:
-    """A service in the running event loop."""
-    asyncio.get_running_loop()
-    return RolloutService(config, access, source, reward_model)

@@ -1,4 +1,4 @@
-"""The part of compat.py that buffers of several buckets need: a patch of one megatron module (0.16.1), with when it can go."""
+"""The patch of one megatron module (0.16.1) that buffers of several buckets need, with when it can go."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def _patch_bucket_ends(module) -> None:
     cls.__init__ = __init__
 
 
-#: (module, patch, only without CUDA), as compat.py lists its own.
+#: (module, patch, only without CUDA), as megatron.py lists its own.
 BUFFER_PATCHES = (("megatron.core.distributed.param_and_grad_buffer", _patch_bucket_ends, False),)

@@ -1,4 +1,4 @@
-"""The part of compat.py that mixture of experts needs: patches of single megatron modules (0.16.1), each with when it can go."""
+"""The patches of single megatron modules (0.16.1) that mixture of experts needs, each with when it can go."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _patch_padding(module) -> None:
     module.TopKRouter._apply_expert_bias, module.get_tokens_per_expert_and_token_count = apply_expert_bias, count_tokens
 
 
-#: (module, patch, only without CUDA), as compat.py lists its own.
+#: (module, patch, only without CUDA), as megatron.py lists its own.
 EXPERT_PATCHES = (
     ("megatron.core.transformer.moe.moe_utils", _patch_router_gemm, False),
     ("megatron.core.transformer.moe.moe_utils", _patch_token_counts, True),

@@ -122,7 +122,7 @@ class StepRunner:
             mine = self._plan(lengths, share, tokens_per_gpu)
             layout = self._layout
             if len(self.model) > 1:
-                # The interleaved schedule knows one shape for all micro-batches (model_provider says why).
+                # The interleaved schedule knows one shape for all micro-batches (model/provider.py says why).
                 layout = layout.holding([[lengths[i] for i in indices] for indices in mine], share)
             return tuple(pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine)
 

@@ -1,7 +1,7 @@
 """An estimate of what a forward pass keeps for the backward pass, in bytes per micro-batch and GPU.
 
 A count, tensor by tensor, of what each part of a megatron-core layer saves (the method of arXiv:2205.05198, sec. 4, for gated MLPs,
-grouped queries, flash attention, no dropout). With our model_provider's settings, in which the gated activation is not fused.
+grouped queries, flash attention, no dropout). With our settings (megatron_backend/model/provider.py), in which the gated activation is not fused.
 tests/multiprocess/test_plan_memory.py measures the error of the CPU variant against real layers; docs/planning.md states it.
 """
 

@@ -4,7 +4,7 @@
 
     GET  /state     {"version": 6, "folder": ..., "sources": {"0": digest}}
     POST /begin     {"version": 7}                                             the driver, once
-    POST /shard     a frame (delta_frame.py)                                   the trainer's sources
+    POST /shard     a frame (frame.py)                                         the trainer's sources
     POST /finish    {"version", "source", "num_sources", "num_shards", "digest"}
     POST /commit    {"version": 7} -> {"folder": ...}                          the driver; the engine then loads this folder
 

@@ -1,8 +1,8 @@
-"""Runs inside the engine: takes a stream of buckets (engine_stream) from process groups, in each of which a trainer source is rank 0.
+"""Runs inside the engine: takes a stream of buckets (stream.py) from process groups, in each of which a trainer source is rank 0.
 
 For each bucket the source broadcasts a header of three numbers [bytes, where its table begins, what it has room for itself] and then the bytes:
 the tensors, and behind them the table as JSON {"tensors": [[name, dtype, shape, start, stop], …], "digests": [of each layout: [of each rank:
-entries of engine_receipt, …], …]}.
+entries of receipt.py, …], …]}.
 Instead of the bytes END or GAVE_UP is the end; then all ranks tell each other how it went (STATUS_BYTES of JSON, {"digest"} or {"error"}).
 While a bucket is loaded the next one comes in. Nothing is raised and nothing lasts for good: when no end comes, the group's store says OVER.
 """
@@ -32,7 +32,7 @@ _SLACK_BYTES = 1 << 20
 
 
 def take_groups(loading, told: dict) -> None:
-    """Load from all groups until each has ended. loading: engine_stream.Loading; told: see engine_stream.take. Raises where nobody can be told."""
+    """Load from all groups until each has ended. loading: stream.Loading; told: see stream.take. Raises where nobody can be told."""
     from torch.distributed import DistError
 
     device = next(loading.model.parameters()).device

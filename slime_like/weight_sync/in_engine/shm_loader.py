@@ -1,5 +1,5 @@
 """Runs inside the engine: `--custom-weight-loader slime_like.weight_sync.in_engine.shm_loader.load` takes streams of weights, and tells digests of
-the weights that the engine holds (engine_receipt).
+the weights that the engine holds (receipt.py).
 
 A request carries only what to do, as a uint8 tensor. Imports nothing heavy at the start.
 """

@@ -1,8 +1,8 @@
 """Runs inside the engine: one request during which weights come in from all trainer sources and are loaded, until every source has ended.
 
 Each source has a channel of its own: a socket beside the shared memory through which it tells where in which file a bucket lies (this file),
-or a process group over which the bucket comes (engine_groups). A bucket may come with a list of what to digest once it is loaded
-(engine_receipt); at its end the source hears one digest of all of these.
+or a process group over which the bucket comes (groups.py). A bucket may come with a list of what to digest once it is loaded
+(receipt.py); at its end the source hears one digest of all of these.
 
 Nothing is raised: an exception in a custom loader ends SGLang's scheduler (0.5.23). The sources are told instead.
 """

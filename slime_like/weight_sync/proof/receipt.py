@@ -5,7 +5,7 @@ How one source uses it:
     publisher.send(receipt.watching(tensors), version, receipt)
     receipt.verify(timeout_s)        # once the engines have loaded everything, inside the update session
 
-A transport that streams (engine_stream) lets the engines digest each bucket when they have loaded it: if these agree, verify() asks nothing.
+A transport that streams (in_engine/stream.py) lets the engines digest each bucket when they have loaded it: if these agree, verify() asks nothing.
 
 What a source was to send but did not is not seen here: the names of all sources are compared with the model's by whoever gathers them.
 """
@@ -58,7 +58,7 @@ class Held:
     digest: bytes
 
     def entry(self) -> list:
-        """As engine_receipt.take reads it."""
+        """As in_engine.receipt.take reads it."""
         return [self.piece.parameter, self.piece.expert, self.piece.dim, self.piece.first, self.piece.stop - self.piece.start, self.dtype]
 
 

@@ -1,7 +1,7 @@
 """Weights over a process group of this source (rank 0) and all ranks of all engines: NCCL between GPUs, gloo without CUDA.
 
 Each bucket travels as one flat uint8 tensor, while the next one is gathered. Engines with our loader take in a stream from all pipeline stages
-at once, in one request (engine_groups). Others get a request for every bucket, with the names, types and shapes in it, and stages take turns (sources).
+at once, in one request (in_engine/groups.py). Others get a request for every bucket, with the names, types and shapes in it, and stages take turns (sources).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class BroadcastPublisher:
 
 
 class GroupStream(Stream):
-    """Buckets over the process group, in whose other ranks engines receive and load until the end (engine_groups)."""
+    """Buckets over the process group, in whose other ranks engines receive and load until the end (in_engine/groups.py)."""
 
     def __init__(self, options: PublisherOptions, clients: Sequence[EngineClient], proof: Proof | None, group: dist.ProcessGroup, name: str, device: str):
         super().__init__(options, clients, proof)

@@ -1,4 +1,4 @@
-"""The trainer's side of engine_stream: the one request to every engine that lasts as long as the weights come in, and the sockets beside it.
+"""The trainer's side of in_engine/stream.py: the one request to every engine that lasts as long as the weights come in, and the sockets beside it.
 
 How a publisher uses it:
     with SocketStream(options, clients, proof, path) as stream:       # or broadcast.GroupStream
@@ -52,7 +52,7 @@ class EngineRequests:
     """One request to every engine, sent at once, in threads. Only the first source makes them, for all sources."""
 
     def __init__(self, clients: Sequence[EngineClient], told: Callable[[EngineClient, int], dict], timeout_s: float, who: str, phase: str):
-        """told(client, rank): what that rank is told, see engine_stream.take."""
+        """told(client, rank): what that rank is told, see in_engine.stream.take."""
         self._failure: BaseException | None = None
         self._done = threading.Event()
         self._who, self._whom, self._phase = who, ", ".join(engine_name(client) for client in clients), phase

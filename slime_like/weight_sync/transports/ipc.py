@@ -1,7 +1,7 @@
 """Weights between processes of one host, for engines that share the trainer's GPUs (--colocate).
 
 Two files in shared memory, which only we can read, are kept between buckets and syncs: tensors are copied into one while engines load from
-the other. One request to each engine lasts as long (engine_stream); buckets are announced through a socket beside the files. A trainer on a
+the other. One request to each engine lasts as long (in_engine/stream.py); buckets are announced through a socket beside the files. A trainer on a
 GPU whose only engine sees that GPU sends CUDA IPC handles instead, so that the bytes stay on the device (device_ipc); with several engines
 or pipeline stages the host's memory is in between.
 """
