@@ -39,11 +39,18 @@ def build_parser() -> ProblemParser:
         nargs="+",
         action="extend",
         metavar="FILE",
-        help="TOML file of flags (num-rollout = 3, flat or in tables named as in config.json), or the config.json of a run. Of several a later one wins, "
-        "and flags win over all. Paths in it are relative to the current directory.",
+        help=(
+            "TOML file of flags (num-rollout = 3, flat or in tables named as in config.json), or the config.json of a"
+            " run. Of several a later one wins, and flags win over all. Paths in it are relative to the current"
+            " directory."
+        ),
     )
     parser.add_argument(
-        "--plan", nargs="?", const="text", choices=("text", "json"), help="Print what would run where, and exit. Starts nothing, needs no checkpoint."
+        "--plan",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+        help="Print what would run where, and exit. Starts nothing, needs no checkpoint.",
     )
     return parser
 
@@ -72,11 +79,13 @@ def parse_args(argv: list[str]) -> Command:
         problems += config.missing_files()
     if problems:
         raise ConfigError(files.with_origins(list(dict.fromkeys(problems)), typed))
-    return Command(config, namespace.plan, tuple(files.notes_for(typed) + notes + renamed + sglang_notes + notices(config)))
+    return Command(
+        config, namespace.plan, tuple(files.notes_for(typed) + notes + renamed + sglang_notes + notices(config))
+    )
 
 
 def _take_sglang_flags(argv: list[str], known: set[str]) -> tuple[list[str], dict]:
-    """Split off --sglang-<name> flags that are the engine's own: name -> value, list of values, or True for a switch."""
+    """Split off --sglang-<name> flags that are the engine's own: name -> value, list of values, or True."""
     rest: list[str] = []
     flags: dict = {}
     values: list[str] | None = None
@@ -89,7 +98,7 @@ def _take_sglang_flags(argv: list[str], known: set[str]) -> tuple[list[str], dic
                 continue
             values = None
         (rest if values is None else values).append(text)
-    return rest, {name: (True if not v else v[0] if len(v) == 1 else v) for name, v in flags.items()}
+    return rest, {name: True if not v else v[0] if len(v) == 1 else v for name, v in flags.items()}
 
 
 def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[str]]:
@@ -99,7 +108,12 @@ def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[st
         if not flags.is_known:
             return (
                 config,
-                ["the architecture is unknown: give --hf-checkpoint (a folder with config.json), or Megatron's model flags (source scripts/models/<name>.sh)."],
+                [
+                    (
+                        "the architecture is unknown: give --hf-checkpoint (a folder with config.json), or Megatron's"
+                        " model flags (source scripts/models/<name>.sh)."
+                    )
+                ],
                 [],
             )
         return config, [], []
@@ -109,5 +123,9 @@ def _with_architecture(config: RunConfig) -> tuple[RunConfig, list[str], list[st
     except ConfigError as error:
         return config, error.problems, []
     if not flags.is_known:
-        return dataclasses.replace(config, model=from_checkpoint), [], ["architecture taken from --hf-checkpoint", *hf_notes(hf)]
+        return (
+            dataclasses.replace(config, model=from_checkpoint),
+            [],
+            ["architecture taken from --hf-checkpoint", *hf_notes(hf)],
+        )
     return config, disagreements(flags, from_checkpoint) if not flags.problems() else [], hf_notes(hf)

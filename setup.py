@@ -1,4 +1,7 @@
-"""Package metadata: dependency ranges and extras. The exact versions of a CPU host are in scripts/requirements/constraints-cpu.txt."""
+"""Package metadata: dependency ranges and extras.
+
+The exact versions of a CPU host are in scripts/requirements/constraints-cpu.txt.
+"""
 
 from pathlib import Path
 
@@ -29,7 +32,8 @@ CORE = [
 ]
 
 EXTRAS = {
-    # What a CPU server imports. scripts/setup.sh installs sglang itself without its (CUDA) dependencies, which pip cannot express here.
+    # What a CPU server imports. scripts/setup.sh installs sglang itself without its (CUDA) dependencies, which pip
+    # cannot express here.
     "cpu": [
         "apache-tvm-ffi",
         "compressed-tensors",
@@ -64,12 +68,23 @@ EXTRAS = {
         "xgrammar",
     ],
     "gpu": ["sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.0"],
-    "dev": ["mypy>=2,<3", "pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "pyyaml>=6,<7", "ruff>=0.17,<0.18", "types-requests"],
+    "dev": [
+        "mypy>=2,<3",
+        "pytest>=9,<10",
+        "pytest-timeout>=2.4,<3",
+        "pytest-xdist>=3.8,<4",
+        "pyyaml>=6,<7",
+        "ruff>=0.17,<0.18",
+        "types-requests",
+    ],
 }
 
 setup(
     name="slime-like",
-    version=(ROOT / "slime_like" / "__init__.py").read_text(encoding="utf-8").partition('__version__ = "')[2].partition('"')[0],
+    version=(ROOT / "slime_like" / "__init__.py")
+    .read_text(encoding="utf-8")
+    .partition('__version__ = "')[2]
+    .partition('"')[0],
     description="Megatron-native RL training: Megatron-core trains, SGLang generates, Ray places.",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

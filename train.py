@@ -4,7 +4,8 @@
     ray job submit -- python train.py …        on a cluster
     python train.py … --plan [text|json]       what would run where; starts nothing
 
-Exit status: 0 done, 1 a failure while running, 2 the user's mistake, 130/143 interrupted, 128 + n if signal n ended the driver.
+Exit status: 0 done, 1 a failure while running, 2 the user's mistake, 130/143 interrupted, 128 + n if signal n ended the
+driver.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def main(argv: list[str]) -> int:
         start_logging(command.config.observability.log_level, line_format="%(levelname)s %(name)s: %(message)s")
         report = make_report(command.config, planning=command.plan is not None)
         if command.plan is not None:
-            print(as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]), flush=True)
+            print(
+                as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]), flush=True
+            )
             return 2 if report.problems else 0
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
@@ -41,7 +44,9 @@ def main(argv: list[str]) -> int:
             return status
         return _train(command, report)
     except UserError as error:
-        if isinstance(error, ConfigError) and ("--plan=json" in argv or ("--plan", "json") in zip(argv, argv[1:], strict=False)):
+        if isinstance(error, ConfigError) and (
+            "--plan=json" in argv or ("--plan", "json") in zip(argv, argv[1:], strict=False)
+        ):
             print(json.dumps({"problems": error.problems}))
         print(f"{type(error).__name__}:\n{error}" + _notes(error), file=sys.stderr)
         return 2

@@ -1,9 +1,11 @@
-"""How many bytes a weight delta takes, on consecutive HF folders of a real training (--save-hf), against what compressing the changes takes.
+"""How many bytes a weight delta takes, on consecutive HF folders of a real training (--save-hf), against what
+compressing the changes takes.
 
     python benchmarks/delta_bytes.py FOLDER FOLDER … [--dtype bfloat16] [--save results/delta-bytes.json]
 
-Three yardsticks, none of which uses the transport's code: zstd of the whole of the new weights, zstd of the xor of old and new (byte by byte, the
-whole model as one stream), and the changed elements alone: which ones (a bit each) and their xor, each as one stream with the better of zstd 3 and 19.
+Three yardsticks, none of which uses the transport's code: zstd of the whole of the new weights, zstd of the xor of old
+and new (byte by byte, the whole model as one stream), and the changed elements alone: which ones (a bit each) and their
+xor, each as one stream with the better of zstd 3 and 19.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def load(folder: str, dtype: str | None) -> dict[str, torch.Tensor]:
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors"):
             found |= load_file(os.path.join(folder, name))
-    return {name: tensor if dtype is None else tensor.to(getattr(torch, dtype)) for name, tensor in sorted(found.items())}
+    return {
+        name: tensor if dtype is None else tensor.to(getattr(torch, dtype)) for name, tensor in sorted(found.items())
+    }
 
 
 def frame_bytes(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], encoding: str) -> tuple[int, int, float]:
@@ -46,7 +50,9 @@ def frame_bytes(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], enco
         for name, tensor in bucket:
             before, after = raw_bytes(old[name]).numpy(), raw_bytes(tensor).numpy()
             same = before.tobytes() == after.tobytes()
-            changes.append(Change(_key(name, tensor), "same" if same else encoding, digest(before), digest(after), after, before))
+            changes.append(
+                Change(_key(name, tensor), "same" if same else encoding, digest(before), digest(after), after, before)
+            )
         frame, count = write_frame(FramePlace(2, 1, 0, number), changes)
         total, changed = total + len(frame), changed + count
     return total, changed, time.monotonic() - started
@@ -80,7 +86,9 @@ def compare(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> dict[
         "elements": count,
         "changed_share": changed.size / count,
         "whole_bytes": whole,
-        "whole_zstd_bytes": len(zstandard.ZstdCompressor(level=3).compress(b"".join(raw_bytes(t).numpy().tobytes() for t in new.values()))),
+        "whole_zstd_bytes": len(
+            zstandard.ZstdCompressor(level=3).compress(b"".join(raw_bytes(t).numpy().tobytes() for t in new.values()))
+        ),
         "xor_zstd_bytes": len(zstandard.ZstdCompressor(level=3).compress(b"".join(xors))),
         "changes_zstd_bytes": listed,
         "delta_bytes": sent,
@@ -108,7 +116,11 @@ def main() -> int:
         print("  ".join(f"{name} {value:.4g}" for name, value in steps[-1].items()))
     if options.save:
         with open(options.save, "w") as file:
-            json.dump({"host": f"{platform.machine()}, {os.cpu_count()} CPUs", "dtype": options.dtype, "steps": steps}, file, indent=1)
+            json.dump(
+                {"host": f"{platform.machine()}, {os.cpu_count()} CPUs", "dtype": options.dtype, "steps": steps},
+                file,
+                indent=1,
+            )
             file.write("\n")
     return 0
 

@@ -1,9 +1,12 @@
-"""Losses of fixed seeds to the last bit: supervised runs, and replays of recorded rollouts under several algorithms and layouts.
+"""Losses of fixed seeds to the last bit: supervised runs, and replays of recorded rollouts under several algorithms and
+layouts.
 
 usage: fixed_seed_losses.py [--select REGEX] [--write FILE.json] [--compare FILE.json]
 
-Each row is a whole `train.py` run without engines, on samples drawn from a seed. A refactor must not move one bit of any number but
-times: write before it, compare after it, on the same host (another one may round otherwise). Exit status 1 if something moved.
+Each row is a whole `train.py` run without engines, on samples drawn from a seed. A refactor must not move one bit of
+any number but
+times: write before it, compare after it, on the same host (another one may round otherwise). Exit status 1 if something
+moved.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ LAYERS, TOPK, EXPERTS = 4, 2, 8  # of models/tiny-qwen3-moe
 
 COMMON = [
     "--apply-chat-template", "--input-key", "prompt", "--label-key", "label", "--num-rollout", str(NUM_ROLLOUT),
-    "--rollout-batch-size", str(NUM_PROMPTS), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "128", "--lr", "1e-3", "--adam-beta2", "0.98",
+    "--rollout-batch-size", str(NUM_PROMPTS), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "128", "--lr", "1e-3",
+    "--adam-beta2", "0.98",
     "--seed", "7",
 ]  # fmt: skip
 REPLAY = ["--debug-train-only", "--n-samples-per-prompt", str(NUM_SAMPLES), "--num-steps-per-rollout", "2"]
@@ -38,7 +42,11 @@ REWARD_KL = ["--kl-coef", "0.01", "--ref-load", "{model}", "--normalize-advantag
 KL = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--ref-load", "{model}"]
 TP2, PP2, DP2 = (
     ["--actor-num-gpus-per-node", "2", *split]
-    for split in (["--tensor-model-parallel-size", "2", "--sequence-parallel"], ["--pipeline-model-parallel-size", "2"], ["--balance-data"])
+    for split in (
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["--pipeline-model-parallel-size", "2"],
+        ["--balance-data"],
+    )
 )
 
 #: Name -> flags; {model}, {moe} and {data} are folders.
@@ -53,7 +61,8 @@ ROWS: dict[str, list[str]] = {
     "reinforce++, kl in the reward": [*REPLAY, *REWARD_KL, "--advantage-estimator", "reinforce_plus_plus"],
     "ppo, critic": [*REPLAY, *REWARD_KL, "--advantage-estimator", "ppo", "--colocate-training"],
     "experts, replayed routing, ep2": [
-        *REPLAY, "--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2", "--use-rollout-routing-replay", "--hf-checkpoint", "{moe}",
+        *REPLAY, "--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2", "--use-rollout-routing-replay",
+        "--hf-checkpoint", "{moe}",
     ],
 }  # fmt: skip
 
@@ -68,7 +77,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
-        results = {row: run_row(folder, number, flags) for number, (row, flags) in enumerate(ROWS.items()) if re.search(options.select, row)}
+        results = {
+            row: run_row(folder, number, flags)
+            for number, (row, flags) in enumerate(ROWS.items())
+            if re.search(options.select, row)
+        }
     for row, steps in results.items():
         print(f"{row}: losses {', '.join(str(step.get('train/loss', step.get('train/value_loss'))) for step in steps)}")
     if options.write:
@@ -96,32 +109,57 @@ def differences(row: str, before: list[dict], after: list[dict]) -> list[str]:
 def make_inputs(folder: Path) -> None:
     """Models, supervised rows and recorded rollouts, all from seeds."""
     for name, source in (("model", "tiny-qwen3"), ("moe", "tiny-qwen3-moe")):
-        command = [sys.executable, str(ROOT / "scripts/make_tiny_model.py"), str(folder / name), "--model", str(ROOT / "models" / source)]
+        command = [
+            sys.executable,
+            str(ROOT / "scripts/make_tiny_model.py"),
+            str(folder / name),
+            "--model",
+            str(ROOT / "models" / source),
+        ]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-    subprocess.run([sys.executable, str(ROOT / "scripts/make_tiny_data.py"), "sort4", str(folder / "data")], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts/make_tiny_data.py"), "sort4", str(folder / "data")],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     for name, routed in (("model", False), ("moe", True)):
         generator = np.random.default_rng(5)
         for number in range(NUM_ROLLOUT):
-            save_rollout(str(folder / f"{name}-{{rollout_id}}.npz"), number, [_group(generator, number * NUM_PROMPTS + i, routed) for i in range(NUM_PROMPTS)])
+            save_rollout(
+                str(folder / f"{name}-{{rollout_id}}.npz"),
+                number,
+                [_group(generator, number * NUM_PROMPTS + i, routed) for i in range(NUM_PROMPTS)],
+            )
 
 
 def _group(generator: np.random.Generator, index: int, routed: bool) -> SampleGroup:
-    prompt = Prompt(index=index, text="", tokens=generator.integers(0, VOCAB, int(generator.integers(4, 12))).astype(np.int32))
-    return SampleGroup(prompt=prompt, samples=tuple(_sample(generator, prompt, number, routed) for number in range(NUM_SAMPLES)))
+    prompt = Prompt(
+        index=index, text="", tokens=generator.integers(0, VOCAB, int(generator.integers(4, 12))).astype(np.int32)
+    )
+    return SampleGroup(
+        prompt=prompt, samples=tuple(_sample(generator, prompt, number, routed) for number in range(NUM_SAMPLES))
+    )
 
 
 def _sample(generator: np.random.Generator, prompt: Prompt, number: int, routed: bool) -> Sample:
     start, length = len(prompt.tokens), int(generator.integers(3, 20))
     experts = None
     if routed:
-        experts = np.stack([generator.permutation(EXPERTS)[:TOPK] for _ in range((start + length) * LAYERS)]).reshape(-1, LAYERS, TOPK).astype(np.int8)
+        experts = (
+            np.stack([generator.permutation(EXPERTS)[:TOPK] for _ in range((start + length) * LAYERS)])
+            .reshape(-1, LAYERS, TOPK)
+            .astype(np.int8)
+        )
         experts[-1] = -1
     return Sample(
         prompt_index=prompt.index,
         sample_index=number,
         tokens=np.concatenate([prompt.tokens, generator.integers(0, VOCAB, length)]).astype(np.int32),
         loss_mask=np.repeat([0, 1], [start, length]).astype(np.int8),
-        engine_logprobs=np.concatenate([np.zeros(start), -5.7 + 0.2 * generator.standard_normal(length)]).astype(np.float32),
+        engine_logprobs=np.concatenate([np.zeros(start), -5.7 + 0.2 * generator.standard_normal(length)]).astype(
+            np.float32
+        ),
         weight_versions=np.repeat([-1, 1], [start, length]).astype(np.int32),
         response="",
         status=TRUNCATED if number == 1 else COMPLETED,
@@ -135,19 +173,32 @@ def run_row(folder: Path, number: int, flags: list[str]) -> list[dict]:
     run_dir = folder / f"run-{number}"
     supervised = "sft_loss" in flags
     model = "moe" if "{moe}" in flags else "model"
-    inputs = ["--prompt-data", str(folder / "data/sft.jsonl")] if supervised else ["--load-debug-rollout-data", str(folder / f"{model}-{{rollout_id}}.npz")]
+    inputs = (
+        ["--prompt-data", str(folder / "data/sft.jsonl")]
+        if supervised
+        else ["--load-debug-rollout-data", str(folder / f"{model}-{{rollout_id}}.npz")]
+    )
     own = [flag.replace("{model}", str(folder / "model")).replace("{moe}", str(folder / "moe")) for flag in flags]
     if "--hf-checkpoint" not in own:
         own += ["--hf-checkpoint", str(folder / "model")]
     if "--actor-num-gpus-per-node" not in own:
         own += ["--actor-num-gpus-per-node", "1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "RAY_ADDRESS": "local",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     command = [sys.executable, str(ROOT / "train.py"), *COMMON, *inputs, *own, "--run-dir", str(run_dir)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stderr[-3000:]}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in line.items() if "seconds" not in name and name != "time"} for line in lines if line["kind"] == "train"]
+    return [
+        {name: value for name, value in line.items() if "seconds" not in name and name != "time"}
+        for line in lines
+        if line["kind"] == "train"
+    ]
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 usage: logprob_memory.py [--tokens 1024] [--chunk 128] [--output benchmarks/results/logprob-memory]
 
-Bytes are counted, not sampled: every tensor that an operation makes is added while it lives (a TorchDispatchMode), so the numbers are
-the same on any host. The gradient takes the logits' place. Bound: one fp32 tensor of [chunk, vocabulary], which no method that makes
-the softmax of a whole chunk goes below. On the host a chunk is cut further, into blocks that a cache holds; the last two rows leave that
-out, as on a GPU.
+Bytes are counted, not sampled: every tensor that an operation makes is added while it lives (a TorchDispatchMode), so
+the numbers are the same on any host. The gradient takes the logits' place. Bound: one fp32 tensor of [chunk,
+vocabulary], which no method that makes the softmax of a whole chunk goes below. On the host a chunk is cut further,
+into blocks that a cache holds; the last two rows leave that out, as on a GPU.
 """
 
 from __future__ import annotations
@@ -64,20 +64,28 @@ def measure(tokens: int, chunk: int | None, *, host_blocks: bool = False) -> dic
     if not host_blocks:
         module.HOST_ELEMENTS = tokens * VOCABULARY
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, tokens, VOCABULARY, generator=generator, dtype=torch.bfloat16).requires_grad_().view(1, tokens, VOCABULARY)
+    logits = (
+        torch.randn(1, tokens, VOCABULARY, generator=generator, dtype=torch.bfloat16)
+        .requires_grad_()
+        .view(1, tokens, VOCABULARY)
+    )
     targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
     one_chunk = min(chunk or tokens, tokens) * VOCABULARY * 4
     with LiveBytes() as live:
         live.known(logits)
-        log_probs, entropy = log_probs_and_entropy(logits, targets, Scoring(vocab_size=VOCABULARY, temperature=1.0, chunk_tokens=chunk))
+        log_probs, entropy = log_probs_and_entropy(
+            logits, targets, Scoring(vocab_size=VOCABULARY, temperature=1.0, chunk_tokens=chunk)
+        )
         forward = live.peak
         loss = log_probs.sum() + 0.01 * entropy.sum()
         live.peak = live.now
         loss.backward()
         backward = live.peak
     title = "in blocks, as on the host" if host_blocks else "all at once" if chunk is None else f"{chunk} at a time"
-    return {"rows": title, "tokens": tokens, "chunk": chunk or tokens, "forward_chunks": forward / one_chunk, "backward_chunks": backward / one_chunk,
-            "forward_mib": forward / 2**20, "backward_mib": backward / 2**20, "logits_mib": logits.numel() * 2 / 2**20}  # fmt: skip
+    return {"rows": title, "tokens": tokens, "chunk": chunk or tokens, "forward_chunks": forward / one_chunk,
+        "backward_chunks": backward / one_chunk,
+            "forward_mib": forward / 2**20, "backward_mib": backward / 2**20,
+            "logits_mib": logits.numel() * 2 / 2**20}  # fmt: skip
 
 
 def main() -> None:
@@ -92,24 +100,36 @@ def main() -> None:
     from slime_like.utils.net import free_port
 
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    initialize(ParallelConfig(), rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port())
-    rows = [measure(args.tokens, None, host_blocks=True), *(measure(args.tokens, chunk) for chunk in (None, args.chunk))]
+    initialize(
+        ParallelConfig(), rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
+    )
+    rows = [
+        measure(args.tokens, None, host_blocks=True),
+        *(measure(args.tokens, chunk) for chunk in (None, args.chunk)),
+    ]
     shut_down()
     lines = [
-        f"| {args.tokens} tokens, vocabulary {VOCABULARY}, bf16 logits | forward | backward | forward / chunk | backward / chunk |",
+        (
+            f"| {args.tokens} tokens, vocabulary {VOCABULARY}, bf16 logits | forward | backward | forward / chunk |"
+            " backward / chunk |"
+        ),
         "|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['rows']} | {row['forward_mib']:.0f} MiB | {row['backward_mib']:.0f} MiB | {row['forward_chunks']:.2f} | {row['backward_chunks']:.2f} |"
+            f"| {row['rows']} | {row['forward_mib']:.0f} MiB | {row['backward_mib']:.0f} MiB |"
+            f" {row['forward_chunks']:.2f} | {row['backward_chunks']:.2f} |"
         )
     print("\n".join(lines))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         hardware = "2-core x86 CPU host; bytes are counted, the same on any host"
-        args.output.with_suffix(".json").write_text(json.dumps({"hardware": hardware, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        args.output.with_suffix(".json").write_text(
+            json.dumps({"hardware": hardware, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
         args.output.with_suffix(".md").write_text(
-            "\n".join([hardware, "", "Beside the logits, whose place their gradient takes:", "", *lines, ""]), encoding="utf-8"
+            "\n".join([hardware, "", "Beside the logits, whose place their gradient takes:", "", *lines, ""]),
+            encoding="utf-8",
         )
 
 

@@ -1,9 +1,11 @@
-"""How evenly long-tailed lengths are dealt out: tokens computed for nothing, micro-batches beyond the fewest possible, and waiting ranks.
+"""How evenly long-tailed lengths are dealt out: tokens computed for nothing, micro-batches beyond the fewest possible,
+and waiting ranks.
 
 usage: packing_balance.py [--output benchmarks/results/packing-balance]
 
-Pure arithmetic over log-normal lengths as reasoning traces have them (many short, few at the limit), for an 8B model's FLOPs; the
-same numbers on any host. Bounds: no micro-batch can be saved below a rank's tokens / cap, no rank can wait less than not at all.
+Pure arithmetic over log-normal lengths as reasoning traces have them (many short, few at the limit), for an 8B model's
+FLOPs; the same numbers on any host. Bounds: no micro-batch can be saved below a rank's tokens / cap, no rank can wait
+less than not at all.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from slime_like.config.model import ModelConfig
 
 #: Qwen3-8B.
 MODEL = ModelConfig(
-    num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32, group_query_attention=True, num_query_groups=8,
+    num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32, group_query_attention=True,
+    num_query_groups=8,
     kv_channels=128, vocab_size=151936, swiglu=True, disable_bias_linear=True, normalization="RMSNorm",
 )  # fmt: skip
 CAP, LONGEST, TENSOR_PARALLEL = 16384, 32768, 4
@@ -43,9 +46,9 @@ def lengths_of(seed: int, count: int) -> list[int]:
 
 
 def measure(plan: Plan, lengths: list[int], costs: list[int]) -> dict[str, float]:
-    """padding: share of computed tokens that belong to no sample, when a pack is padded to the tensor parallel size. beyond_fewest:
-    micro-batches of a rank over the fewest that its tokens fill. imbalance: see micro_batches.imbalance. uneven: the same between the
-    k-th micro-batches of the ranks, which wait for each other where they share experts."""
+    """padding: share of computed tokens that belong to no sample, when a pack is padded to the tensor parallel size.
+    beyond_fewest: micro-batches of a rank over the fewest that its tokens fill. imbalance: see micro_batches.imbalance.
+    uneven: the same between the k-th micro-batches of the ranks, which wait for each other where they share experts."""
     packs = [[sum(lengths[i] for i in pack) for pack in rank] for rank in plan]
     computed = sum(max(-(-tokens // TENSOR_PARALLEL), 1) * TENSOR_PARALLEL for rank in packs for tokens in rank)
     fewest = max(-(-sum(min(lengths[i], CAP) for pack in rank for i in pack) // CAP) for rank in plan)
@@ -72,7 +75,10 @@ def table(*, samples: int, ranks: int, seeds: int) -> dict[str, dict[str, float]
             seconds.append(time.perf_counter() - started)
             rows.append(measure(plan, lengths, costs))
         found[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        found[name] |= {"worst_imbalance": max(row["imbalance"] for row in rows), "plan_seconds": statistics.median(seconds)}
+        found[name] |= {
+            "worst_imbalance": max(row["imbalance"] for row in rows),
+            "plan_seconds": statistics.median(seconds),
+        }
     # What padding to the longest of a micro-batch of 8 would cost, for comparison.
     batches = [lengths_of(seed, samples) for seed in range(seeds)]
     padded = [1 - sum(b) / sum(8 * max(b[i : i + 8]) for i in range(0, len(b), 8)) for b in batches]
@@ -91,21 +97,33 @@ def main() -> None:
     result = table(samples=args.samples, ranks=args.ranks, seeds=args.seeds)
     columns = ("padding", "beyond_fewest", "imbalance", "worst_imbalance", "uneven")
     lines = [
-        f"| {args.samples} samples, {args.ranks} ranks, {args.seeds} batches | " + " | ".join(columns) + " | planning |",
+        f"| {args.samples} samples, {args.ranks} ranks, {args.seeds} batches | "
+        + " | ".join(columns)
+        + " | planning |",
         "|" + "---|" * (len(columns) + 2),
     ]
     for name, row in result.items():
         cells = [f"{row[c]:.2%}" if c in row else "" for c in columns]
         lines.append(
-            f"| {name} | " + " | ".join(cells) + f" | {row['plan_seconds']:.3f} s |" if "plan_seconds" in row else f"| {name} | " + " | ".join(cells) + " | |"
+            f"| {name} | " + " | ".join(cells) + f" | {row['plan_seconds']:.3f} s |"
+            if "plan_seconds" in row
+            else f"| {name} | " + " | ".join(cells) + " | |"
         )
     best = result["packed, --balance-by-flops"]
-    lines += ["", *(f"{name}: {best[name]:.2%}, goal {goal:.0%}: {'met' if best[name] <= goal else 'MISSED'}" for name, goal in GOALS.items())]
+    lines += [
+        "",
+        *(
+            f"{name}: {best[name]:.2%}, goal {goal:.0%}: {'met' if best[name] <= goal else 'MISSED'}"
+            for name, goal in GOALS.items()
+        ),
+    ]
     print("\n".join(lines))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         hardware = "2-core x86 CPU host; all but planning seconds is arithmetic"
-        args.output.with_suffix(".json").write_text(json.dumps({"hardware": hardware, "rows": result}, indent=1) + "\n", encoding="utf-8")
+        args.output.with_suffix(".json").write_text(
+            json.dumps({"hardware": hardware, "rows": result}, indent=1) + "\n", encoding="utf-8"
+        )
         args.output.with_suffix(".md").write_text(f"{hardware}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -13,7 +13,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = {"log_probs": "log-prob", "gradient": "any gradient / largest", "grad_norm": "gradient norm", "loss": "loss", "entropy": "entropy"}
+COLUMNS = {
+    "log_probs": "log-prob",
+    "gradient": "any gradient / largest",
+    "grad_norm": "gradient norm",
+    "loss": "loss",
+    "entropy": "entropy",
+}
 
 
 def main() -> None:
@@ -31,7 +37,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run_table(rows, make_models(folder, rows), timeout_s=3600)
     seconds = time.monotonic() - started
-    lines = [f"{len(rows)} rows in {seconds:.0f} s on a 2-core x86 CPU host, fp32 unless it says bf16. Log-prob: absolute; the others: relative.", ""]
+    lines = [
+        (
+            f"{len(rows)} rows in {seconds:.0f} s on a 2-core x86 CPU host, fp32 unless it says bf16. Log-prob:"
+            " absolute; the others: relative."
+        ),
+        "",
+    ]
     lines += ["| model | layout | batch | " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * (3 + len(COLUMNS))]
     for row, results in zip(rows, found, strict=True):
         worst = [max(result[name] for result in results) for name in COLUMNS]

@@ -1,10 +1,12 @@
-"""How much of the log-prob difference between engine and trainer is the routing: measured with and without --use-rollout-routing-replay.
+"""How much of the log-prob difference between engine and trainer is the routing: measured with and without
+--use-rollout-routing-replay.
 
 usage: routing_replay.py [--samples 16] [--tokens 64] [--experts 32] [--topk 4] [--output benchmarks/results/NAME.json]
 
-A random tiny Qwen3-MoE. The engine's part is HF transformers in fp32: its log-probs and its routers' choices. The trainer has the same
-weights in bf16, in fp32, and in fp32 with router weights that are 1 % off (as under another kernel's rounding, but larger). The bound is
-the trainer's own difference in the same run without replay: a ratio below 1 is what replay takes away.
+A random tiny Qwen3-MoE. The engine's part is HF transformers in fp32: its log-probs and its routers' choices. The
+trainer has the same weights in bf16, in fp32, and in fp32 with router weights that are 1 % off (as under another
+kernel's rounding, but larger). The bound is the trainer's own difference in the same run without replay: a ratio below
+1 is what replay takes away.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ VOCAB, LAYERS = 320, 4
 def write_model(folder: str, *, num_experts: int, topk: int, router_noise: float = 0.0) -> None:
     """The same random weights each time, but for the routers' relative noise."""
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=num_experts, num_experts_per_tok=topk, moe_intermediate_size=48, norm_topk_prob=True, decoder_sparse_step=1, tie_word_embeddings=False,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+        num_experts=num_experts, num_experts_per_tok=topk, moe_intermediate_size=48, norm_topk_prob=True,
+        decoder_sparse_step=1, tie_word_embeddings=False,
         max_position_embeddings=512,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -72,13 +76,17 @@ def engine_samples(folder: str, *, count: int, num_tokens: int, topk: int) -> li
         tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], dim=1)
     output = model(tokens, output_router_logits=True)
     logprobs = torch.log_softmax(output.logits[:, :-1], -1).gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
-    experts = np.stack([layer.topk(topk, -1).indices.reshape(count, num_tokens, topk).numpy() for layer in output.router_logits], axis=2).astype(np.int16)
+    experts = np.stack(
+        [layer.topk(topk, -1).indices.reshape(count, num_tokens, topk).numpy() for layer in output.router_logits],
+        axis=2,
+    ).astype(np.int16)
     experts[:, -1] = -1
     mask = np.repeat(np.array([0, 1], dtype=np.int8), [4, num_tokens - 4])
     versions = np.where(mask, 0, -1).astype(np.int32)
     return [
         TrainSample(
-            prompt_index=i, sample_index=0, tokens=tokens[i].numpy().astype(np.int32), loss_mask=mask, weight_versions=versions, reward=0.0,
+            prompt_index=i, sample_index=0, tokens=tokens[i].numpy().astype(np.int32), loss_mask=mask,
+            weight_versions=versions, reward=0.0,
             advantages=per_token(0.0, mask), weights=per_token(1.0, mask),
             engine_logprobs=np.concatenate([[0.0], logprobs[i]]).astype(np.float32) * mask, routed_experts=experts[i],
         )
@@ -98,11 +106,15 @@ def differences(folder: str, samples: list[TrainSample], *, bf16: bool, replay: 
         loss=LossConfig(use_rollout_routing_replay=replay),
         optimizer=OptimizerConfig(bf16=bf16),
     )
-    worker = TrainWorker(config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port("127.0.0.1"))
+    worker = TrainWorker(
+        config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port("127.0.0.1")
+    )
     worker.start()
     found = recipe_of(worker).log_probs(samples)
     worker.close()
-    return np.concatenate([np.abs(ours - s.engine_logprobs)[s.loss_mask.astype(bool)] for ours, s in zip(found, samples, strict=True)])
+    return np.concatenate(
+        [np.abs(ours - s.engine_logprobs)[s.loss_mask.astype(bool)] for ours, s in zip(found, samples, strict=True)]
+    )
 
 
 def measure(*, count: int, num_tokens: int, num_experts: int, topk: int) -> dict[str, dict[str, float]]:
@@ -113,7 +125,11 @@ def measure(*, count: int, num_tokens: int, num_experts: int, topk: int) -> dict
         write_model(exact, num_experts=num_experts, topk=topk)
         write_model(noisy, num_experts=num_experts, topk=topk, router_noise=0.01)
         samples = engine_samples(exact, count=count, num_tokens=num_tokens, topk=topk)
-        for name, folder, bf16 in (("fp32", exact, False), ("bf16", exact, True), ("fp32, routers 1 % off", noisy, False)):
+        for name, folder, bf16 in (
+            ("fp32", exact, False),
+            ("bf16", exact, True),
+            ("fp32, routers 1 % off", noisy, False),
+        ):
             own, replayed = (differences(folder, samples, bf16=bf16, replay=replay) for replay in (False, True))
             results[name] = {
                 "own_mean": float(own.mean()), "replayed_mean": float(replayed.mean()), "own_max": float(own.max()),
@@ -138,7 +154,9 @@ def main() -> None:
     if options.output:
         hardware = {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
         shown = {key: value for key, value in vars(options).items() if key != "output"}
-        options.output.write_text(json.dumps({"hardware": hardware, "options": shown, "results": results}, indent=1) + "\n", encoding="utf-8")
+        options.output.write_text(
+            json.dumps({"hardware": hardware, "options": shown, "results": results}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Where a run's time goes: start-up by part, and the median rollout step by phase with the overhead as a share of the step.
+"""Where a run's time goes: start-up by part, and the median rollout step by phase with the overhead as a share of the
+step.
 
 usage: step_phases.py RUN_DIR [--skip 1] [--output benchmarks/results/NAME.json]
 
-The bound is the step's own work, measured in the same run: overhead is what a step takes beyond generate + train + sync.
+The bound is the step's own work, measured in the same run: overhead is what a step takes beyond generate + train +
+sync.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ def read_records(run_dir: Path) -> list[dict]:
 
 
 def phase_medians(records: list[dict], *, skip: int) -> dict[str, float]:
-    """Median seconds of each phase over all steps but the first `skip`, which pay for warming up; a step without a phase counts 0 for it."""
+    """Median seconds of each phase over all steps but the first `skip`, which pay for warming up.
+
+    A step without a phase counts 0 for it.
+    """
     steps = [record for record in records if record["kind"] == "step"][skip:]
     if not steps:
         raise SystemExit(f"step_phases: no step is left after leaving out the first {skip}")
@@ -40,7 +45,9 @@ def summary(records: list[dict], *, skip: int) -> dict:
         "steps": len([r for r in records if r["kind"] == "step"]) - skip,
         "median_seconds": phases,
         "overhead_ratio": phases["overhead_seconds"] / phases["seconds"],
-        "start_seconds": {k.removeprefix("start/").removesuffix(SUFFIX): v for k, v in start.items() if k.startswith("start/")},
+        "start_seconds": {
+            k.removeprefix("start/").removesuffix(SUFFIX): v for k, v in start.items() if k.startswith("start/")
+        },
     }
 
 
@@ -60,7 +67,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="Write the summary here as JSON.")
     args = parser.parse_args()
     result = summary(read_records(args.run_dir), skip=args.skip)
-    for title, table in (("start-up", result["start_seconds"]), (f"median of {result['steps']} steps", result["median_seconds"])):
+    for title, table in (
+        ("start-up", result["start_seconds"]),
+        (f"median of {result['steps']} steps", result["median_seconds"]),
+    ):
         print(title)
         for name, seconds in table.items():
             print(f"  {name.removesuffix(SUFFIX):32} {seconds:8.3f} s")

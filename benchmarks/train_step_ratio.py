@@ -1,10 +1,12 @@
 """Our train step against a bare Megatron-core loop over the same packs, in one process, taking turns.
 
-usage: train_step_ratio.py [--rounds 8] [--hidden 256] [--layers 4] [--tokens 1024] [--output benchmarks/results/train-step-ratio]
+usage: train_step_ratio.py [--rounds 8] [--hidden 256] [--layers 4] [--tokens 1024] [--output
+benchmarks/results/train-step-ratio]
 
-The bare loop does what nobody can leave out: the schedule's forward and backward passes with Megatron's own vocabulary-parallel
-cross-entropy over ready tensors, gradient reduction, the optimizer's step. Ours adds cutting and packing the samples, log-prob
-and entropy of each token, the clipped loss and its metrics. Ratio: bare / ours, of the medians; 1 would be free.
+The bare loop does what nobody can leave out: the schedule's forward and backward passes with Megatron's own
+vocabulary-parallel cross-entropy over ready tensors, gradient reduction, the optimizer's step. Ours adds cutting and
+packing the samples, log-prob and entropy of each token, the clipped loss and its metrics. Ratio: bare / ours, of the
+medians; 1 would be free.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def make_samples(count: int, vocabulary: int) -> list[TrainSample]:
         mask[: length // 4] = 0
         samples.append(
             TrainSample(
-                prompt_index=index, sample_index=0, tokens=generator.integers(0, vocabulary, length).astype(np.int32), loss_mask=mask,
+                prompt_index=index, sample_index=0, tokens=generator.integers(0, vocabulary, length).astype(np.int32),
+                loss_mask=mask,
                 engine_logprobs=np.full(length, -5, dtype=np.float32), weight_versions=np.zeros(length, dtype=np.int32),
                 reward=0.0, advantages=per_token(float(generator.normal()), mask), weights=per_token(1.0, mask),
             )
@@ -51,8 +54,10 @@ def make_samples(count: int, vocabulary: int) -> list[TrainSample]:
 def make_config(args: argparse.Namespace, folder: str) -> RunConfig:
     """A dense model of the asked size on one rank."""
     model = ModelConfig(
-        num_layers=args.layers, hidden_size=args.hidden, ffn_hidden_size=3 * args.hidden, num_attention_heads=args.hidden // 32, vocab_size=args.vocabulary,
-        swiglu=True, disable_bias_linear=True, normalization="RMSNorm", qk_layernorm=True, untie_embeddings_and_output_weights=True,
+        num_layers=args.layers, hidden_size=args.hidden, ffn_hidden_size=3 * args.hidden,
+        num_attention_heads=args.hidden // 32, vocab_size=args.vocabulary,
+        swiglu=True, disable_bias_linear=True, normalization="RMSNorm", qk_layernorm=True,
+        untie_embeddings_and_output_weights=True,
     )  # fmt: skip
     return RunConfig(
         placement=PlacementConfig(actor_num_gpus_per_node=1),
@@ -69,9 +74,19 @@ def write_model(config: ModelConfig, folder: str) -> None:
     """Random weights of that model as an HF folder."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.ffn_hidden_size, "num_hidden_layers": config.num_layers}
-    sizes |= {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_attention_heads, "head_dim": 32}
-    AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=config.vocab_size, tie_word_embeddings=False, **sizes)).save_pretrained(folder)
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+    }
+    sizes |= {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_attention_heads,
+        "head_dim": 32,
+    }
+    AutoModelForCausalLM.from_config(
+        Qwen3Config(vocab_size=config.vocab_size, tie_word_embeddings=False, **sizes)
+    ).save_pretrained(folder)
 
 
 def bare_step(worker, packs, targets) -> None:
@@ -91,7 +106,8 @@ def bare_step(worker, packs, targets) -> None:
         return logits, loss
 
     get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(zip(packs, targets, strict=True)), model=worker.model, num_microbatches=len(packs),
+        forward_step_func=forward_step, data_iterator=iter(zip(packs, targets, strict=True)), model=worker.model,
+        num_microbatches=len(packs),
         seq_length=max(pack.tokens.size(1) for pack in packs), micro_batch_size=1, forward_only=False,
     )  # fmt: skip
     finalize_model_grads(list(worker.model))
@@ -111,14 +127,19 @@ def measure(args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(args, folder)
         write_model(config.model, folder)
-        worker = TrainWorker(config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port())
+        worker = TrainWorker(
+            config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
+        )
         worker.start()
     samples = make_samples(args.samples, args.vocabulary)
     packs = worker.runner.prepare(samples).packs
     targets = [pack.targets[:, None] for pack in packs]
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     for number in range(args.rounds + 1):
-        turns = [("bare", lambda: bare_step(worker, packs, targets)), ("ours", lambda step=number: recipe_of(worker).train(step, samples))]
+        turns = [
+            ("bare", lambda: bare_step(worker, packs, targets)),
+            ("ours", lambda step=number: recipe_of(worker).train(step, samples)),
+        ]
         for name, step in turns if number % 2 else reversed(turns):
             started = time.perf_counter()
             step()
@@ -127,7 +148,14 @@ def measure(args: argparse.Namespace) -> dict:
     bare, ours = (statistics.median(times[name][1:]) for name in ("bare", "ours"))
     least_bare, least_ours = (min(times[name][1:]) for name in ("bare", "ours"))
     tokens = sum(len(sample.tokens) for sample in samples)
-    return {"bare_s": bare, "ours_s": ours, "ratio": bare / ours, "ratio_of_minima": least_bare / least_ours, "tokens": tokens, "packs": len(packs)}
+    return {
+        "bare_s": bare,
+        "ours_s": ours,
+        "ratio": bare / ours,
+        "ratio_of_minima": least_bare / least_ours,
+        "tokens": tokens,
+        "packs": len(packs),
+    }
 
 
 def main() -> None:
@@ -146,15 +174,26 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
     found = measure(args)
-    shape = f"hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, {found['tokens']} tokens in {found['packs']} packs"
-    lines = ["| shape | bare mcore loop | our train step | bare / ours (medians) | of minima |", "|---|---|---|---|---|"]
-    lines.append(f"| {shape} | {found['bare_s']:.3f} s | {found['ours_s']:.3f} s | {found['ratio']:.3f} | {found['ratio_of_minima']:.3f} |")
+    shape = (
+        f"hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, {found['tokens']} tokens in"
+        f" {found['packs']} packs"
+    )
+    lines = [
+        "| shape | bare mcore loop | our train step | bare / ours (medians) | of minima |",
+        "|---|---|---|---|---|",
+    ]
+    lines.append(
+        f"| {shape} | {found['bare_s']:.3f} s | {found['ours_s']:.3f} s | {found['ratio']:.3f} |"
+        f" {found['ratio_of_minima']:.3f} |"
+    )
     lines += ["", f"goal {GOAL}: {'met' if found['ratio'] >= GOAL else 'MISSED'}"]
     print("\n".join(lines))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         hardware = "2-core x86 CPU host"
-        args.output.with_suffix(".json").write_text(json.dumps({"hardware": hardware, "shape": shape, **found}, indent=1) + "\n", encoding="utf-8")
+        args.output.with_suffix(".json").write_text(
+            json.dumps({"hardware": hardware, "shape": shape, **found}, indent=1) + "\n", encoding="utf-8"
+        )
         args.output.with_suffix(".md").write_text(f"{hardware}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
 usage: make_tiny_data.py sort4 OUT [--seed 0]
 
 sort4: "sort 7146" -> "1467". OUT gets
-  sft.jsonl    warm-up rows with a "response": right with probability 0.35, else a copy, the reverse, or descending order
+  sft.jsonl    warm-up rows with a "response": right with probability 0.35, else a copy, the reverse or descending
   train.jsonl  prompts for RL
   eval.jsonl   held-out prompts, each once
 A prompt is held out by a hash of its text, so no file of another seed or size can leak one.

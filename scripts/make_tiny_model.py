@@ -24,10 +24,15 @@ DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
 def make_model(out: Path, *, seed: int, model: Path = DEFAULT_MODEL, reward: bool = False) -> int:
     """Fill `out` from the folder `model` and the seed. Returns the number of parameters (tied ones counted once)."""
     if not (model / "config.json").is_file():
-        raise SystemExit(f"make_tiny_model: {model} has no config.json. Ready-made ones: {', '.join(sorted(p.name for p in DEFAULT_MODEL.parent.iterdir()))}")
+        raise SystemExit(
+            f"make_tiny_model: {model} has no config.json. Ready-made ones:"
+            f" {', '.join(sorted(p.name for p in DEFAULT_MODEL.parent.iterdir()))}"
+        )
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(model, **({"num_labels": 1} if reward else {}))
-    network = (AutoModelForSequenceClassification if reward else AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+    network = (AutoModelForSequenceClassification if reward else AutoModelForCausalLM).from_config(
+        config, dtype=torch.float32
+    )
     out.mkdir(parents=True, exist_ok=True)
     network.save_pretrained(out)
     # The source's own files win over what transformers rewrote, so that the folder reads like its origin.
@@ -44,7 +49,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="Folder to write.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the weights.")
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Folder with config.json; without a tokenizer of its own it gets tiny-qwen3's.")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=DEFAULT_MODEL,
+        help="Folder with config.json; without a tokenizer of its own it gets tiny-qwen3's.",
+    )
     parser.add_argument("--reward", action="store_true", help="A reward model: a sequence classifier with one output.")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()

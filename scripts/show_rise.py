@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\nreward  {first:.2f} -> {last:.2f}  (rise {last - first:+.2f}; {counts})")
     for name, (steps, values) in sorted(series.items()):
         if name.endswith("/pass@1"):
-            print(f"{name}  " + "  ".join(f"{value:.2f} after {step}" for step, value in zip(steps, values, strict=True)))
+            print(
+                f"{name}  " + "  ".join(f"{value:.2f} after {step}" for step, value in zip(steps, values, strict=True))
+            )
     print(f"What the curve shows is {WHAT_IT_SHOWS}.\nrun    {run.path}\ncurve  {curve}")
     if len(rewards) < args.least_rollouts:
         print(f"Not judged: {len(rewards)} rollouts are fewer than {args.least_rollouts}.")

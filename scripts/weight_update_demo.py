@@ -1,11 +1,14 @@
-"""Times every way of giving new weights to a running SGLang engine, on one model, each against what the host could do at best.
+"""Times every way of giving new weights to a running SGLang engine, on one model, each against what the host could do
+at best.
 
-usage: weight_update_demo.py [--size-mb 64] [--tp 1] [--methods ipc,broadcast,disk,delta,inline] [--repeats 5] [--output runs/weight-update-demo.png]
+usage: weight_update_demo.py [--size-mb 64] [--tp 1] [--methods ipc,broadcast,disk,delta,inline] [--repeats 5] [--output
+runs/weight-update-demo.png]
 
-A model of about that size is made from a seed, a real engine serves it on loopback, and each method sends it other weights, again
-and again: before each, every value moves by 1e-5, as in a step of Adam with that learning rate; delta sends what became of the weights
-since it sent them last. Every sync is proven by digests that the engine computes of what it then holds. Bounds are measured in between.
-Prints a table and draws a picture; OUTPUT with .json instead of .png holds the numbers. Under a minute on a CPU host.
+A model of about that size is made from a seed, a real engine serves it on loopback, and each method sends it other
+weights, again and again: before each, every value moves by 1e-5, as in a step of Adam with that learning rate; delta
+sends what became of the weights since it sent them last. Every sync is proven by digests that the engine computes of
+what it then holds. Bounds are measured in between. Prints a table and draws a picture; OUTPUT with .json instead of
+.png holds the numbers. Under a minute on a CPU host.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ METHODS: dict[str, tuple[Callable[[PublisherOptions], WeightPublisher], str]] = 
 DEFAULT_OUTPUT = ROOT / "runs" / "weight-update-demo.png"
 TIMEOUT_S = 120.0
 MEGABYTE = 10**6
-#: Copies of the model that live at once at worst: source and its changes, engine while it loads, buckets, a bound's two arrays and its receiver.
+#: Copies of the model that live at once at worst: source and its changes, engine while it loads, buckets, a bound's two
+#: arrays and its receiver.
 COPIES = 8
 #: By how much each value changes between two syncs.
 CHANGE = 1e-5
@@ -71,7 +75,8 @@ class Row:
     times: SyncTimes
     totals_s: tuple[float, ...]
     num_bytes: int
-    moved_bytes: float  # what left the source: the weights as often as they are sent or written, and the bodies of all requests
+    #: what left the source: the weights as often as they are sent or written, and the bodies of all requests
+    moved_bytes: float
     bound_s: float
 
     @property
@@ -81,7 +86,11 @@ class Row:
 
     def to_dict(self) -> dict:
         """For the JSON file."""
-        more = {"share_of_bound": self.share, "overhead_s": self.times.transfer_s - self.bound_s, "bound": BOUND_OF[self.method]}
+        more = {
+            "share_of_bound": self.share,
+            "overhead_s": self.times.transfer_s - self.bound_s,
+            "bound": BOUND_OF[self.method],
+        }
         return dataclasses.asdict(self) | {"total_s": self.times.total_s, "transfer_s": self.times.transfer_s} | more
 
 
@@ -90,7 +99,10 @@ class Trainer:
 
     def __init__(self, folder: Path, shape: Shape, args: argparse.Namespace):
         self.weights = make_weights(shape, seed=1)
-        self._change = {name: torch.full_like(tensor, CHANGE).copysign_(torch.randn_like(tensor)) for name, tensor in self.weights.items()}
+        self._change = {
+            name: torch.full_like(tensor, CHANGE).copysign_(torch.randn_like(tensor))
+            for name, tensor in self.weights.items()
+        }
         self._folder, self._args, self._version = folder, args, 0
         self._publishers: dict[str, WeightPublisher] = {}
 
@@ -100,7 +112,9 @@ class Trainer:
         self._client = EngineClient(endpoint, timeout_s=TIMEOUT_S)
         for method in self._args.methods:
             directory = str(self._folder / f"sync-{method}")
-            options = PublisherOptions(method, (endpoint,), 0, 1, self._args.bucket_mb * MEGABYTE, TIMEOUT_S, directory, "127.0.0.1")
+            options = PublisherOptions(
+                method, (endpoint,), 0, 1, self._args.bucket_mb * MEGABYTE, TIMEOUT_S, directory, "127.0.0.1"
+            )
             self._publishers[method] = METHODS[method][0](options)
             self._publishers[method].connect()
 
@@ -117,12 +131,16 @@ class Trainer:
 
         def send(recorder: Recorder) -> None:
             publisher.begin(version)
-            reports.append(publisher.send(receipt.watching(recorder.timed(self.weights.items(), "source")), version, receipt))
+            reports.append(
+                publisher.send(receipt.watching(recorder.timed(self.weights.items(), "source")), version, receipt)
+            )
             publisher.finish(version)
 
         def verify() -> None:
             if receipt.verify(TIMEOUT_S) != 1 or receipt.unknown:
-                raise SystemExit(f"weight_update_demo: not everything was proven: {receipt.not_compared or receipt.unknown}")
+                raise SystemExit(
+                    f"weight_update_demo: not everything was proven: {receipt.not_compared or receipt.unknown}"
+                )
 
         # With inline as with ipc nothing is left for the engine to load at the end.
         order = PublishOrder(
@@ -153,11 +171,19 @@ def measure(args: argparse.Namespace) -> tuple[Shape, list[Row], dict[str, float
         trainer = Trainer(folder, shape, args)
         write_model(folder / "model", shape, trainer.weights)
         meter = BoundMeter(shape.num_bytes, folder)
-        print(f"starting an engine of {args.tp} rank{'s' if args.tp > 1 else ''} with {shape.num_bytes / MEGABYTE:.1f} MB of weights …", flush=True)
-        engine = stack.enter_context(serving(folder / "model", tp=args.tp, log_path=folder / "engine.log", timeout_s=TIMEOUT_S))
+        print(
+            f"starting an engine of {args.tp} rank{'s' if args.tp > 1 else ''} with {shape.num_bytes / MEGABYTE:.1f} MB"
+            " of weights …",
+            flush=True,
+        )
+        engine = stack.enter_context(
+            serving(folder / "model", tp=args.tp, log_path=folder / "engine.log", timeout_s=TIMEOUT_S)
+        )
         endpoint = engine.endpoint
         if "delta" in args.methods:
-            receiver = start_receiver(str(folder / "receiver"), log_path=str(folder / "receiver.log"), timeout_s=TIMEOUT_S)
+            receiver = start_receiver(
+                str(folder / "receiver"), log_path=str(folder / "receiver.log"), timeout_s=TIMEOUT_S
+            )
             stack.callback(receiver.close)
             endpoint = dataclasses.replace(endpoint, receiver_url=receiver.url, receiver_key=receiver.key)
         stack.callback(trainer.close)
@@ -175,7 +201,9 @@ def measure(args: argparse.Namespace) -> tuple[Shape, list[Row], dict[str, float
     for method, results in found.items():
         times, moved = zip(*results, strict=True)
         totals = tuple(one.total_s for one in times)
-        rows.append(Row(method, medians(times), totals, shape.num_bytes, statistics.median(moved), at_best[BOUND_OF[method]]))
+        rows.append(
+            Row(method, medians(times), totals, shape.num_bytes, statistics.median(moved), at_best[BOUND_OF[method]])
+        )
     return shape, rows, at_best
 
 
@@ -184,18 +212,40 @@ def print_table(shape: Shape, rows: list[Row], bounds: dict[str, float], tp: int
     size = shape.num_bytes
     print(f"{size / MEGABYTE:.1f} MB of weights into an engine of {tp} rank{'s' if tp > 1 else ''}; medians, seconds")
     table = Table()
-    for title in ("method", "sync", "least-most", "pause+end", "send", "load", "check", "MB/s", "moved", "bound", "overhead", "of bound"):
+    for title in (
+        "method",
+        "sync",
+        "least-most",
+        "pause+end",
+        "send",
+        "load",
+        "check",
+        "MB/s",
+        "moved",
+        "bound",
+        "overhead",
+        "of bound",
+    ):
         table.add_column(title, justify="left" if title == "method" else "right", no_wrap=True)
     for row in sorted(rows, key=lambda row: row.times.total_s):
         times = row.times
         table.add_row(
-            row.method, f"{times.total_s:.3f}", f"{min(row.totals_s):.3f}-{max(row.totals_s):.3f}", f"{times.begin_s + times.finish_s:.3f}",
-            f"{times.send_s:.3f}", f"{times.load_s:.3f}", f"{times.receipt_s + times.verify_s:.3f}", f"{size / times.transfer_s / MEGABYTE:.0f}",
-            f"{row.moved_bytes / size:.2f} x", f"{row.bound_s:.3f}", f"{times.transfer_s - row.bound_s:.3f}", f"{row.share:.0%}",
+            row.method, f"{times.total_s:.3f}", f"{min(row.totals_s):.3f}-{max(row.totals_s):.3f}",
+            f"{times.begin_s + times.finish_s:.3f}",
+            f"{times.send_s:.3f}", f"{times.load_s:.3f}", f"{times.receipt_s + times.verify_s:.3f}",
+            f"{size / times.transfer_s / MEGABYTE:.0f}",
+            f"{row.moved_bytes / size:.2f} x", f"{row.bound_s:.3f}", f"{times.transfer_s - row.bound_s:.3f}",
+            f"{row.share:.0%}",
         )  # fmt: skip
     Console(width=max(120, Console().width)).print(table)
-    print("bounds, measured between the syncs: " + ", ".join(f"{name} {size / s / 1e9:.2f} GB/s" for name, s in bounds.items()))
-    print("check: the receipt's digests, those of the source included in send. moved: what crossed a file, a socket or HTTP, in sizes of the model.")
+    print(
+        "bounds, measured between the syncs: "
+        + ", ".join(f"{name} {size / s / 1e9:.2f} GB/s" for name, s in bounds.items())
+    )
+    print(
+        "check: the receipt's digests, those of the source included in send. moved: what crossed a file, a socket or"
+        " HTTP, in sizes of the model."
+    )
     for method in (row.method for row in rows):
         print(f"  {method:<10} {METHODS[method][1]}; bound: {BOUND_OF[method]}")
 
@@ -212,13 +262,25 @@ def draw(path: Path, shape: Shape, rows: list[Row]) -> None:
     ordered = sorted(rows, key=lambda row: -row.times.total_s)
     names = [row.method for row in ordered]
     left = [0.0] * len(rows)
-    for part, label in (("begin_s", "pause"), ("send_s", "send"), ("load_s", "load"), ("verify_s", "check"), ("finish_s", "continue")):
+    for part, label in (
+        ("begin_s", "pause"),
+        ("send_s", "send"),
+        ("load_s", "load"),
+        ("verify_s", "check"),
+        ("finish_s", "continue"),
+    ):
         widths = [getattr(row.times, part) for row in ordered]
         seconds.barh(names, widths, left=left, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, row in enumerate(ordered):
         start = row.times.begin_s
-        seconds.plot([start, start + row.bound_s], [place, place], color="black", linewidth=3, label="bound of send and load" if place == 0 else None)
+        seconds.plot(
+            [start, start + row.bound_s],
+            [place, place],
+            color="black",
+            linewidth=3,
+            label="bound of send and load" if place == 0 else None,
+        )
     seconds.set_xlabel("seconds")
     seconds.set_title(f"one weight sync of {shape.num_bytes / MEGABYTE:.0f} MB")
     seconds.legend()
@@ -232,13 +294,23 @@ def draw(path: Path, shape: Shape, rows: list[Row]) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends with status 2 and every problem."""
-    parser = argparse.ArgumentParser(prog="weight_update_demo.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="weight_update_demo.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--size-mb", type=float, default=64.0, help="Megabytes of fp32 weights, about.")
     parser.add_argument("--tp", type=int, default=1, help="Tensor parallel ranks of the engine.")
-    parser.add_argument("--methods", default=",".join(METHODS), help=f"Which, separated by commas: {', '.join(METHODS)}.")
-    parser.add_argument("--repeats", type=int, default=5, help="Syncs of each method that count; one more before them warms up.")
-    parser.add_argument("--bucket-mb", type=int, default=512, help="Megabytes of one bucket, as --update-weight-buffer-size of a run.")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="The picture, *.png; the numbers go beside it as *.json.")
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), help=f"Which, separated by commas: {', '.join(METHODS)}."
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="Syncs of each method that count; one more before them warms up."
+    )
+    parser.add_argument(
+        "--bucket-mb", type=int, default=512, help="Megabytes of one bucket, as --update-weight-buffer-size of a run."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=DEFAULT_OUTPUT, help="The picture, *.png; the numbers go beside it as *.json."
+    )
     args = parser.parse_args(argv)
     args.methods = list(dict.fromkeys(filter(None, args.methods.split(","))))
     found = problems(args)
@@ -261,7 +333,13 @@ def problems(args: argparse.Namespace) -> list[str]:
     if not size >= SMALLEST_BYTES:
         return [*found, f"--size-mb {args.size_mb:g}: must be at least {SMALLEST_BYTES / MEGABYTE:g}"]
     if size * COPIES > available:
-        return [*found, f"--size-mb {args.size_mb:g}: needs about {COPIES * size / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free"]
+        return [
+            *found,
+            (
+                f"--size-mb {args.size_mb:g}: needs about {COPIES * size / 1e9:.1f} GB of memory, {available / 1e9:.1f}"
+                " GB are free"
+            ),
+        ]
     heads = Shape.of_bytes(size).kv_heads
     if args.tp > 1 and heads % args.tp:
         found.append(f"--tp {args.tp}: a model of this size has {heads} key/value heads, which that does not divide")
@@ -280,7 +358,13 @@ def main(argv: list[str]) -> int:
         return 1
     print_table(shape, rows, bounds, args.tp)
     draw(args.output, shape, rows)
-    numbers = {"bytes": shape.num_bytes, "tp": args.tp, "repeats": args.repeats, "bounds_s": bounds, "methods": [row.to_dict() for row in rows]}
+    numbers = {
+        "bytes": shape.num_bytes,
+        "tp": args.tp,
+        "repeats": args.repeats,
+        "bounds_s": bounds,
+        "methods": [row.to_dict() for row in rows],
+    }
     args.output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     print(f"drew {args.output}")
     return 0

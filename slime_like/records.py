@@ -66,13 +66,17 @@ class Sample:
     label: Any = None
     metadata: dict = dataclasses.field(default_factory=dict)
     reward: float | None = None  # None until scored
-    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)  # "rule" and "model", unweighted, and "overlong", where a reward has several
+    #: "rule" and "model", unweighted, and "overlong", where a reward has several
+    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     error: str | None = None  # why status is "failed"
     routed_experts: np.ndarray | None = None  # see TrainSample; None: not asked for (--use-rollout-routing-replay)
-    segment_index: int = 0  # within the episode, where one answer gives several samples: they share sample_index, and a reward
+    #: within the episode, where one answer gives several samples: they share sample_index, and a reward
+    segment_index: int = 0
 
     def __post_init__(self):
-        lengths = {name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")}
+        lengths = {
+            name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")
+        }
         if self.routed_experts is not None:
             lengths["routed_experts"] = len(self.routed_experts)
         if len(set(lengths.values())) != 1:
@@ -120,24 +124,32 @@ class TrainSample:
     engine_logprobs: np.ndarray  # [T] float32
     weight_versions: np.ndarray  # [T] int32
     reward: float
-    #: [T] float32: what each token's log-prob is pushed by; 0 where not trained. float64 where trainers compute on with them (whitening, a KL).
+    #: [T] float32: what each token's log-prob is pushed by; 0 where not trained. float64 where trainers compute on with
+    #: them (whitening, a KL).
     advantages: np.ndarray
-    weights: np.ndarray  # [T] float32: multiplies each token's share of a loss or mean; 1 where trained, 0 elsewhere, unless a client says otherwise
-    reference_logprobs: np.ndarray | None = None  # [T] float32 like engine_logprobs; None where the trainer holds the reference itself
-    values: np.ndarray | None = None  # [T] float32: the critic's value of the state in which tokens[t] was chosen, entry 0 is 0; ppo only
-    kl: np.ndarray | None = None  # [T] float32: log-prob of the policy minus the reference's, before training; with --kl-coef only
-    #: [T, layers, experts per token] int8 or int16: the experts that processed tokens[t] in the engine, any number in a layer without experts.
-    #: -1 where the engine does not say: always for the last token, which it sampled and did not process.
+    #: [T] float32: multiplies each token's share of a loss or mean; 1 where trained, 0 elsewhere, unless a client says
+    #: otherwise
+    weights: np.ndarray
+    #: [T] float32 like engine_logprobs; None where the trainer holds the reference itself
+    reference_logprobs: np.ndarray | None = None
+    #: [T] float32: the critic's value of the state in which tokens[t] was chosen, entry 0 is 0; ppo only
+    values: np.ndarray | None = None
+    #: [T] float32: log-prob of the policy minus the reference's, before training; with --kl-coef only
+    kl: np.ndarray | None = None
+    #: [T, layers, experts per token] int8 or int16: the experts that processed tokens[t] in the engine, any number in a
+    #: layer without experts. -1 where the engine does not say: always for the last token, which it sampled and did not
+    #: process.
     routed_experts: np.ndarray | None = None
-    distillation: np.ndarray | None = None  # [T] float32: log-prob of the policy minus the teacher's, before training; with --use-opd only
+    #: [T] float32: log-prob of the policy minus the teacher's, before training; with --use-opd only
+    distillation: np.ndarray | None = None
     metadata: dict = dataclasses.field(default_factory=dict)  # Sample.metadata, for a user's own loss and mean
 
 
 def routing_fault(experts: np.ndarray, expert_layers: Sequence[int], num_experts: int) -> str | None:
     """What is wrong with a sample's routed experts [T, layers, experts per token]; None if nothing is.
 
-    In each of expert_layers a token has that many different experts of the model's, or -1 for all of them: nobody says. So layers of zeros,
-    which a capture that failed leaves, are wrong wherever a token has more than one expert.
+    In each of expert_layers a token has that many different experts of the model's, or -1 for all of them: nobody says.
+    So layers of zeros, which a capture that failed leaves, are wrong wherever a token has more than one expert.
     """
     # By columns: comparing whole ones pair by pair is faster than sorting each token's few experts.
     columns = np.ascontiguousarray(np.moveaxis(experts[:, list(expert_layers)], -1, 0))
@@ -154,7 +166,10 @@ def routing_fault(experts: np.ndarray, expert_layers: Sequence[int], num_experts
 
 
 def per_token(value: float, loss_mask: np.ndarray, dtype: type[np.floating] = np.float32) -> np.ndarray:
-    """[T]: `value` at every trained token, 0 elsewhere. Example: .5, [1, 0, 1] -> [0, 0, .5]; nothing predicts the first token."""
+    """[T]: `value` at every trained token, 0 elsewhere.
+
+    Example: .5, [1, 0, 1] -> [0, 0, .5]; nothing predicts the first token.
+    """
     trained = np.asarray(loss_mask) != 0
     trained[:1] = False
     return np.where(trained, dtype(value), dtype(0.0))
@@ -173,9 +188,11 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsRef:
-    """Which weights: the base model, or an adapter over it, at one version. Carried by all that holds, sends, proves or was made by weights.
+    """Which weights: the base model, or an adapter over it, at one version.
 
-    The name is what an engine serves the weights under; `base` is the whole model. Example: str(WeightsRef("policy", 7)) == "policy@7"
+    Carried by all that holds, sends, proves or was made by weights.
+    The name is what an engine serves the weights under; `base` is the whole model. Example:
+    str(WeightsRef("policy", 7)) == "policy@7"
     """
 
     name: str = "base"
@@ -210,7 +227,8 @@ class EngineEndpoint:
 class DeltaCount:
     """What a delta sync sent to one engine: the difference, or everything if no engine could take a difference.
 
-    num_changed of num_elements were different, both 0 if nobody could take a difference. full_engines: those that got everything.
+    num_changed of num_elements were different, both 0 if nobody could take a difference. full_engines: those that got
+    everything.
     """
 
     num_bytes: int = 0
@@ -236,10 +254,12 @@ class DeltaCount:
 class SyncReceipt:
     """What one weight sync moved. digest: order-independent hash over (name, dtype, shape, bytes) of every tensor.
 
-    engines_proven: how many engines' own digests were found equal to what was sent, in verify_seconds; tensors_unproven: how many tensors
-    were left out, because it is not known where an engine keeps them. probe_difference: largest mean
-    |log-prob difference| of a fixed prompt between an engine and the trainer, where this sync was probed, in probe_seconds.
-    bound_share: what sending (in `seconds`) would take at the rate that bounds the transport, over what it took; None where that is unknown.
+    engines_proven: how many engines' own digests were found equal to what was sent, in verify_seconds;
+    tensors_unproven: how many tensors were left out, because it is not known where an engine keeps them.
+    probe_difference: largest mean |log-prob difference| of a fixed prompt between an engine and the trainer, where this
+    sync was probed, in probe_seconds.
+    bound_share: what sending (in `seconds`) would take at the rate that bounds the transport, over what it took; None
+    where that is unknown.
     """
 
     weights: WeightsRef

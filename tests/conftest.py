@@ -1,4 +1,6 @@
-"""Fixtures and rules of every test: markers by folder, the tiny model, no process left behind, GPU tests skipped aloud."""
+"""Fixtures and rules of every test: markers by folder, the tiny model, no process left behind, GPU
+tests skipped aloud.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, skip GPU tests where there is no GPU, and leave out what takes long unless -m names it."""
+    """Mark tests by their folder, skip GPU tests where there is no GPU, and leave out what takes long unless -m names
+    it.
+    """
     unasked = [name for name in LONG_MARKERS if name not in config.option.markexpr]
     long = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
     if long:
@@ -46,7 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """With --require-passed, status 5 if nothing passed."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if exitstatus == 0 and session.config.getoption("--require-passed") and reporter is not None and not reporter.stats.get("passed"):
+    if (
+        exitstatus == 0
+        and session.config.getoption("--require-passed")
+        and reporter is not None
+        and not reporter.stats.get("passed")
+    ):
         reporter.write_line("no test passed: nothing was checked", red=True)
         session.exitstatus = 5
 
@@ -93,14 +102,18 @@ def no_process_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def processes_left(mark: str, before: set[int]) -> list[psutil.Process]:
-    """Processes whose environment carries the mark (also orphans), and new descendants of ours (forked ones show our old environment)."""
+    """Processes whose environment carries the mark (also orphans), and new descendants of ours (forked ones show our
+    old environment).
+    """
     ours = {process.pid for process in psutil.Process().children(recursive=True)} - before
     found = []
     for process in psutil.process_iter():
         try:
             marked = process.pid in ours or process.environ().get(PROCESS_MARK) == mark
             command = " ".join(process.cmdline())
-            helper = process.ppid() == os.getpid() and ("multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command)
+            helper = process.ppid() == os.getpid() and (
+                "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+            )
             if marked and not helper and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -122,12 +135,20 @@ def _folder(item: pytest.Item) -> str:
 
 def _why_no_gpu() -> str | None:
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
+        ).stdout.strip()
     except FileNotFoundError:
         return "needs CUDA: this host has no nvidia-smi"
     return None if listed else "needs CUDA: nvidia-smi lists no GPU"
 
 
 def _run_script(name: str, *arguments: str) -> None:
-    result = subprocess.run([sys.executable, str(ROOT / "scripts" / name), *arguments], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert result.returncode == 0, f"{name} failed:\n{result.stderr}"

@@ -1,9 +1,10 @@
-"""What a perfect program would need to move some bytes on this host, measured beside the transports that are judged by it.
+"""What a perfect program would need to move some bytes on this host, measured beside the transports that are judged by
+it.
 
     memcpy   the bytes copied once, by one thread, from one array into another; both were touched before
-    socket   the bytes sent once over one TCP connection on loopback, into another process's array that was touched before
-    disk     the bytes written once into one new file of the given folder, not forced to the medium (an engine on this host reads
-             them from the page cache), then read once into an array that was touched before
+    socket   the bytes sent once over one TCP connection on loopback, into another process's array touched before
+    disk     the bytes written once into one new file of the given folder, not forced to the medium (an engine reads
+             them from the page cache), then read once into an array touched before
 
 Hashing, naming and converting are work that a perfect program would hide, so no bound has them.
 """
@@ -21,8 +22,8 @@ import numpy as np
 
 from slime_like.errors import WaitTimeout
 
-#: What bounds each way of moving weights: one copy into the engine's tensors, one trip through a socket, one file written and read.
-#: For delta it is a trip of all bytes, as if nothing were saved.
+#: What bounds each way of moving weights: one copy into the engine's tensors, one trip through a socket, one file
+#: written and read. For delta it is a trip of all bytes, as if nothing were saved.
 BOUND_OF = {"ipc": "memcpy", "broadcast": "socket", "disk": "disk", "delta": "socket", "inline": "socket"}
 BOUNDS = ("memcpy", "socket", "disk")
 _TIMEOUT_S = 60.0
@@ -45,7 +46,10 @@ with socket.create_connection(("127.0.0.1", port), timeout=60) as peer:
 
 
 class BoundMeter:
-    """Measures every bound for `num_bytes`; call it once beside each repeat of what is judged. folder: where the disk transport writes."""
+    """Measures every bound for `num_bytes`; call it once beside each repeat of what is judged.
+
+    folder: where the disk transport writes.
+    """
 
     def __init__(self, num_bytes: int, folder: Path):
         self._source = np.ones(num_bytes, dtype=np.uint8)
@@ -79,7 +83,9 @@ class BoundMeter:
                 if receiver.wait(_TIMEOUT_S):
                     raise RuntimeError(f"the receiver of the loopback bound ended with status {receiver.returncode}")
             except TimeoutError as error:
-                raise WaitTimeout(who="the loopback bound", whom="its receiver", phase="measure", seconds=_TIMEOUT_S, last=str(error)) from error
+                raise WaitTimeout(
+                    who="the loopback bound", whom="its receiver", phase="measure", seconds=_TIMEOUT_S, last=str(error)
+                ) from error
             finally:
                 if receiver.poll() is None:
                     receiver.kill()

@@ -1,4 +1,7 @@
-"""A Qwen3 of about any size with weights from a seed, for measuring weight syncs; and a real SGLang engine that serves it."""
+"""A Qwen3 of about any size with weights from a seed, for measuring weight syncs.
+
+And a real SGLang engine that serves it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ from safetensors.torch import save_file
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, launch_engine
 
 #: Up to this many bytes: hidden size, channels of a head, vocabulary. Wider as a model grows, as real families are.
-_WIDTHS = ((4e6, 64, 16, 1024), (2e7, 128, 32, 4096), (1e8, 256, 64, 4096), (5e8, 512, 64, 4096), (math.inf, 1024, 64, 4096))
+_WIDTHS = (
+    (4e6, 64, 16, 1024),
+    (2e7, 128, 32, 4096),
+    (1e8, 256, 64, 4096),
+    (5e8, 512, 64, 4096),
+    (math.inf, 1024, 64, 4096),
+)
 _BYTES_PER_WEIGHT = 4  # fp32
 SMALLEST_BYTES = 1_000_000
 #: Tokens of an engine's cache: a sync needs none, and it would be larger than the weights otherwise.
@@ -80,17 +89,24 @@ class Shape:
     def config(self) -> dict:
         """config.json."""
         return {
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "torch_dtype": "float32", "tie_word_embeddings": False,
-            "hidden_size": self.hidden, "intermediate_size": 3 * self.hidden, "num_hidden_layers": self.layers, "vocab_size": self.vocabulary,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_size, "attention_bias": False,
-            "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True,
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
+            "torch_dtype": "float32", "tie_word_embeddings": False,
+            "hidden_size": self.hidden, "intermediate_size": 3 * self.hidden, "num_hidden_layers": self.layers,
+            "vocab_size": self.vocabulary,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_size,
+            "attention_bias": False,
+            "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "bos_token_id": 1,
+            "eos_token_id": 2, "use_cache": True,
         }  # fmt: skip
 
 
 def make_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     """HF name -> fp32 tensor: matrices normal with deviation 0.02, norms near 1."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.empty(size).normal_(1.0 if len(size) == 1 else 0.0, 0.02, generator=generator) for name, size in shape.tensors().items()}
+    return {
+        name: torch.empty(size).normal_(1.0 if len(size) == 1 else 0.0, 0.02, generator=generator)
+        for name, size in shape.tensors().items()
+    }
 
 
 def write_model(folder: Path, shape: Shape, weights: dict[str, torch.Tensor]) -> None:
@@ -105,7 +121,15 @@ def serving(folder: Path, *, tp: int, log_path: Path, timeout_s: float) -> Itera
     """A real SGLang server of that folder on loopback; it is ended afterwards, or with this process."""
     # No tokenizer: prompts are token ids.
     flags = {"skip_tokenizer_init": True, "max_total_tokens": _CACHE_TOKENS}
-    spec = EngineSpec(index=0, model_path=str(folder), tp_size=tp, dtype="float32", log_path=str(log_path), context_length=1024, extra_flags=flags)
+    spec = EngineSpec(
+        index=0,
+        model_path=str(folder),
+        tp_size=tp,
+        dtype="float32",
+        log_path=str(log_path),
+        context_length=1024,
+        extra_flags=flags,
+    )
     engine = launch_engine(spec, timeout_s)
     try:
         yield engine

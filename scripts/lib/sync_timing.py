@@ -1,4 +1,6 @@
-"""One weight sync, taken apart: how long each phase took, and how much of it was spent in the source, in hashing and in the engine."""
+"""One weight sync, taken apart: how long each phase took, and how much of it was spent in the source, in hashing and in
+the engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from slime_like.weight_sync.session import EngineSide
 
 @dataclass(frozen=True)
 class SyncTimes:
-    """Seconds. The first five follow each other and add up to the sync; the next four lie inside send and load, and may overlap."""
+    """Seconds.
+
+    The first five follow each other and add up to the sync; the next four lie inside send and load, and may overlap.
+    """
 
     begin_s: float  # pause, flush, open
     send_s: float  # the publisher's send()
@@ -50,7 +55,9 @@ class SyncTimes:
 
 def medians(times: Sequence[SyncTimes]) -> SyncTimes:
     """Each part's median."""
-    return SyncTimes(**{field.name: statistics.median(getattr(one, field.name) for one in times) for field in fields(SyncTimes)})
+    return SyncTimes(
+        **{field.name: statistics.median(getattr(one, field.name) for one in times) for field in fields(SyncTimes)}
+    )
 
 
 class Recorder:
@@ -87,14 +94,16 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record every engine request that brings weights ("engine"), all requests' bodies, the publishers' hashing ("hash"), and
-        what a receipt takes in ("receipt", the source's own time included).
+        """Record every engine request that brings weights ("engine"), all requests' bodies, the publishers' hashing
+        ("hash"), and what a receipt takes in ("receipt", the source's own time included).
 
         Publishers make clients and digests of their own, so the classes are watched, not the objects.
         """
         request, add, take_in = EngineClient._request, Digest.add, Receipt.watching
 
-        def watched_request(client: EngineClient, method: str, path: str, body: dict | None = None, timeout_s: float | None = None) -> Any:
+        def watched_request(
+            client: EngineClient, method: str, path: str, body: dict | None = None, timeout_s: float | None = None
+        ) -> Any:
             started = time.perf_counter()
             answer = request(client, method, path, body, timeout_s)
             if path.startswith("/update_weights_from"):
@@ -122,7 +131,10 @@ class Recorder:
 
 
 def timed_sync(engines: EngineSide, send: Callable[[Recorder], None], verify: Callable[[], None] | None) -> SyncTimes:
-    """One whole sync, as session.run_session orders it. send: gives every tensor to a publisher, its source wrapped in `recorder.timed(…, "source")`."""
+    """One whole sync, as session.run_session orders it.
+
+    send: gives every tensor to a publisher, its source wrapped in `recorder.timed(…, "source")`.
+    """
     recorder = Recorder()
     marks = [time.perf_counter()]
     with recorder.watching():
@@ -142,11 +154,15 @@ def timed_sync(engines: EngineSide, send: Callable[[Recorder], None], verify: Ca
     begin, sending, load, verifying, finish = (after - before for before, after in zip(marks, marks[1:], strict=False))
     receipt = max(0.0, inside["receipt"] - inside["source"])
     counts = {"requests": float(recorder.requests), "http_bytes": float(recorder.http_bytes)}
-    return SyncTimes(begin, sending, load, verifying, finish, inside["source"], inside["hash"], receipt, inside["engine"], **counts)
+    return SyncTimes(
+        begin, sending, load, verifying, finish, inside["source"], inside["hash"], receipt, inside["engine"], **counts
+    )
 
 
 def empty_request_s(client: EngineClient, repeats: int = 10) -> float:
-    """Median seconds of a request to the engine's loader that brings nothing: what each bucket costs before its first byte."""
+    """Median seconds of a request to the engine's loader that brings nothing: what each bucket costs before its first
+    byte.
+    """
     nothing = loader_request(RECEIPT_NAME, [b"[]"] * client.endpoint.tp_size)
     seconds = []
     client.begin_weight_update()  # SGLang takes no request of a loader outside of a session
@@ -161,7 +177,9 @@ def empty_request_s(client: EngineClient, repeats: int = 10) -> float:
 
 
 class InlinePublisher:
-    """The plain way, for comparison: pickled tensors as base64 inside the request, once for each tensor parallel rank of the engine."""
+    """The plain way, for comparison: pickled tensors as base64 inside the request, once for each tensor parallel rank
+    of the engine.
+    """
 
     def __init__(self, options: PublisherOptions):
         self._options = options
@@ -177,7 +195,9 @@ class InlinePublisher:
         """Bucket by bucket."""
         count = size = 0
         for bucket in buckets(tensors, self._options.buffer_bytes):
-            text = base64.b64encode(pickle.dumps([(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket])).decode()
+            text = base64.b64encode(
+                pickle.dumps([(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket])
+            ).decode()
             for client in self._clients:
                 client.update_weights_from_tensor([text] * client.endpoint.tp_size, load_format=None)
             count, size = count + len(bucket), size + sum(num_bytes(tensor) for _, tensor in bucket)

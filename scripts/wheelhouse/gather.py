@@ -1,4 +1,6 @@
-"""Gathers a complete offline install: chooses the wheels, fetches them, leaves out what is not needed, cuts them into parts with an installer."""
+"""Gathers a complete offline install: chooses the wheels, fetches them, leaves out what is not needed, cuts them into
+parts with an installer.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,22 @@ MIN_SPLIT_BYTES = 10_240
 BUILD_TIMEOUT_S = 300
 INDEX_OPTIONS = ("--index-url", "--extra-index-url", "--find-links")
 #: Of the gpu extra, what no index has as a wheel.
-SOURCE_ONLY = {"transformer-engine": "its PyTorch part is source only; build it on the host against its CUDA if you want it (Megatron's own layers need none)"}
+SOURCE_ONLY = {
+    "transformer-engine": (
+        "its PyTorch part is source only; build it on the host against its CUDA if you want it (Megatron's own layers"
+        " need none)"
+    )
+}
 #: What is imported after the install: distribution -> (module, whether it needs a GPU to be imported).
 IMPORTS = {
-    "flashinfer-python": ("flashinfer", False), "math-verify": ("math_verify", False), "megatron-core": ("megatron.core", False), "numpy": ("numpy", False),
-    "ray": ("ray", False), "requests": ("requests", False), "safetensors": ("safetensors.torch", False), "sglang": ("sglang.srt.server_args", False),
-    "sglang-kernel": ("sgl_kernel", True), "sglang-router": ("sglang_router.launch_router", False), "slime-like": ("slime_like.config", False),
-    "tensorboard": ("tensorboard", False), "torch": ("torch", False), "torchaudio": ("torchaudio", False), "torchvision": ("torchvision", False),
+    "flashinfer-python": ("flashinfer", False), "math-verify": ("math_verify", False),
+    "megatron-core": ("megatron.core", False), "numpy": ("numpy", False),
+    "ray": ("ray", False), "requests": ("requests", False), "safetensors": ("safetensors.torch", False),
+    "sglang": ("sglang.srt.server_args", False),
+    "sglang-kernel": ("sgl_kernel", True), "sglang-router": ("sglang_router.launch_router", False),
+    "slime-like": ("slime_like.config", False),
+    "tensorboard": ("tensorboard", False), "torch": ("torch", False), "torchaudio": ("torchaudio", False),
+    "torchvision": ("torchvision", False),
     "transformers": ("transformers", False), "xgrammar": ("xgrammar", False),
 }  # fmt: skip
 
@@ -62,13 +73,41 @@ def parse(argv: list[str] | None) -> Wish:
     """Read the command line. Raises WheelhouseError for values that make no sense."""
     parser = argparse.ArgumentParser(prog="wheelhouse.sh", description=__doc__, allow_abbrev=False)
     parser.add_argument("--python", required=True, help="Python of the target, such as 3.12.")
-    parser.add_argument("--torch", default="", help="PyTorch of the target, such as 2.11.0. Needed unless --only is given.")
-    parser.add_argument("--cuda", type=int, default=0, help="CUDA major version that this PyTorch must be built for, such as 13.")
-    parser.add_argument("--split", default="60M", help="Largest size of a part: a number of bytes, or with K, M or G (powers of 1000). Default: 60M.")
-    parser.add_argument("--output", type=Path, help="Folder to make; must not exist. Default: wheelhouse-py<python>-torch<torch>-cu<cuda>.")
-    parser.add_argument("--without-torch", action="store_true", help="The host has this PyTorch with its CUDA libraries already: leave them out.")
-    parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help="Leave out this package and what only it needs. May be repeated.")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME[,NAME]", help="Gather these requirements instead of the whole toolkit.")
+    parser.add_argument(
+        "--torch", default="", help="PyTorch of the target, such as 2.11.0. Needed unless --only is given."
+    )
+    parser.add_argument(
+        "--cuda", type=int, default=0, help="CUDA major version that this PyTorch must be built for, such as 13."
+    )
+    parser.add_argument(
+        "--split",
+        default="60M",
+        help="Largest size of a part: a number of bytes, or with K, M or G (powers of 1000). Default: 60M.",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="Folder to make; must not exist. Default: wheelhouse-py<python>-torch<torch>-cu<cuda>.",
+    )
+    parser.add_argument(
+        "--without-torch",
+        action="store_true",
+        help="The host has this PyTorch with its CUDA libraries already: leave them out.",
+    )
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Leave out this package and what only it needs. May be repeated.",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME[,NAME]",
+        help="Gather these requirements instead of the whole toolkit.",
+    )
     parser.add_argument("--sglang", help="Take this SGLang. Default: the newest whose pin admits --torch.")
     parser.add_argument("--glibc", default="2.35", help="glibc of the target. Default: 2.35 (Ubuntu 22.04, Debian 12).")
     parser.add_argument("--keep-all", action="store_true", help="Strip nothing from any wheel.")
@@ -91,18 +130,29 @@ def check(options: argparse.Namespace) -> Wish:
     if split_bytes < MIN_SPLIT_BYTES:
         problems.append(f"--split {options.split}: expected a size of at least {MIN_SPLIT_BYTES} bytes, such as 60M.")
     if not options.only and not (_is_version(options.torch) and options.cuda > 0):
-        problems.append("--torch and --cuda are needed for the whole toolkit, such as --torch 2.11.0 --cuda 13 (or --only NAME).")
+        problems.append(
+            "--torch and --cuda are needed for the whole toolkit, such as --torch 2.11.0 --cuda 13 (or --only NAME)."
+        )
     only = tuple(word.strip() for value in options.only for word in value.split(",") if word.strip())
-    output = options.output or Path(f"wheelhouse-py{options.python}" + ("" if only else f"-torch{options.torch}-cu{options.cuda}"))
+    output = options.output or Path(
+        f"wheelhouse-py{options.python}" + ("" if only else f"-torch{options.torch}-cu{options.cuda}")
+    )
     if output.exists():
         problems.append(f"--output {output} exists. Fix: another folder, or remove it first.")
     if problems:
         raise WheelhouseError("\n  ".join(problems))
-    index = [word for name in INDEX_OPTIONS for value in getattr(options, name[2:].replace("-", "_")) for word in (name, value)]
+    index = [
+        word
+        for name in INDEX_OPTIONS
+        for value in getattr(options, name[2:].replace("-", "_"))
+        for word in (name, value)
+    ]
     exclude = frozenset(canonicalize_name(name) for name in options.exclude)
     return Wish(
-        target=Target(options.python, options.glibc), torch=options.torch, cuda=options.cuda, split_bytes=split_bytes, output=output.absolute(),
-        without_torch=options.without_torch, exclude=exclude, only=only, sglang=options.sglang, keep_all=options.keep_all, cache=options.cache,
+        target=Target(options.python, options.glibc), torch=options.torch, cuda=options.cuda, split_bytes=split_bytes,
+        output=output.absolute(),
+        without_torch=options.without_torch, exclude=exclude, only=only, sglang=options.sglang,
+        keep_all=options.keep_all, cache=options.cache,
         index=(*index, *(["--no-index"] if options.no_index else [])),
     )  # fmt: skip
 
@@ -121,7 +171,19 @@ def build_own_wheel(folder: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, copy / name)
     shutil.copytree(ROOT / "slime_like", copy / "slime_like", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(copy)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        str(folder),
+        str(copy),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     if done.returncode:
         raise WheelhouseError(f"slime_like's own wheel cannot be built:\n{done.stderr[-2000:]}")
@@ -131,14 +193,18 @@ def build_own_wheel(folder: Path) -> Path:
 
 def gpu_extra() -> list[Requirement]:
     """setup.py's `gpu` extra, read from its text: running it would build something."""
-    found = re.search(r'"gpu": \[(.*?)\]\s*,\n\s*"dev"', (ROOT / "setup.py").read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.search(
+        r'"gpu": \[(.*?)\]\s*,\n\s*"dev"', (ROOT / "setup.py").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
     if not found:
         raise WheelhouseError("setup.py has no `gpu` extra that this program can read.")
     return [Requirement(text) for text in re.findall(r'"([^"]+)"', found.group(1))]
 
 
 def choose_roots(wish: Wish, folder: Path, notes: list[str], left_out: dict[str, str]) -> list[str]:
-    """What is asked for by name: --only, or slime_like's own wheel, torch, and the `gpu` extra in versions that fit this torch."""
+    """What is asked for by name: --only, or slime_like's own wheel, torch, and the `gpu` extra in versions that fit
+    this torch.
+    """
     if wish.only:
         return list(wish.only)
     roots = [str(build_own_wheel(folder)), f"torch=={wish.torch}"]
@@ -153,17 +219,26 @@ def choose_roots(wish: Wish, folder: Path, notes: list[str], left_out: dict[str,
             roots.append(f"sglang=={version}")
             notes.extend(f"passed over: sglang {text}" for text in passed)
             if not requirement.specifier.contains(version):
-                notes.append(f"conflict: setup.py's gpu extra asks for {requirement}; with torch {wish.torch}, sglang {version} is the newest that fits.")
+                notes.append(
+                    f"conflict: setup.py's gpu extra asks for {requirement}; with torch {wish.torch}, sglang {version}"
+                    " is the newest that fits."
+                )
         else:
             roots.append(str(requirement))
     return roots
 
 
 def torch_libraries(packages: dict[str, Package], target: Target) -> frozenset[str]:
-    """torch and what it pins to one version (CUDA libraries, triton), with what those need: there wherever this torch is."""
+    """torch and what it pins to one version (CUDA libraries, triton), with what those need: there wherever this torch
+    is.
+    """
     if "torch" not in packages:
         return frozenset()
-    applicable = [r for r in map(Requirement, packages["torch"].requires) if r.marker is None or r.marker.evaluate(target.environment(""))]
+    applicable = [
+        r
+        for r in map(Requirement, packages["torch"].requires)
+        if r.marker is None or r.marker.evaluate(target.environment(""))
+    ]
     pinned = [r for r in applicable if any(s.operator == "==" for s in r.specifier)]
     return frozenset({"torch", *closure(packages, pinned, target, frozenset()).required_by})
 
@@ -172,19 +247,30 @@ def check_cuda(packages: dict[str, Package], wish: Wish) -> None:
     """Refuse a torch that is built for another CUDA than was asked for."""
     if wish.only or "torch" not in packages:
         return
-    texts = [text for text in packages["torch"].requires if text.startswith(("cuda-toolkit", "nvidia-cublas", "nvidia-cuda-runtime"))]
-    found = {match.group(1) for text in texts if (match := re.match(r"(?:cuda-toolkit\S*?==|nvidia-[a-z-]+-cu)(\d+)", text))}
+    texts = [
+        text
+        for text in packages["torch"].requires
+        if text.startswith(("cuda-toolkit", "nvidia-cublas", "nvidia-cuda-runtime"))
+    ]
+    found = {
+        match.group(1) for text in texts if (match := re.match(r"(?:cuda-toolkit\S*?==|nvidia-[a-z-]+-cu)(\d+)", text))
+    }
     if found != {str(wish.cuda)}:
         built = f"CUDA {', '.join(sorted(found))}" if found else "no CUDA"
         version = packages["torch"].version
         raise WheelhouseError(
-            f"torch {version} of this index is built for {built}, not CUDA {wish.cuda}.\n  Fix: --cuda, --torch, or --index-url with such builds."
+            f"torch {version} of this index is built for {built}, not CUDA {wish.cuda}.\n  Fix: --cuda, --torch, or"
+            " --index-url with such builds."
         )
 
 
-def select(packages: dict[str, Package], roots: list[Requirement], wish: Wish, left_out: dict[str, str]) -> tuple[Closure, frozenset[str]]:
+def select(
+    packages: dict[str, Package], roots: list[Requirement], wish: Wish, left_out: dict[str, str]
+) -> tuple[Closure, frozenset[str]]:
     """What is gathered, and what the host provides. Adds to left_out (name -> why)."""
-    wrong_cuda = {name for name in packages if (m := re.search(r"-cu(1\d)$", name)) and wish.cuda and int(m.group(1)) != wish.cuda}
+    wrong_cuda = {
+        name for name in packages if (m := re.search(r"-cu(1\d)$", name)) and wish.cuda and int(m.group(1)) != wish.cuda
+    }
     without = wish.exclude | (frozenset() if wish.keep_all else frozenset(wrong_cuda))
     whole = closure(packages, roots, wish.target, frozenset())
     on_host = torch_libraries(packages, wish.target) if wish.without_torch else frozenset()
@@ -198,12 +284,24 @@ def select(packages: dict[str, Package], roots: list[Requirement], wish: Wish, l
             left_out[name] = f"only needed by {', '.join(whole.required_by[name])}"
     unknown = wish.exclude - set(packages) - set(left_out)
     if unknown:
-        raise WheelhouseError(f"--exclude {', '.join(sorted(unknown))}: nothing needs that. Fix: its name; canonical names have dashes.")
-    return Closure({n: p for n, p in kept.required_by.items() if n in packages and n not in without | on_host}, kept.missing), on_host
+        raise WheelhouseError(
+            f"--exclude {', '.join(sorted(unknown))}: nothing needs that. Fix: its name; canonical names have dashes."
+        )
+    return (
+        Closure(
+            {n: p for n, p in kept.required_by.items() if n in packages and n not in without | on_host}, kept.missing
+        ),
+        on_host,
+    )
 
 
-def prepare_wheels(kept: list[Package], fetched: Path, folder: Path, wish: Wish, required_by: dict[str, tuple[str, ...]]) -> list[dict]:
-    """Strip what is stripped; describe each wheel for the manifest. The files to pack lie under `path` (removed by the caller)."""
+def prepare_wheels(
+    kept: list[Package], fetched: Path, folder: Path, wish: Wish, required_by: dict[str, tuple[str, ...]]
+) -> list[dict]:
+    """Strip what is stripped; describe each wheel for the manifest.
+
+    The files to pack lie under `path` (removed by the caller).
+    """
     rules = {} if wish.keep_all else {strip.package: strip for strip in STRIPS}
     described = []
     for package in sorted(kept, key=lambda p: p.name):
@@ -212,24 +310,40 @@ def prepare_wheels(kept: list[Package], fetched: Path, folder: Path, wish: Wish,
             target = folder / package.file
             files = strip_wheel(path, target, rules[package.name].files)
             if files:
-                note = {"why": rules[package.name].why, "files": files, "original_sha256": package.sha256, "original_bytes": path.stat().st_size}
+                note = {
+                    "why": rules[package.name].why,
+                    "files": files,
+                    "original_sha256": package.sha256,
+                    "original_bytes": path.stat().st_size,
+                }
                 path = target
         digest = file_digest(path)
         if note is None and digest != package.sha256:
-            raise WheelhouseError(f"{path} is not the wheel that the index has (sha256 {digest}, expected {package.sha256}). Fix: remove it, and run again.")
+            raise WheelhouseError(
+                f"{path} is not the wheel that the index has (sha256 {digest}, expected {package.sha256}). Fix: remove"
+                " it, and run again."
+            )
         described.append({
-            "name": package.name, "version": package.version, "file": package.file, "bytes": path.stat().st_size, "sha256": digest,
-            "installed_bytes": installed_bytes(path), "required_by": list(required_by[package.name]), "stripped": note, "path": path,
+            "name": package.name, "version": package.version, "file": package.file, "bytes": path.stat().st_size,
+            "sha256": digest,
+            "installed_bytes": installed_bytes(path), "required_by": list(required_by[package.name]), "stripped": note,
+            "path": path,
         })  # fmt: skip
     return described
 
 
 def imports_of(wheels: list[dict], roots: list[Requirement], wish: Wish) -> list[dict]:
     """What the import check tries: the known modules of what is there, and the packages of each --only."""
-    found = [{"wheel": w["name"], "module": IMPORTS[w["name"]][0], "gpu": IMPORTS[w["name"]][1]} for w in wheels if w["name"] in IMPORTS]
+    found = [
+        {"wheel": w["name"], "module": IMPORTS[w["name"]][0], "gpu": IMPORTS[w["name"]][1]}
+        for w in wheels
+        if w["name"] in IMPORTS
+    ]
     asked = {canonicalize_name(root.name) for root in roots} if wish.only else set()
     others = [w for w in wheels if w["name"] in asked and w["name"] not in IMPORTS]
-    return found + [{"wheel": w["name"], "module": module, "gpu": False} for w in others for module in top_level(w["path"])]
+    return found + [
+        {"wheel": w["name"], "module": module, "gpu": False} for w in others for module in top_level(w["path"])
+    ]
 
 
 def gather(wish: Wish) -> dict:
@@ -254,7 +368,9 @@ def fill(wish: Wish, work: Path, result: Path) -> dict:
     left_out: dict[str, str] = {}
     index = list(wish.index)
     roots = choose_roots(wish, work, notes, left_out)
-    say(f"choosing wheels for Python {wish.target.python}" + ("" if wish.only else f", torch {wish.torch}, {roots[-1]}"))
+    say(
+        f"choosing wheels for Python {wish.target.python}" + ("" if wish.only else f", torch {wish.torch}, {roots[-1]}")
+    )
     packages, requirements = resolve_for(roots, wish.target, index, wish.exclude)
     check_cuda(packages, wish)
     kept, on_host = select(packages, requirements, wish, left_out)
@@ -270,11 +386,13 @@ def fill(wish: Wish, work: Path, result: Path) -> dict:
     say("writing parts")
     parts = write_parts([wheel["path"] for wheel in wheels], result, wish.split_bytes)
     manifest = {
-        "format": 1, "python": wish.target.python, "glibc": wish.target.glibc, "machine": "x86_64", "torch": wish.torch, "cuda": wish.cuda,
+        "format": 1, "python": wish.target.python, "glibc": wish.target.glibc, "machine": "x86_64", "torch": wish.torch,
+        "cuda": wish.cuda,
         "split_bytes": wish.split_bytes, "parts": parts, "imports": imports_of(wheels, requirements, wish),
         "wheels": [{key: value for key, value in wheel.items() if key != "path"} for wheel in wheels],
         "host_provides": [{"name": name, "version": packages[name].version} for name in sorted(on_host)],
-        "left_out": [{"name": name, "why": why, "version": packages[name].version if name in packages else None} for name, why in sorted(left_out.items())],
+        "left_out": [{"name": name, "why": why,
+            "version": packages[name].version if name in packages else None} for name, why in sorted(left_out.items())],
         "notes": notes,
     }  # fmt: skip
     (result / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -295,15 +413,26 @@ def summary(manifest: dict, output: Path, seconds: float) -> str:
     """What was made, in a few lines."""
     wheels, parts = manifest["wheels"], manifest["parts"]
     total, largest = sum(p["bytes"] for p in parts) / 1e6, max(p["bytes"] for p in parts) / 1e6
-    lines = [f"{output}: {len(wheels)} wheels, {total:.0f} MB in {len(parts)} parts of at most {largest:.0f} MB, {seconds:.0f} s"]
+    lines = [
+        (
+            f"{output}: {len(wheels)} wheels, {total:.0f} MB in {len(parts)} parts of at most {largest:.0f} MB,"
+            f" {seconds:.0f} s"
+        )
+    ]
     for wheel in wheels:
         if wheel["stripped"]:
             note = wheel["stripped"]
-            lines.append(f"stripped {wheel['name']} {note['original_bytes'] / 1e6:.0f} -> {wheel['bytes'] / 1e6:.0f} MB: {note['why']}")
+            lines.append(
+                f"stripped {wheel['name']} {note['original_bytes'] / 1e6:.0f} -> {wheel['bytes'] / 1e6:.0f} MB:"
+                f" {note['why']}"
+            )
     lines += [f"left out {item['name']}: {item['why']}" for item in manifest["left_out"]]
     if manifest["host_provides"]:
         lines.append("the host must have torch " + manifest["torch"] + " and its libraries")
-    return "\n".join(f"wheelhouse: {line}" for line in [*lines, *manifest["notes"], f"on the host: bash {output.name}/install.sh --venv DIR"])
+    return "\n".join(
+        f"wheelhouse: {line}"
+        for line in [*lines, *manifest["notes"], f"on the host: bash {output.name}/install.sh --venv DIR"]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""Installs the wheelhouse that it lies in. Standard library only; older Pythons can read it too, to be told which one is needed."""
+"""Installs the wheelhouse that it lies in.
+
+Standard library only; older Pythons can read it too, to be told which one is needed.
+"""
 
 import argparse
 import hashlib
@@ -91,7 +94,10 @@ def file_digest(path):
 
 
 def join(manifest, folder):
-    """Read the wheels out of the joined parts, comparing each with its sha256; write them into `folder` unless it is None."""
+    """Read the wheels out of the joined parts, comparing each with its sha256.
+
+    Write them into `folder` unless it is None.
+    """
     expected = {wheel["file"]: wheel for wheel in manifest["wheels"]}
     with tarfile.open(mode="r|", fileobj=JoinedParts(HERE / part["name"] for part in manifest["parts"])) as archive:
         for member in archive:
@@ -123,19 +129,27 @@ def check_host(manifest, python):
     found = ask(python, "import sys; print('%d.%d' % sys.version_info[:2])")
     if found != manifest["python"]:
         wanted = manifest["python"]
-        raise InstallError(f"these wheels are for Python {wanted}, {python} is Python {found}. Fix: PYTHON=/path/to/python{wanted} bash install.sh …")
+        raise InstallError(
+            f"these wheels are for Python {wanted}, {python} is Python {found}. Fix: PYTHON=/path/to/python{wanted}"
+            " bash install.sh …"
+        )
     if sys.platform != "linux" or platform.machine() != manifest["machine"]:
-        raise InstallError(f"these wheels are for Linux on {manifest['machine']}, this is {sys.platform} on {platform.machine()}.")
+        raise InstallError(
+            f"these wheels are for Linux on {manifest['machine']}, this is {sys.platform} on {platform.machine()}."
+        )
     name, version = platform.libc_ver()
     if name == "glibc" and number(version) < number(manifest["glibc"]):
-        raise InstallError(f"these wheels may need glibc {manifest['glibc']}, this host has {version}. Fix: gather again with --glibc {version}.")
+        raise InstallError(
+            f"these wheels may need glibc {manifest['glibc']}, this host has {version}. Fix: gather again with --glibc"
+            f" {version}."
+        )
 
 
 def torch_of(python):
     """(version, folder) of the torch that this interpreter sees; two empty words if there is none."""
     code = (
-        "from importlib import metadata as m; d = next((d for d in m.distributions() if (d.metadata['Name'] or '').lower() == 'torch'), None); "
-        "print(d.version + ' ' + str(d.locate_file('')) if d else ' ')"
+        "from importlib import metadata as m; d = next((d for d in m.distributions() if (d.metadata['Name'] or"
+        " '').lower() == 'torch'), None); print(d.version + ' ' + str(d.locate_file('')) if d else ' ')"
     )
     version, _, folder = ask(python, code).partition(" ")
     return version, folder
@@ -155,7 +169,9 @@ def check_torch(manifest, python):
 
 
 def see_host(manifest, venv):
-    """Let a new virtual environment see the host's torch if the host's Python is one itself: --system-site-packages looks past that."""
+    """Let a new virtual environment see the host's torch if the host's Python is one itself: --system-site-packages
+    looks past that.
+    """
     python = venv / "bin" / "python"
     if manifest["host_provides"] and not torch_of(python)[0]:
         site = ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -169,7 +185,11 @@ def number(version):
 
 def ask(python, code):
     """What the interpreter prints."""
-    return subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, check=True, timeout=SHORT_TIMEOUT_S).stdout.decode().strip("\n")
+    return (
+        subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, check=True, timeout=SHORT_TIMEOUT_S)
+        .stdout.decode()
+        .strip("\n")
+    )
 
 
 def check_space(manifest, place):
@@ -184,8 +204,12 @@ def check_space(manifest, place):
 
 def make_venv(manifest, venv):
     """A virtual environment, seeing the host's packages if torch is among those."""
-    command = [sys.executable, "-m", "venv"] + (["--system-site-packages"] if manifest["host_provides"] else []) + [str(venv)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SHORT_TIMEOUT_S * 5, check=False)
+    command = (
+        [sys.executable, "-m", "venv"] + (["--system-site-packages"] if manifest["host_provides"] else []) + [str(venv)]
+    )
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SHORT_TIMEOUT_S * 5, check=False
+    )
     if done.returncode:
         raise InstallError(f"no virtual environment can be made:\n{done.stdout.decode(errors='replace')[-1500:]}")
 
@@ -193,10 +217,25 @@ def make_venv(manifest, venv):
 def run_pip(manifest, python, folder):
     """pip, from the folder alone: no index, no configuration, no cache, every file compared with its digest."""
     lock = folder / "requirements.txt"
-    lock.write_text("".join(f"{w['name']}=={w['version']} --hash=sha256:{w['sha256']}\n" for w in manifest["wheels"]), encoding="utf-8")
+    lock.write_text(
+        "".join(f"{w['name']}=={w['version']} --hash=sha256:{w['sha256']}\n" for w in manifest["wheels"]),
+        encoding="utf-8",
+    )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
-    environment.update(PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PYTHONNOUSERSITE="1")
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir", "--require-hashes"]
+    environment.update(
+        PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PYTHONNOUSERSITE="1"
+    )
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-cache-dir",
+        "--require-hashes",
+    ]
     done = subprocess.run(
         command + ["--find-links", str(folder), "--requirement", str(lock)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PIP_TIMEOUT_S, check=False, env=environment,
@@ -206,7 +245,10 @@ def run_pip(manifest, python, folder):
 
 
 def install(manifest, venv):
-    """Into the virtual environment, or this interpreter. A virtual environment that was made for it goes again if it fails."""
+    """Into the virtual environment, or this interpreter.
+
+    A virtual environment that was made for it goes again if it fails.
+    """
     new = venv is not None and not (venv / "bin" / "python").exists()
     if new and venv.exists() and any(venv.iterdir()):
         raise InstallError(f"{venv} exists and is no virtual environment. Fix: another folder.")
@@ -235,9 +277,15 @@ def install(manifest, venv):
 
 
 def main():
-    """Status 0 when installed (or, with --verify-only, intact), 2 if nothing was installed, 1 if something that was installed cannot be imported."""
+    """Status 0 when installed (or, with --verify-only, intact), 2 if nothing was installed, 1 if something that was
+    installed cannot be imported.
+    """
     parser = argparse.ArgumentParser(prog="install.sh", description="Installs this wheelhouse without a network.")
-    parser.add_argument("--venv", type=Path, help="Virtual environment to install into; made if it is not there. Default: this interpreter.")
+    parser.add_argument(
+        "--venv",
+        type=Path,
+        help="Virtual environment to install into; made if it is not there. Default: this interpreter.",
+    )
     parser.add_argument("--verify-only", action="store_true", help="Only compare everything with its digest.")
     parser.add_argument("--no-import-check", action="store_true", help="Do not import anything afterwards.")
     options = parser.parse_args()
@@ -248,7 +296,10 @@ def main():
         check_parts(manifest)
         if options.verify_only:
             join(manifest, None)
-            print(f"install: {len(manifest['parts'])} parts and {len(manifest['wheels'])} wheels are intact ({time.monotonic() - started:.0f} s)")
+            print(
+                f"install: {len(manifest['parts'])} parts and {len(manifest['wheels'])} wheels are intact"
+                f" ({time.monotonic() - started:.0f} s)"
+            )
             return 0
         python = install(manifest, options.venv.absolute() if options.venv else None)
     except InstallError as error:

@@ -1,4 +1,6 @@
-"""Wheels as files: leave parts of them out with a true RECORD, and cut all of them into parts of one size, with digests."""
+"""Wheels as files: leave parts of them out with a true RECORD, and cut all of them into parts of one size, with
+digests.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ PART_NAME = "wheels.tar.part-{:03d}"
 
 @dataclass(frozen=True)
 class Strip:
-    """Files of one package that are left out. files: patterns of paths inside the wheel; why: what is lost and what to use instead."""
+    """Files of one package that are left out.
+
+    files: patterns of paths inside the wheel; why: what is lost and what to use instead.
+    """
 
     package: str
     files: tuple[str, ...]
@@ -31,9 +36,14 @@ STRIPS = (
     Strip(
         "sglang-kernel",
         ("sgl_kernel/flash_ops*.so",),
-        "FlashAttention 3. Loaded only by --sglang-attention-backend fa3 (SGLang's choice on Hopper): pass flashinfer or triton instead.",
+        "FlashAttention 3. Loaded only by --sglang-attention-backend fa3 (SGLang's choice on Hopper): pass flashinfer"
+        " or triton instead.",
     ),
-    Strip("ray", ("ray/jars/*.jar", "ray/dashboard/client/build/*.map"), "Java workers, and the debugging maps of the dashboard's page."),
+    Strip(
+        "ray",
+        ("ray/jars/*.jar", "ray/dashboard/client/build/*.map"),
+        "Java workers, and the debugging maps of the dashboard's page.",
+    ),
 )
 
 
@@ -49,7 +59,8 @@ def file_digest(path: Path) -> str:
 def strip_wheel(source: Path, target: Path, patterns: tuple[str, ...]) -> list[dict]:
     """Write a copy of the wheel without the files that a pattern names; its RECORD lists exactly what it holds.
 
-    Returns the files left out, as {"file", "bytes"}; writes nothing if there are none. Kept files keep their bytes, mode and time.
+    Returns the files left out, as {"file", "bytes"}; writes nothing if there are none. Kept files keep their bytes,
+    mode and time.
     """
     with zipfile.ZipFile(source) as wheel:
         entries = wheel.infolist()
@@ -59,7 +70,11 @@ def strip_wheel(source: Path, target: Path, patterns: tuple[str, ...]) -> list[d
         names = {e.filename for e in dropped}
         (record,) = [e for e in entries if e.filename.endswith(".dist-info/RECORD") and e.filename.count("/") == 1]
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
-            rows = [_copy_entry(wheel, out, e) for e in entries if e.filename not in names and e.filename != record.filename and not e.is_dir()]
+            rows = [
+                _copy_entry(wheel, out, e)
+                for e in entries
+                if e.filename not in names and e.filename != record.filename and not e.is_dir()
+            ]
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows([*rows, (record.filename, "", "")])
             out.writestr(record, text.getvalue(), zipfile.ZIP_DEFLATED)
@@ -84,15 +99,24 @@ def installed_bytes(wheel: Path) -> int:
 
 
 def top_level(wheel: Path) -> list[str]:
-    """The packages and modules that can be imported after installing the wheel, without private ones and folders of libraries."""
+    """The packages and modules that can be imported after installing the wheel, without private ones and folders of
+    libraries.
+    """
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".py")]
-    tops = {name.split("/")[0].removesuffix(".py") for name in names if name.count("/") == 0 or name.count("/") == 1 and name.endswith("/__init__.py")}
+    tops = {
+        name.split("/")[0].removesuffix(".py")
+        for name in names
+        if name.count("/") == 0 or name.count("/") == 1 and name.endswith("/__init__.py")
+    }
     return sorted(name for name in tops if name.isidentifier() and not name.startswith("_"))
 
 
 class PartWriter:
-    """A file that is cut into parts of at most `split_bytes`. `parts` has {"name", "bytes", "sha256"} of each after `close`."""
+    """A file that is cut into parts of at most `split_bytes`.
+
+    `parts` has {"name", "bytes", "sha256"} of each after `close`.
+    """
 
     def __init__(self, folder: Path, split_bytes: int):
         self.folder, self.split_bytes = folder, split_bytes
@@ -120,12 +144,17 @@ class PartWriter:
         """End the part that is open, if one is."""
         if self._file is not None:
             self._file.close()
-            self.parts.append({"name": PART_NAME.format(len(self.parts)), "bytes": self._written, "sha256": self._digest.hexdigest()})
+            self.parts.append(
+                {"name": PART_NAME.format(len(self.parts)), "bytes": self._written, "sha256": self._digest.hexdigest()}
+            )
             self._file = None
 
 
 def write_parts(wheels: list[Path], folder: Path, split_bytes: int) -> list[dict]:
-    """One tar of the wheels, cut into parts: `cat wheels.tar.part-* | tar x` joins them without this program. Same input, same bytes."""
+    """One tar of the wheels, cut into parts: `cat wheels.tar.part-* | tar x` joins them without this program.
+
+    Same input, same bytes.
+    """
     writer = PartWriter(folder, split_bytes)
     with tarfile.open(mode="w|", fileobj=writer, format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]  # only write() is used
         for path in wheels:

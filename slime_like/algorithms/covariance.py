@@ -1,8 +1,10 @@
-"""Which tokens of a train step clip_cov and kl_cov treat apart: those whose log-prob and advantage go together (arXiv:2505.22617, sec. 4).
+"""Which tokens of a train step clip_cov and kl_cov treat apart: those whose log-prob and advantage go together
+(arXiv:2505.22617, sec. 4).
 
-Such tokens take entropy from the policy. They are picked before the step, over all its tokens on all ranks, from log-probs under the weights before
-the rollout's first step: so it does not matter how the step is cut into micro-batches. With one step a rollout these are the paper's; with several
-the paper's are those of the weights at each step, of which ours are the start.
+Such tokens take entropy from the policy. They are picked before the step, over all its tokens on all ranks, from
+log-probs under the weights before the rollout's first step: so it does not matter how the step is cut into
+micro-batches. With one step a rollout these are the paper's; with several the paper's are those of the weights at each
+step, of which ours are the start.
 """
 
 from __future__ import annotations
@@ -19,14 +21,20 @@ from slime_like.records import TrainSample
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """How this rank's tokens meet those of the ranks that hold other samples. Both are collective; the defaults are those of one rank alone."""
+    """How this rank's tokens meet those of the ranks that hold other samples.
+
+    Both are collective; the defaults are those of one rank alone.
+    """
 
     sum: Callable[[torch.Tensor], torch.Tensor] = torch.clone  # any shape, the same on all -> their sum
     gather: Callable[[torch.Tensor], torch.Tensor] = torch.clone  # [n, 2], the same n on all -> [n x ranks, 2]
 
 
 def draws(samples: Sequence[TrainSample], places: Sequence[int]) -> np.ndarray:
-    """A number from [0, 1) for each trained token of the samples at `places` of a train step, in order; the same wherever a sample goes."""
+    """A number from [0, 1) for each trained token of the samples at `places` of a train step, in order.
+
+    The same wherever a sample goes.
+    """
     parts = [np.zeros(0)]
     for place in places:
         sample = samples[place]
@@ -37,7 +45,8 @@ def draws(samples: Sequence[TrainSample], places: Sequence[int]) -> np.ndarray:
 
 
 def covariances(log_probs: torch.Tensor, advantages: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
-    """([K] float64: (log-prob - mean log-prob) x (advantage - mean advantage), tokens of all ranks); means are over the tokens of all ranks.
+    """([K] float64: (log-prob - mean log-prob) x (advantage - mean advantage), tokens of all ranks); means are over the
+    tokens of all ranks.
 
     Example: log-probs [-1, -3], advantages [1, 0] -> [.5, .5], 2.
     """
@@ -48,8 +57,9 @@ def covariances(log_probs: torch.Tensor, advantages: torch.Tensor, ranks: Ranks)
 
 
 def lowest(scores: torch.Tensor, ties: torch.Tensor, count: int, ranks: Ranks) -> torch.Tensor:
-    """[K] bool: whether a token is among the `count` lowest of all ranks. Infinite scores never are; equal ones are told apart by `ties` [K].
+    """[K] bool: whether a token is among the `count` lowest of all ranks.
 
+    Infinite scores never are; equal ones are told apart by `ties` [K].
     Example: scores [3, 1, inf, 1], ties [0, .5, 0, .2], count 1 -> [False, False, False, True].
     """
     mine = _ordered(torch.stack([scores, ties], dim=1))[:count]
@@ -62,11 +72,15 @@ def lowest(scores: torch.Tensor, ties: torch.Tensor, count: int, ranks: Ranks) -
     return (scores < last_score) | ((scores == last_score) & (ties <= last_tie))
 
 
-def picked(log_probs: torch.Tensor, advantages: torch.Tensor, ties: torch.Tensor, loss: LossConfig, ranks: Ranks) -> torch.Tensor:
-    """[K] float32: 1.0 at this rank's tokens of a train step that the policy loss treats apart. Collective. ties: [K], from draws.
+def picked(
+    log_probs: torch.Tensor, advantages: torch.Tensor, ties: torch.Tensor, loss: LossConfig, ranks: Ranks
+) -> torch.Tensor:
+    """[K] float32: 1.0 at this rank's tokens of a train step that the policy loss treats apart. Collective.
 
-    band (clip_cov): --clip-cov-ratio of the step's tokens, drawn among those with --clip-cov-lb < covariance < --clip-cov-ub, all of them where
-    they are fewer. highest (kl_cov): --kl-cov-ratio of the tokens, those of highest covariance. One token at least.
+    ties: [K], from draws.
+    band (clip_cov): --clip-cov-ratio of the step's tokens, drawn among those with --clip-cov-lb < covariance <
+    --clip-cov-ub, all of them where they are fewer. highest (kl_cov): --kl-cov-ratio of the tokens, those of highest
+    covariance. One token at least.
     """
     covariance, num_tokens = covariances(log_probs, advantages, ranks)
     if loss.policy_row.picks == "band":

@@ -1,4 +1,6 @@
-"""How much work a sample is for the trainer: floating point operations of one forward pass, from the architecture alone."""
+"""How much work a sample is for the trainer: floating point operations of one forward pass, from the architecture
+alone.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,19 @@ class TokenFlops:
 
 
 def forward_flops(model: ModelConfig) -> TokenFlops:
-    """Operations per token and per pair of tokens of the whole model (Megatron-LM: arXiv:2104.04473, appendix; PaLM: arXiv:2204.02311, appendix B).
+    """Operations per token and per pair of tokens of the whole model (Megatron-LM: arXiv:2104.04473, appendix; PaLM:
+    arXiv:2204.02311, appendix B).
 
-    A matrix of a x b costs 2ab a token. Causal attention computes half of the T x T scores: QK^T costs T^2/2 x 2 x heads x (channels
-    of a key), the product with the values as much with theirs. Of experts only the chosen ones count. Norms, rope and activations,
-    which are no matrix products, are left out, as in both papers.
+    A matrix of a x b costs 2ab a token. Causal attention computes half of the T x T scores: QK^T costs T^2/2 x 2 x
+    heads x (channels of a key), the product with the values as much with theirs. Of experts only the chosen ones count.
+    Norms, rope and activations, which are no matrix products, are left out, as in both papers.
     """
     hidden, heads = model.hidden_size, model.num_attention_heads
     matrices = 0
     for has_experts in model.expert_layers:
-        matrices += _attention_weights(model) + (_expert_weights(model) if has_experts else _mlp_weights(model, model.mlp_size))
+        matrices += _attention_weights(model) + (
+            _expert_weights(model) if has_experts else _mlp_weights(model, model.mlp_size)
+        )
     if model.multi_latent_attention:
         channels = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
     else:
@@ -48,7 +53,9 @@ def _attention_weights(model: ModelConfig) -> int:
         return hidden * model.head_size * (2 * heads + 2 * model.num_kv_heads)
     key = model.qk_head_dim + model.qk_pos_emb_head_dim
     queries = model.q_lora_rank * (hidden + heads * key) if model.q_lora_rank else hidden * heads * key
-    keys_and_values = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
+    keys_and_values = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + model.kv_lora_rank * heads * (
+        model.qk_head_dim + model.v_head_dim
+    )
     return queries + keys_and_values + heads * model.v_head_dim * hidden
 
 

@@ -22,9 +22,13 @@ def group_advantages(rewards: np.ndarray, *, normalize_std: bool) -> np.ndarray:
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if rewards.ndim != 1 or len(rewards) < 2:
-        raise DataError(f"a group of shape {rewards.shape} has no baseline: at least 2 rewards are needed. Fix: --n-samples-per-prompt 2 or more.")
+        raise DataError(
+            f"a group of shape {rewards.shape} has no baseline: at least 2 rewards are needed. Fix:"
+            " --n-samples-per-prompt 2 or more."
+        )
     _check_finite(rewards)
-    # An exact test: the mean of equal numbers may differ from them by a rounding error, which the deviation would blow up.
+    # An exact test: the mean of equal numbers may differ from them by a rounding error, which the deviation would blow
+    # up.
     if np.all(rewards == rewards[0]):
         return np.zeros_like(rewards)
     centered = rewards - rewards.mean()
@@ -50,7 +54,10 @@ BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"mean": _centered, "
 
 
 def batch_deviation(groups: Iterable[np.ndarray]) -> float:
-    """Standard deviation of the rewards of a whole rollout, with their number - 1 in its denominator; 0 for fewer than two."""
+    """Standard deviation of the rewards of a whole rollout, with their number - 1 in its denominator.
+
+    0 for fewer than two.
+    """
     rewards = np.concatenate([np.zeros(0), *groups])
     return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
 
@@ -58,10 +65,12 @@ def batch_deviation(groups: Iterable[np.ndarray]) -> float:
 def normalize(rewards: np.ndarray, loss: LossConfig, *, group_size: int = 1, deviation: float = 0.0) -> np.ndarray:
     """Advantages [G] of one group as the estimator's row says (config/algorithms.py), whatever the group's size.
 
-    group_size: how many samples of a prompt were asked for. A single one that is left of several, as the others failed, has nothing to be compared
-    with and teaches nothing: 0. Where one was asked for, its raw reward is its advantage: plain REINFORCE. So it is with
-    --disable-rewards-normalization, and with estimators that compare with a critic or the whole batch (token_advantages).
-    deviation: that of the rollout's rewards, for estimators whose scale it is (arXiv:2508.08221: the group's mean, the batch's deviation).
+    group_size: how many samples of a prompt were asked for. A single one that is left of several, as the others failed,
+    has nothing to be compared with and teaches nothing: 0. Where one was asked for, its raw reward is its advantage:
+    plain REINFORCE. So it is with --disable-rewards-normalization, and with estimators that compare with a critic or
+    the whole batch (token_advantages).
+    deviation: that of the rollout's rewards, for estimators whose scale it is (arXiv:2508.08221: the group's mean, the
+    batch's deviation).
     """
     rewards, row = np.asarray(rewards, dtype=np.float64), loss.estimator
     _check_finite(rewards)
@@ -76,13 +85,19 @@ def normalize(rewards: np.ndarray, loss: LossConfig, *, group_size: int = 1, dev
 
 
 def checked(advantages: object, num_samples: int, path: str) -> np.ndarray:
-    """What a user's --custom-advantage-function-path gave for a group, as [G] float64. Raises DataError if it is anything but G finite numbers."""
+    """What a user's --custom-advantage-function-path gave for a group, as [G] float64.
+
+    Raises DataError if it is anything but G finite numbers.
+    """
     try:
         found = np.asarray(advantages, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"--custom-advantage-function-path {path}: gave no numbers: {error}") from error
     if found.shape != (num_samples,) or not np.isfinite(found).all():
-        raise DataError(f"--custom-advantage-function-path {path}: gave {found.tolist()} for a group of {num_samples}. It must give one finite number each.")
+        raise DataError(
+            f"--custom-advantage-function-path {path}: gave {found.tolist()} for a group of {num_samples}. It must give"
+            " one finite number each."
+        )
     return found
 
 

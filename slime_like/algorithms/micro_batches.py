@@ -12,18 +12,28 @@ Plan = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, data_parallel_size: int, batch: BatchConfig, costs: Sequence[int] | None = None, count_multiple: int = 1
+    lengths: Sequence[int],
+    *,
+    data_parallel_size: int,
+    batch: BatchConfig,
+    costs: Sequence[int] | None = None,
+    count_multiple: int = 1,
 ) -> Plan:
     """Share samples out over the data parallel ranks and cut each share into micro-batches.
 
-    lengths: tokens of each sample. costs: work of each sample, needed with balance_by_flops. Every rank gets the same number of
-    micro-batches, filled up with empty ones where there are too few samples. With dynamic batches none exceeds max_tokens_per_gpu,
-    except one over-long sample alone. Their number is a multiple of count_multiple. Which samples a rank gets does not depend on max_tokens_per_gpu.
+    lengths: tokens of each sample. costs: work of each sample, needed with balance_by_flops. Every rank gets the same
+    number of micro-batches, filled up with empty ones where there are too few samples. With dynamic batches none
+    exceeds max_tokens_per_gpu, except one over-long sample alone. Their number is a multiple of count_multiple. Which
+    samples a rank gets does not depend on max_tokens_per_gpu.
     Deterministic: the same arguments give the same plan on every rank.
     """
     if batch.balance_by_flops:
-        assert costs is not None and batch.max_tokens_per_gpu, "balancing by FLOPs needs the samples' costs and a token cap"
-        return _plan_by_cost(lengths, costs, num_shares=data_parallel_size, cap=batch.max_tokens_per_gpu, count_multiple=count_multiple)
+        assert costs is not None and batch.max_tokens_per_gpu, (
+            "balancing by FLOPs needs the samples' costs and a token cap"
+        )
+        return _plan_by_cost(
+            lengths, costs, num_shares=data_parallel_size, cap=batch.max_tokens_per_gpu, count_multiple=count_multiple
+        )
     ranks = range(data_parallel_size)
     if batch.balance_data:
         shares = _balanced_shares(lengths, data_parallel_size)
@@ -42,22 +52,31 @@ def plan_micro_batches(
 
 
 def imbalance(plan: Plan, costs: Sequence[int]) -> float:
-    """How much more the busiest data parallel rank has to do than the mean: 0 is even, .5 means that the others wait a third of the time."""
+    """How much more the busiest data parallel rank has to do than the mean: 0 is even, .5 means that the others wait a
+    third of the time.
+    """
     loads = [sum(costs[i] for pack in packs for i in pack) for packs in plan]
     return max(loads) * len(loads) / max(sum(loads), 1) - 1.0
 
 
-def _plan_by_cost(lengths: Sequence[int], costs: Sequence[int], *, num_shares: int, cap: int, count_multiple: int) -> Plan:
-    """Ranks with equal work, each cut into micro-batches of nearly equal work; the k-th of every rank are alike, the heaviest first.
+def _plan_by_cost(
+    lengths: Sequence[int], costs: Sequence[int], *, num_shares: int, cap: int, count_multiple: int
+) -> Plan:
+    """Ranks with equal work, each cut into micro-batches of nearly equal work; the k-th of every rank are alike, the
+    heaviest first.
 
-    Alike because ranks that share experts wait for each other in every layer; the heaviest first so that memory is not broken into
-    pieces by packs that grow. Sorting makes the result independent of the order of the samples.
+    Alike because ranks that share experts wait for each other in every layer; the heaviest first so that memory is not
+    broken into pieces by packs that grow. Sorting makes the result independent of the order of the samples.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i))
-    shares = [[order[place] for place in share] for share in largest_differencing([costs[i] for i in order], num_shares)]
+    shares = [
+        [order[place] for place in share] for share in largest_differencing([costs[i] for i in order], num_shares)
+    ]
     fewest = [_fewest_packs(share, lengths, costs, cap) for share in shares]
     count = _up(max(1, *(len(packs) for packs in fewest)), count_multiple)
-    packs = [_spread(share, lengths, costs, cap=cap, count=count) or few for share, few in zip(shares, fewest, strict=True)]
+    packs = [
+        _spread(share, lengths, costs, cap=cap, count=count) or few for share, few in zip(shares, fewest, strict=True)
+    ]
     for rank in range(num_shares):
         _split_up_to(packs[rank], count, costs)
         packs[rank].sort(key=lambda pack: -sum(costs[i] for i in pack))
@@ -69,10 +88,11 @@ def _up(value: int, multiple: int) -> int:
 
 
 def largest_differencing(costs: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Positions of `costs` in `num_shares` shares of nearly equal sum (Karmarkar and Karp 1982, the largest differencing method, k ways).
+    """Positions of `costs` in `num_shares` shares of nearly equal sum (Karmarkar and Karp 1982, the largest
+    differencing method, k ways).
 
-    Every cost starts as a division of its own; the two divisions whose shares differ most are joined, heaviest share to lightest,
-    until one is left. Shares come heaviest first. Example: [8, 7, 6, 5, 4], 2 -> sums 16 and 14.
+    Every cost starts as a division of its own; the two divisions whose shares differ most are joined, heaviest share to
+    lightest, until one is left. Shares come heaviest first. Example: [8, 7, 6, 5, 4], 2 -> sums 16 and 14.
     """
     heap = [(-cost, place, [(cost, [place])] + [(0, [])] * (num_shares - 1)) for place, cost in enumerate(costs)]
     heapq.heapify(heap)
@@ -87,7 +107,9 @@ def largest_differencing(costs: Sequence[int], num_shares: int) -> list[list[int
 
 
 def _fewest_packs(share: list[int], lengths: Sequence[int], costs: Sequence[int], cap: int) -> list[list[int]]:
-    """As few packs as two greedy searches find; spreading may fail where filling up succeeds (longest first: at most 11/9 of the fewest, Johnson 1973)."""
+    """As few packs as two greedy searches find; spreading may fail where filling up succeeds (longest first: at most
+    11/9 of the fewest, Johnson 1973).
+    """
     filled = _first_fit(sorted(share, key=lambda i: -lengths[i]), lengths, cap)
     bound = -(-sum(min(lengths[i], cap) for i in share) // cap)
     for count in range(bound, len(filled)):
@@ -97,8 +119,12 @@ def _fewest_packs(share: list[int], lengths: Sequence[int], costs: Sequence[int]
     return _spread(share, lengths, costs, cap=cap, count=len(filled)) or filled
 
 
-def _spread(share: list[int], lengths: Sequence[int], costs: Sequence[int], *, cap: int, count: int) -> list[list[int]] | None:
-    """`count` packs of nearly equal work: each sample, in the order given, to the pack with the least work that has room; None if one finds no room."""
+def _spread(
+    share: list[int], lengths: Sequence[int], costs: Sequence[int], *, cap: int, count: int
+) -> list[list[int]] | None:
+    """`count` packs of nearly equal work: each sample, in the order given, to the pack with the least work that has
+    room; None if one finds no room.
+    """
     packs: list[list[int]] = [[] for _ in range(count)]
     tokens, work = [0] * count, [0] * count
     for index in share:
@@ -113,7 +139,10 @@ def _spread(share: list[int], lengths: Sequence[int], costs: Sequence[int], *, c
 
 
 def _balanced_shares(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Greedy, longest first, each to the share with the fewest tokens; within 4/3 of the best possible maximum (Graham, 1969)."""
+    """Greedy, longest first, each to the share with the fewest tokens.
+
+    Within 4/3 of the best possible maximum (Graham, 1969).
+    """
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     totals = [0] * num_shares
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

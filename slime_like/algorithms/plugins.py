@@ -1,4 +1,7 @@
-"""The user's own advantages, losses, corrections and means: found, and checked to be callable, before anything starts. Imports no torch itself."""
+"""The user's own advantages, losses, corrections and means: found, and checked to be callable, before anything starts.
+
+Imports no torch itself.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from slime_like.utils.plugins import load_function
 class LossPlugins:
     """None where the flag is not given."""
 
-    advantage: Callable | None = None  # (args, samples of a group) -> [G] advantages; runs on the rollout side, gets records.Sample
+    #: (args, samples of a group) -> [G] advantages; runs on the rollout side, gets records.Sample
+    advantage: Callable | None = None
     loss: Callable | None = None  # (args, batch, reduce) -> (loss, {name: scalar}); algorithms.policy_losses.LossBatch
     policy_loss: Callable | None = None  # (args, batch) -> (loss [K], {name: [K]}); the same LossBatch
-    tis: Callable | None = None  # (args, pg_loss, train_log_probs, rollout_log_probs, sample_of_token) -> (pg_loss, {name: [K]})
-    pg_reducer: Callable | None = None  # (args, samples of a train step) -> [N] weights of a trained token of each; gets records.TrainSample
+    #: (args, pg_loss, train_log_probs, rollout_log_probs, sample_of_token) -> (pg_loss, {name: [K]})
+    tis: Callable | None = None
+    #: (args, samples of a train step) -> [N] weights of a trained token of each; gets records.TrainSample
+    pg_reducer: Callable | None = None
 
 
 def load_loss_plugins(loss: LossConfig) -> LossPlugins:

@@ -15,7 +15,11 @@ from slime_like.errors import DataError
 
 
 def token_weights(
-    num_tokens: Sequence[int], *, reduction: str = "sample", rollouts: Sequence[Hashable] | None = None, divisor: int | None = None
+    num_tokens: Sequence[int],
+    *,
+    reduction: str = "sample",
+    rollouts: Sequence[Hashable] | None = None,
+    divisor: int | None = None,
 ) -> np.ndarray:
     """What one trained token of each sample weighs in the mean over the global batch.
 
@@ -24,8 +28,10 @@ def token_weights(
     token: mean over all trained tokens (DAPO, arXiv:2503.14476, eq. 8).
     rollout: as sample, where samples with the same entry in `rollouts` [N], parts of one response, count as one.
     constant: sum over tokens / (N x divisor), so that no length is favoured (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
-    A sample (or rollout) without trained tokens weighs 0 and still counts among the N. Raises ValueError for another reduction.
-    Example: [1, 3] -> [1/4, 1/4] per token, [1/2, 1/6] per sample, [1/20, 1/20] with divisor 10; parts of one rollout: [1/4, 1/4].
+    A sample (or rollout) without trained tokens weighs 0 and still counts among the N. Raises ValueError for another
+    reduction.
+    Example: [1, 3] -> [1/4, 1/4] per token, [1/2, 1/6] per sample, [1/20, 1/20] with divisor 10; parts of one rollout:
+    [1/4, 1/4].
     """
     counts = np.asarray(num_tokens, dtype=np.float64)
     if counts.size == 0:
@@ -49,15 +55,18 @@ def token_weights(
 
 
 def checked_weights(weights: object, num_samples: int, path: str) -> np.ndarray:
-    """What a user's --custom-pg-loss-reducer-function-path gave for a train step, as [N] float64. Raises DataError if it is not N finite numbers."""
+    """What a user's --custom-pg-loss-reducer-function-path gave for a train step, as [N] float64.
+
+    Raises DataError if it is not N finite numbers.
+    """
     try:
         found = np.asarray(weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"--custom-pg-loss-reducer-function-path {path}: gave no numbers: {error}") from error
     if found.shape != (num_samples,) or not np.isfinite(found).all():
         raise DataError(
-            f"--custom-pg-loss-reducer-function-path {path}: gave an array of shape {found.shape} for {num_samples} samples. "
-            "It must give one finite number each: what a trained token of that sample weighs."
+            f"--custom-pg-loss-reducer-function-path {path}: gave an array of shape {found.shape} for {num_samples}"
+            " samples. It must give one finite number each: what a trained token of that sample weighs."
         )
     return found
 

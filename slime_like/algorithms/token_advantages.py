@@ -1,4 +1,5 @@
-"""Values, rewards and KL of tokens -> one advantage and one return per token: PPO, REINFORCE++, distillation, whitening.
+"""Values, rewards and KL of tokens -> one advantage and one return per token: PPO, REINFORCE++, distillation,
+whitening.
 
 Rows are samples, padded on the right with mask 0. Column t belongs to tokens[t]: a value is that of the state in which
 tokens[t] was chosen. Masked tokens (prompt, tool output, padding) were chosen by nobody: they are no steps of the
@@ -24,11 +25,14 @@ SumAcrossRanks = Callable[[torch.Tensor], torch.Tensor]
 WHITEN_EPSILON = 1e-8
 
 
-def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0) -> torch.Tensor:
-    """Reward of each token: the sample's at its last trained token, minus kl_coef x KL at every trained one (InstructGPT, arXiv:2203.02155, eq. 2).
+def token_rewards(
+    rewards: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
+) -> torch.Tensor:
+    """Reward of each token: the sample's at its last trained token, minus kl_coef x KL at every trained one
+    (InstructGPT, arXiv:2203.02155, eq. 2).
 
-    rewards: [N]; mask: [N, T] bool; kl: [N, T], log-prob under the policy minus that under the reference (k1), read where
-    the mask is. Returns [N, T]; a sample without trained tokens has no reward.
+    rewards: [N]; mask: [N, T] bool; kl: [N, T], log-prob under the policy minus that under the reference (k1), read
+    where the mask is. Returns [N, T]; a sample without trained tokens has no reward.
     Example: reward 1, mask [0, 1, 0, 1], kl .5 everywhere, kl_coef .1 -> [0, -.05, 0, .95].
     """
     places = torch.arange(1, mask.size(1) + 1, device=mask.device)
@@ -38,7 +42,9 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor
     return found if kl is None else found - kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
 
 
-def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lambd: float) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lambd: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation over the trained tokens (arXiv:1506.02438, eq. 11 to 16).
 
     rewards, values: [N, T], read where mask [N, T] (bool) is. Behind the last trained token the value is 0. Returns
@@ -57,9 +63,11 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamm
 
 
 def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Sum of each trained token's and all later ones' rewards, discounted (REINFORCE++, arXiv:2501.03262, sec. 3.1; Sutton and Barto, eq. 3.8).
+    """Sum of each trained token's and all later ones' rewards, discounted (REINFORCE++, arXiv:2501.03262, sec.
 
-    rewards: [N, T], read where mask [N, T] (bool) is. Returns [N, T], 0 where the mask is not; a masked token is no step of the discount.
+    3.1; Sutton and Barto, eq. 3.8).
+    rewards: [N, T], read where mask [N, T] (bool) is. Returns [N, T], 0 where the mask is not; a masked token is no
+    step of the discount.
     Example: rewards [0, 9, 1], mask [1, 0, 1], gamma .5 -> [.5, 0, 1].
     """
     returns, carried = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
@@ -70,10 +78,11 @@ def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: floa
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, sum_across_ranks: SumAcrossRanks) -> torch.Tensor:
-    """Trained tokens' advantages shifted to mean 0 and scaled to variance 1 over the samples of all ranks (arXiv:2006.05990, sec. 3.3: C67).
+    """Trained tokens' advantages shifted to mean 0 and scaled to variance 1 over the samples of all ranks
+    (arXiv:2006.05990, sec. 3.3: C67).
 
-    advantages, mask: [N, T] of this rank, which may have no sample at all. The variance has count - 1 in its denominator.
-    Returns [N, T], 0 where the mask is not. Example: [1, 2, 3] -> [-1, 0, 1].
+    advantages, mask: [N, T] of this rank, which may have no sample at all. The variance has count - 1 in its
+    denominator. Returns [N, T], 0 where the mask is not. Example: [1, 2, 3] -> [-1, 0, 1].
     """
     kept = torch.where(mask, advantages.double(), 0.0)
     total = sum_across_ranks(torch.stack([mask.double().sum(), kept.sum()]))
@@ -99,11 +108,19 @@ def _padded_batch(samples: Sequence[TrainSample], loss: LossConfig) -> _Batch:
     for row, sample in enumerate(samples):
         mask[row, 1 : len(sample.tokens)] = sample.loss_mask[1:] != 0  # nothing predicts the first token
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    return _Batch(samples=samples, mask=torch.from_numpy(mask), rewards=rewards, kl=_padded(samples, "kl", longest, wanted=loss.kl_coef > 0))
+    return _Batch(
+        samples=samples,
+        mask=torch.from_numpy(mask),
+        rewards=rewards,
+        kl=_padded(samples, "kl", longest, wanted=loss.kl_coef > 0),
+    )
 
 
 def _gae(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    rewards, values = token_rewards(batch.rewards, batch.mask, kl=batch.kl, kl_coef=loss.kl_coef), _padded(batch.samples, "values", batch.mask.size(1))
+    rewards, values = (
+        token_rewards(batch.rewards, batch.mask, kl=batch.kl, kl_coef=loss.kl_coef),
+        _padded(batch.samples, "values", batch.mask.size(1)),
+    )
     return gae(rewards, values, batch.mask, gamma=loss.gamma, lambd=loss.lambd)
 
 
@@ -120,16 +137,23 @@ def _of_samples(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Te
 
 
 #: Estimator.tokens -> (advantages, returns), [N, T] float64 each, 0 where the mask is not.
-TOKEN_ADVANTAGES: dict[str | None, Callable[[_Batch, LossConfig], tuple[torch.Tensor, torch.Tensor]]] = {"gae": _gae, "returns": _returns, None: _of_samples}
+TOKEN_ADVANTAGES: dict[str | None, Callable[[_Batch, LossConfig], tuple[torch.Tensor, torch.Tensor]]] = {
+    "gae": _gae,
+    "returns": _returns,
+    None: _of_samples,
+}
 
 
-def sample_advantages(samples: Sequence[TrainSample], loss: LossConfig, sum_across_ranks: SumAcrossRanks) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(advantages, returns) of samples: [T] float32 each, laid out as in records.Sample. They carry what the loss flags ask for:
-    `values` (ppo), `kl` (--kl-coef) and `distillation` (--use-opd).
+def sample_advantages(
+    samples: Sequence[TrainSample], loss: LossConfig, sum_across_ranks: SumAcrossRanks
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(advantages, returns) of samples: [T] float32 each, laid out as in records.Sample. They carry what the loss flags
+    ask for: `values` (ppo), `kl` (--kl-coef) and `distillation` (--use-opd).
 
-    The estimator's row says how (config/algorithms.py): GAE, discounted returns, or the advantages that the samples bring, minus
-    --kl-coef x KL where that is asked for. Then --use-opd subtracts its penalty (the reverse KL per token; Agarwal et al., arXiv:2306.13649), and with
-    --normalize-advantages the advantages are whitened over the samples of all ranks: every rank must call, with its own share.
+    The estimator's row says how (config/algorithms.py): GAE, discounted returns, or the advantages that the samples
+    bring, minus --kl-coef x KL where that is asked for. Then --use-opd subtracts its penalty (the reverse KL per token;
+    Agarwal et al., arXiv:2306.13649), and with --normalize-advantages the advantages are whitened over the samples of
+    all ranks: every rank must call, with its own share.
 
     Computed in float64, so that a sample's numbers do not depend on what it was batched with. Raises DataError naming a
     sample without the arrays that it needs.
@@ -161,5 +185,7 @@ def _array(sample: TrainSample, name: str) -> np.ndarray:
     found = getattr(sample, name)
     if found is None or len(found) != len(sample.tokens):
         who, length = f"sample {sample.prompt_index}/{sample.sample_index}", len(sample.tokens)
-        raise DataError(f"{who} of {length} tokens has {'no' if found is None else len(found)} {name}, which its advantages need.")
+        raise DataError(
+            f"{who} of {length} tokens has {'no' if found is None else len(found)} {name}, which its advantages need."
+        )
     return found

@@ -30,11 +30,16 @@ class Slot:
 
 
 def slot_sort_key(slot: Slot) -> tuple:
-    """By node address, then node, so that a machine's GPUs stay together where several nodes share an address, then by GPU id.
+    """By node address, then node, so that a machine's GPUs stay together where several nodes share an address, then by
+    GPU id.
 
     Numbers sort as numbers, names (MIG, UUID) after them in text order.
     """
-    return (*node_sort_key(slot.address), slot.node_id, (0, int(slot.gpu_id), "") if slot.gpu_id.isdigit() else (1, 0, slot.gpu_id))
+    return (
+        *node_sort_key(slot.address),
+        slot.node_id,
+        (0, int(slot.gpu_id), "") if slot.gpu_id.isdigit() else (1, 0, slot.gpu_id),
+    )
 
 
 class Bundles:
@@ -45,7 +50,9 @@ class Bundles:
 
     def options(self, index: int, share: float) -> dict:
         """Actor options that put an actor with `share` of the GPU (and of its CPU) on bundle `index`."""
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.slots[index].ray_index)
+        strategy = PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.slots[index].ray_index
+        )
         return {"num_gpus": share, "num_cpus": int(1e4 * share * self.cpus) / 1e4, "scheduling_strategy": strategy}
 
     def on_one_host(self) -> bool:
@@ -73,12 +80,15 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> Bundles:
             continue
         told = waited
         free_cpus = ray.available_resources().get("CPU", 0)
-        missing = f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed; {list_nodes(cluster_nodes())}; {free_cpus:g} CPUs free"
+        missing = (
+            f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed; {list_nodes(cluster_nodes())};"
+            f" {free_cpus:g} CPUs free"
+        )
         if waited > timeout_s:
             remove_placement_group(group)
             raise PlacementError(
-                f"waited {waited:.0f} s (--placement-timeout {timeout_s:g}) for GPUs: {missing}. Fix: end the job that holds them "
-                "(`ray status`), or raise the deadline."
+                f"waited {waited:.0f} s (--placement-timeout {timeout_s:g}) for GPUs: {missing}. Fix: end the job that"
+                " holds them (`ray status`), or raise the deadline."
             )
         logger.warning("waiting for GPUs since %.0f s: %s", waited, missing)
     try:
@@ -107,14 +117,20 @@ def _probe(group: PlacementGroup, count: int, cpus: float, timeout_s: float) -> 
 
 
 def check_engines(plan: PlacementPlan, slots: list[Slot]) -> None:
-    """An engine's GPUs must lie on the machines that the plan put them on, counted within the engine; Ray's PACK does not promise it."""
+    """An engine's GPUs must lie on the machines that the plan put them on, counted within the engine.
+
+    Ray's PACK does not promise it.
+    """
     for engine in plan.engines:
         nodes = [slots[i].node_id for i in engine.bundles]
         if node_ranks(nodes) != engine.node_ranks:
-            machines = ", ".join(f"{slots[i].address} ({slots[i].node_id[:6]}) GPU {slots[i].gpu_id}" for i in engine.bundles)
+            machines = ", ".join(
+                f"{slots[i].address} ({slots[i].node_id[:6]}) GPU {slots[i].gpu_id}" for i in engine.bundles
+            )
             wanted = engine.num_nodes
             raise PlacementError(
-                f"Ray spread engine {engine.index} ({len(engine.bundles)} GPUs) over machines as {machines}; it must lie on "
-                f"{'one' if wanted == 1 else f'{wanted}, equally'}.\n"
-                "  --rollout-num-gpus-per-engine, --num-gpus-per-node\n  Fix: set --num-gpus-per-node to what the machines really have, or use smaller engines."
+                f"Ray spread engine {engine.index} ({len(engine.bundles)} GPUs) over machines as {machines}; it must"
+                f" lie on {'one' if wanted == 1 else f'{wanted}, equally'}.\n  --rollout-num-gpus-per-engine,"
+                " --num-gpus-per-node\n  Fix: set --num-gpus-per-node to what the machines really have, or use smaller"
+                " engines."
             )

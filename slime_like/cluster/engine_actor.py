@@ -44,7 +44,9 @@ class EngineActor:
         logger.info("engine %d (pid %d) is healthy at %s after %.1f s", spec.index, self._engine.pid, place, seconds)
         return self._engine.endpoint
 
-    def start_receiver(self, directory: str, host: str, log_path: str, timeout_s: float, log_level: str | None) -> tuple[str, str]:
+    def start_receiver(
+        self, directory: str, host: str, log_path: str, timeout_s: float, log_level: str | None
+    ) -> tuple[str, str]:
         """Start this machine's receiver of weight deltas; its URL and key. `directory` is removed at the end."""
         level = log_level or "info"
         self._receiver = start_receiver(directory, host=host, log_path=log_path, timeout_s=timeout_s, log_level=level)

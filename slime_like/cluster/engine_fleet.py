@@ -61,7 +61,14 @@ class Probes(Protocol):
 class EngineFleet:
     """Every engine of the run, and the router that its serving members are registered with."""
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan, processes: EngineProcesses | None, run_dir: str, membership: Membership | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: PlacementPlan,
+        processes: EngineProcesses | None,
+        run_dir: str,
+        membership: Membership | None = None,
+    ):
         """processes: of our own engines; None where all are external. membership: engines that are up already."""
         self._config, self._plan, self._processes, self._run_dir = config, plan, processes, run_dir
         self.membership = membership or Membership()
@@ -122,11 +129,18 @@ class EngineFleet:
         is taken away again.
         """
         if self._receivers is not None:
-            raise EngineError(f"engine {engine.index}: with --update-weight-mode delta no engine can join while the run is up; receivers start with the run.")
+            raise EngineError(
+                f"engine {engine.index}: with --update-weight-mode delta no engine can join while the run is up;"
+                " receivers start with the run."
+            )
         if self._released:
-            raise EngineError(f"engine {engine.index}: no engine can join while the others have given their memory back.")
+            raise EngineError(
+                f"engine {engine.index}: no engine can join while the others have given their memory back."
+            )
         if engine.index != self.membership.next_index:
-            raise EngineError(f"engine {engine.index} cannot join under this number: the next one is {self.membership.next_index}.")
+            raise EngineError(
+                f"engine {engine.index} cannot join under this number: the next one is {self.membership.next_index}."
+            )
         try:
             self._begin([engine])
             self._wait_healthy([engine.index])
@@ -157,8 +171,8 @@ class EngineFleet:
         receipt = self._publish(present, [member], trainer)
         if receipt.digest != self._digest:
             raise WeightSyncError(
-                f"{member.name} got weights with digest {receipt.digest}, but {present} of the fleet has {self._digest}: the trainer has gone on since. "
-                "Fix: let the next sync bring it in."
+                f"{member.name} got weights with digest {receipt.digest}, but {present} of the fleet has"
+                f" {self._digest}: the trainer has gone on since. Fix: let the next sync bring it in."
             )
         self.membership = self.membership.prove([member.index], present)
         self._admit(member.index)
@@ -189,7 +203,9 @@ class EngineFleet:
     def _wait_healthy(self, indices: Sequence[int]) -> None:
         """Wait for engines that were begun; their endpoints are known afterwards."""
         endpoints = [] if self._processes is None else self._processes.wait()
-        endpoints += [self._external(self._plans[index]) for index in indices if self._plans[index].external_url is not None]
+        endpoints += [
+            self._external(self._plans[index]) for index in indices if self._plans[index].external_url is not None
+        ]
         if self._receivers is not None:
             endpoints = list(self._receivers.beside(endpoints))
         for endpoint in endpoints:
@@ -203,14 +219,18 @@ class EngineFleet:
         """An external engine, with the sizes that it told before the start."""
         assert engine.external_url is not None, "it runs elsewhere"
         key = os.environ.get(self._config.placement.rollout_external_api_key_env)
-        return EngineEndpoint(index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True)
+        return EngineEndpoint(
+            index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True
+        )
 
     def _make_router(self) -> Router:
         engine, log_path = self._config.engine, f"{self._run_dir}/logs/router-0.log"
         if engine.sglang_router_ip:
             assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
             url = engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port))
-            return attach_router(url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env))
+            return attach_router(
+                url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env)
+            )
         return launch_router(
             policy=engine.sglang_router_policy,
             port=engine.sglang_router_port,

@@ -49,12 +49,18 @@ class EngineProcesses:
                 here = [bundle for bundle, at in zip(engine.bundles, engine.node_ranks, strict=True) if at == rank]
                 name = f"{engine.index}" if rank == 0 else f"{engine.index}.{rank}"
                 options = self._bundles.options(here[0], self._plan.bundles[here[0]].roles["rollout"])
-                actor = actor_class.options(**options).remote(name, f"{self._run_dir}/logs", self._config.observability.log_level)
+                actor = actor_class.options(**options).remote(
+                    name, f"{self._run_dir}/logs", self._config.observability.log_level
+                )
                 self._actors.setdefault(engine.index, {})[_part_name(engine, rank)] = actor
                 parts.append((engine, rank, here, actor))
         one_host = self._bundles.on_one_host()
-        asked = {} if one_host else {_part_name(engine, rank): actor.address.remote() for engine, rank, _, actor in parts}
-        addresses = dict(zip(asked, Wait(self._timeout_s, whom="the engines", phase="start").gather(asked), strict=True))
+        asked = (
+            {} if one_host else {_part_name(engine, rank): actor.address.remote() for engine, rank, _, actor in parts}
+        )
+        addresses = dict(
+            zip(asked, Wait(self._timeout_s, whom="the engines", phase="start").gather(asked), strict=True)
+        )
         for engine, rank, here, actor in parts:
             host = "127.0.0.1" if one_host else addresses[_part_name(engine, rank)][0]
             spec = self._spec(engine, host, rank, here)
@@ -62,7 +68,9 @@ class EngineProcesses:
                 spec = dataclasses.replace(spec, dist_init_addr=host_port(*addresses[_part_name(engine, 0)]))
             if receivers is not None:
                 receivers.add(engine.index, self._bundles.slots[here[0]].node_id, host, actor)
-            self._starting.setdefault(engine.index, {})[_part_name(engine, rank)] = actor.start.remote(spec, self._timeout_s)
+            self._starting.setdefault(engine.index, {})[_part_name(engine, rank)] = actor.start.remote(
+                spec, self._timeout_s
+            )
 
     def wait(self) -> list[EngineEndpoint]:
         """Wait for all that were begun; their endpoints. Raises EngineError with the end of a log, or WaitTimeout."""
@@ -77,7 +85,9 @@ class EngineProcesses:
         Raises WaitTimeout if an actor does not answer.
         """
         actors = {index: parts for index, parts in self._actors.items() if index not in known}
-        asked = {index: {name: actor.check.remote() for name, actor in parts.items()} for index, parts in actors.items()}
+        asked = {
+            index: {name: actor.check.remote() for name, actor in parts.items()} for index, parts in actors.items()
+        }
         refs = {name: ref for parts in asked.values() for name, ref in parts.items()}
         try:
             Wait(_ASK_S, whom="the engines", phase="health check").gather(refs)
@@ -114,7 +124,8 @@ class EngineProcesses:
             gpu_ids=tuple(self._bundles.slots[i].gpu_id for i in bundles),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
-            extra_flags=config.engine.sglang | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {}),
+            extra_flags=config.engine.sglang
+            | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {}),
             memory_saver=config.offload_rollout,
             log_level=config.observability.log_level,
             log_path=f"{self._run_dir}/logs/engine-{engine.index}{suffix}.log",

@@ -1,4 +1,6 @@
-"""External engines at the start of a run: asked what they serve before anything starts, refused where they cannot serve this trainer."""
+"""External engines at the start of a run: asked what they serve before anything starts, refused where they cannot serve
+this trainer.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +22,37 @@ _ASK_TIMEOUT_S = 20.0
 def with_servers(config: RunConfig, plan: PlacementPlan, data: DataSource | None) -> tuple[RunConfig, PlacementPlan]:
     """Config and plan with the engines' sizes as the servers tell them; unchanged where no engine is external.
 
-    Raises ConfigError with everything that disagrees, EngineError for a server that cannot be reached or refuses the key.
+    Raises ConfigError with everything that disagrees, EngineError for a server that cannot be reached or refuses the
+    key.
     """
     if not any(engine.external_url for engine in plan.engines):
         return config, plan
     key_variable = config.placement.rollout_external_api_key_env
     key = os.environ.get(key_variable)
-    servers = [inspect_server(str(engine.external_url), key, _ASK_TIMEOUT_S, key_variable=key_variable) for engine in plan.engines]
+    servers = [
+        inspect_server(str(engine.external_url), key, _ASK_TIMEOUT_S, key_variable=key_variable)
+        for engine in plan.engines
+    ]
     problems = [problem for server in servers for problem in _problems(config, server, data)]
     num_gpus, given = sum(server.num_gpus for server in servers), config.placement.rollout_num_gpus
     if given is not None and given != num_gpus:
         sizes = ", ".join(f"{server.num_gpus} at {server.url}" for server in servers)
-        problems.append(f"--rollout-num-gpus {given}, but the external engines have {num_gpus} GPUs: {sizes}. Fix: leave it out; it is taken from them.")
+        problems.append(
+            f"--rollout-num-gpus {given}, but the external engines have {num_gpus} GPUs: {sizes}. Fix: leave it out; it"
+            " is taken from them."
+        )
     engines = tuple(
-        dataclasses.replace(engine, tp=server.tp_size, pp=server.pp_size, dp=server.dp_size) for engine, server in zip(plan.engines, servers, strict=True)
+        dataclasses.replace(engine, tp=server.tp_size, pp=server.pp_size, dp=server.dp_size)
+        for engine, server in zip(plan.engines, servers, strict=True)
     )
     problems += cannot_run_yet(dataclasses.replace(plan, engines=engines))
     if problems:
         raise ConfigError(problems)
     rollout = dataclasses.replace(plan.roles["rollout"], tp=engines[0].tp, pp=engines[0].pp)
     placement = dataclasses.replace(config.placement, rollout_num_gpus=num_gpus)
-    return dataclasses.replace(config, placement=placement), dataclasses.replace(plan, engines=engines, roles=plan.roles | {"rollout": rollout})
+    return dataclasses.replace(config, placement=placement), dataclasses.replace(
+        plan, engines=engines, roles=plan.roles | {"rollout": rollout}
+    )
 
 
 def _problems(config: RunConfig, server: ExternalServer, data: DataSource | None) -> list[str]:

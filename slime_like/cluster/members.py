@@ -69,11 +69,15 @@ class Membership:
         for member in self.members:
             if member.index == index:
                 return member
-        raise EngineError(f"there is no engine {index}. The fleet has {', '.join(str(m.index) for m in self.members) or 'none'}.")
+        raise EngineError(
+            f"there is no engine {index}. The fleet has {', '.join(str(m.index) for m in self.members) or 'none'}."
+        )
 
     def in_state(self, *states: MemberState) -> tuple[Member, ...]:
         """Those members, by their index."""
-        return tuple(sorted((member for member in self.members if member.state in states), key=lambda member: member.index))
+        return tuple(
+            sorted((member for member in self.members if member.state in states), key=lambda member: member.index)
+        )
 
     @property
     def serving(self) -> tuple[Member, ...]:
@@ -91,15 +95,24 @@ class Membership:
         """A new member, which is starting."""
         if any(member.index == index for member in self.members):
             raise EngineError(f"engine {index} is in the fleet already: {self[index].state}.")
-        return dataclasses.replace(self, members=(*self.members, Member(index=index)), next_index=max(self.next_index, index + 1))
+        return dataclasses.replace(
+            self, members=(*self.members, Member(index=index)), next_index=max(self.next_index, index + 1)
+        )
 
     def healthy(self, endpoint: EngineEndpoint) -> Membership:
         """A starting member answers at this endpoint, where no other lives. It holds nothing that is proven."""
-        others = [member for member in self.members if member.index != endpoint.index and member.state is not MemberState.DEAD]
+        others = [
+            member for member in self.members if member.index != endpoint.index and member.state is not MemberState.DEAD
+        ]
         same = [member for member in others if member.endpoint is not None and member.endpoint.url == endpoint.url]
         if same:
-            raise EngineError(f"engine {endpoint.index} cannot join at {endpoint.url}: engine {same[0].index} is {same[0].state} there.")
-        return self._with(self._in(endpoint.index, "become healthy", MemberState.STARTING), endpoint=endpoint, proven=None)
+            raise EngineError(
+                f"engine {endpoint.index} cannot join at {endpoint.url}: engine {same[0].index} is {same[0].state}"
+                " there."
+            )
+        return self._with(
+            self._in(endpoint.index, "become healthy", MemberState.STARTING), endpoint=endpoint, proven=None
+        )
 
     def prove(self, indices: Iterable[int], weights: WeightsRef) -> Membership:
         """A sync of these weights to these members has ended well.
@@ -148,7 +161,10 @@ class Membership:
         member = self[index]
         if member.state not in states:
             allowed = " or ".join(states)
-            raise EngineError(f"{member.name} is {member.state}; only one that is {allowed} can {what}." + (f" {member.why}" if member.why else ""))
+            raise EngineError(
+                f"{member.name} is {member.state}; only one that is {allowed} can {what}."
+                + (f" {member.why}" if member.why else "")
+            )
         return member
 
     def _with(self, member: Member, **changes) -> Membership:

@@ -46,7 +46,11 @@ def cluster_nodes() -> list[Node]:
     for node in ray.nodes():
         if node["Alive"] and node["Resources"].get("GPU"):
             node_id = node["NodeID"]
-            found.append(Node(node_id, node["NodeManagerAddress"], node["Resources"]["GPU"], free.get(node_id, {}).get("GPU", 0.0)))
+            found.append(
+                Node(
+                    node_id, node["NodeManagerAddress"], node["Resources"]["GPU"], free.get(node_id, {}).get("GPU", 0.0)
+                )
+            )
     return sorted(found, key=lambda node: (*node_sort_key(node.address), node.node_id))
 
 
@@ -66,9 +70,10 @@ def why_never(plan: PlacementPlan, nodes: Sequence[Node]) -> str | None:
     total = sum(node.total_gpus for node in nodes)
     if total < plan.num_gpus:
         return (
-            f"the plan needs {plan.num_gpus} GPUs, but the Ray cluster has {total:g} on {len(nodes)} nodes: {list_nodes(nodes)}.\n"
-            "  --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus\n"
-            f"  Fix: start Ray with more (`ray start --head --num-gpus {plan.num_gpus}` gives logical ones on a CPU host), or ask for fewer."
+            f"the plan needs {plan.num_gpus} GPUs, but the Ray cluster has {total:g} on {len(nodes)} nodes:"
+            f" {list_nodes(nodes)}.\n  --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus\n  Fix: start"
+            f" Ray with more (`ray start --head --num-gpus {plan.num_gpus}` gives logical ones on a CPU host), or ask"
+            " for fewer."
         )
     held = [engine for engine in plan.engines if engine.bundles]
     if not held:
@@ -78,10 +83,14 @@ def why_never(plan: PlacementPlan, nodes: Sequence[Node]) -> str | None:
     room = sum(int(node.total_gpus // part) for node in nodes)
     if room < len(held) * machines:
         where = "on one machine" if machines == 1 else f"on each of {machines} machines"
-        have = "no machine has them" if room == 0 else f"the machines have room for {room // machines} of {len(held)} such engines"
+        have = (
+            "no machine has them"
+            if room == 0
+            else f"the machines have room for {room // machines} of {len(held)} such engines"
+        )
         return (
-            f"each engine needs {part} GPUs {where}, but {have}, though there are {total:g} GPUs in all: {list_nodes(nodes)}.\n"
-            f"  --rollout-num-gpus-per-engine {size}, --num-gpus-per-node\n"
-            "  Fix: smaller engines, or --num-gpus-per-node with what the machines really have."
+            f"each engine needs {part} GPUs {where}, but {have}, though there are {total:g} GPUs in all:"
+            f" {list_nodes(nodes)}.\n  --rollout-num-gpus-per-engine {size}, --num-gpus-per-node\n  Fix: smaller"
+            " engines, or --num-gpus-per-node with what the machines really have."
         )
     return None

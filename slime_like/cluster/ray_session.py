@@ -31,11 +31,13 @@ _PING_S = 3.0
 def connect(num_gpus: int) -> bool:
     """Join the running Ray cluster, or start a local one with `num_gpus` GPUs. Returns True if it was started here.
 
-    On a host without CUDA a local cluster's GPUs are logical: names for shares of the CPU. Ray listens on every interface,
-    but a cluster that is started here asks for a token (~/.ray/auth_token), and only we can enter the folder of its sockets and files.
+    On a host without CUDA a local cluster's GPUs are logical: names for shares of the CPU. Ray listens on every
+    interface, but a cluster that is started here asks for a token (~/.ray/auth_token), and only we can enter the folder
+    of its sockets and files.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # do not empty CUDA_VISIBLE_DEVICES for actors without a GPU
+    # do not empty CUDA_VISIBLE_DEVICES for actors without a GPU
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"slime_like-{os.getpid()}"}
     cluster = _cluster()
     if cluster.refused is not None:
@@ -46,7 +48,8 @@ def connect(num_gpus: int) -> bool:
             folder = private_folder()
             if not remove_at_end(folder):
                 atexit.register(_end_with_folder, folder)
-            # A worker that ends kills its children, guards (utils/guard.py) among them, before they can tidy up. They end by themselves.
+            # A worker that ends kills its children, guards (utils/guard.py) among them, before they can tidy up. They
+            # end by themselves.
             os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
             ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _temp_dir=f"{folder}/r", **options)
             return True
@@ -66,7 +69,8 @@ def disconnect() -> None:
 def running_cluster() -> str | None:
     """The cluster to join: RAY_ADDRESS (which `ray job submit` sets), else the one that `ray start` left on this host.
 
-    None: start a local one; RAY_ADDRESS=local asks for that even beside a running cluster. RAY_ADDRESS=auto asks for the one on this host.
+    None: start a local one; RAY_ADDRESS=local asks for that even beside a running cluster. RAY_ADDRESS=auto asks for
+    the one on this host.
     """
     return _cluster().address
 
@@ -81,7 +85,9 @@ def _cluster() -> Recorded:
     # Ray's own "auto" would join the first process of anyone's that has a head's name.
     if asked == "auto" and recorded.address is None:
         why = recorded.refused or "no `ray start` of ours has left a record here"
-        raise PlacementError(f"RAY_ADDRESS=auto: {why}.\n  Fix: RAY_ADDRESS=HOST:PORT, or RAY_ADDRESS=local to start one for this run.")
+        raise PlacementError(
+            f"RAY_ADDRESS=auto: {why}.\n  Fix: RAY_ADDRESS=HOST:PORT, or RAY_ADDRESS=local to start one for this run."
+        )
     return recorded
 
 
@@ -92,7 +98,9 @@ def _end_with_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep our handler of SIGTERM: Ray puts its own in place, of which the last, in C++, aborts (2.60: status 134, agents left behind)."""
+    """Keep our handler of SIGTERM: Ray puts its own in place, of which the last, in C++, aborts (2.60: status 134,
+    agents left behind).
+    """
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -110,16 +118,23 @@ def cpus_per_gpu() -> float:
 class Wait:
     """A deadline, and the words for what is awaited."""
 
-    def __init__(self, seconds: float, *, whom: str, phase: str, who: str = "train.py", watch: Callable[[], None] | None = None):
+    def __init__(
+        self, seconds: float, *, whom: str, phase: str, who: str = "train.py", watch: Callable[[], None] | None = None
+    ):
         self.seconds, self.whom, self.phase, self.who = seconds, whom, phase, who
         self.watch = watch  # asked each second meanwhile; what it raises ends the wait
 
     def gather(self, refs: dict[str, ray.ObjectRef]) -> list:
-        """Results of the named calls in their order. A failure is raised as soon as it comes, with the name of the one that caused it in front."""
+        """Results of the named calls in their order.
+
+        A failure is raised as soon as it comes, with the name of the one that caused it in front.
+        """
         pending, names, started = list(refs.values()), {ref: name for name, ref in refs.items()}, time.monotonic()
         while pending:
             left = self.seconds - (time.monotonic() - started)
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, left if self.watch is None else min(left, 1.0)))
+            done, pending = ray.wait(
+                pending, num_returns=1, timeout=max(0.0, left if self.watch is None else min(left, 1.0))
+            )
             if not done and self.watch is not None and left > 1.0:
                 self.watch()
                 continue
@@ -141,12 +156,16 @@ class Wait:
         return None
 
     def _cause(
-        self, failure: RayTaskError | RayActorError | GetTimeoutError, name: str, pending: list[ray.ObjectRef], names: dict[ray.ObjectRef, str]
+        self,
+        failure: RayTaskError | RayActorError | GetTimeoutError,
+        name: str,
+        pending: list[ray.ObjectRef],
+        names: dict[ray.ObjectRef, str],
     ) -> SlimeLikeError:
         """What to raise for the first failed call.
 
-        A rank that dies breaks the collective that its siblings are in, and their error may arrive before the news of its death: an
-        error that is not one of ours is held for a moment, for the death of another to be told instead.
+        A rank that dies breaks the collective that its siblings are in, and their error may arrive before the news of
+        its death: an error that is not one of ours is held for a moment, for the death of another to be told instead.
         """
         until = time.monotonic() + _ECHO_S
         while pending and isinstance(failure, RayTaskError) and not isinstance(failure.cause, SlimeLikeError):
@@ -154,26 +173,39 @@ class Wait:
             if not done:
                 break
             other = self._failure(done[0])
-            if isinstance(other, RayActorError) or (isinstance(other, RayTaskError) and isinstance(other.cause, SlimeLikeError)):
+            if isinstance(other, RayActorError) or (
+                isinstance(other, RayTaskError) and isinstance(other.cause, SlimeLikeError)
+            ):
                 failure, name = other, names[done[0]]
         if isinstance(failure, GetTimeoutError):
-            return WaitTimeout(who=self.who, whom=name, phase=self.phase, seconds=self.seconds, last="the call ended, but its result did not arrive")
+            return WaitTimeout(
+                who=self.who,
+                whom=name,
+                phase=self.phase,
+                seconds=self.seconds,
+                last="the call ended, but its result did not arrive",
+            )
         return call_error(failure, name, self.phase)
 
 
 def call_error(error: RayTaskError | RayActorError, name: str, phase: str) -> SlimeLikeError:
-    """What a failed call to an actor means to a user: the actor's own error with a note, that it raised something else, or that it died."""
+    """What a failed call to an actor means to a user: the actor's own error with a note, that it raised something else,
+    or that it died.
+    """
     if isinstance(error, RayActorError):
         return RunError(f"{name} died during {phase}: {str(error).splitlines()[0]}")
     cause = error.cause
     if isinstance(cause, SlimeLikeError):
         cause.add_note(f"(from {name} during {phase})")
         return cause
-    return RunError(f"{name} failed during {phase}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}")
+    return RunError(
+        f"{name} failed during {phase}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}"
+    )
 
 
 class LifeWatch:
-    """Notices the death of actors that nobody is calling: each is asked for a sign of life, and again once it has given one.
+    """Notices the death of actors that nobody is calling: each is asked for a sign of life, and again once it has given
+    one.
 
     pings: gives the calls to send, by name; an actor that is busy answers later, which is no failure.
     """

@@ -1,4 +1,6 @@
-"""The receivers of a run whose weights travel as deltas: one on each machine with engines of ours, started by the first engine's actor there."""
+"""The receivers of a run whose weights travel as deltas: one on each machine with engines of ours, started by the first
+engine's actor there.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,30 @@ class Receivers:
         self._machine_of: dict[int, str] = {}
 
     def add(self, engine_index: int, machine: str, host: str, actor: Any) -> None:
-        """Begin starting a receiver on the engine's machine, if there is none yet. machine: Ray's id of it; host: its address."""
+        """Begin starting a receiver on the engine's machine, if there is none yet.
+
+        machine: Ray's id of it; host: its address.
+        """
         self._machine_of[engine_index] = machine
         if machine in self._starting:
             return
         number = len(self._starting)
-        root = os.path.abspath(self._config.sync.update_weight_local_checkpoint_dir or os.path.join(self._run_dir, "receivers"))
+        root = os.path.abspath(
+            self._config.sync.update_weight_local_checkpoint_dir or os.path.join(self._run_dir, "receivers")
+        )
         directory, log_path = os.path.join(root, f"receiver-{number}"), f"{self._run_dir}/logs/receiver-{number}.log"
         timeout, level = self._config.engine.engine_start_timeout_s, self._config.observability.log_level
         self._starting[machine] = actor.start_receiver.remote(directory, host, log_path, timeout, level)
 
     def beside(self, endpoints: Sequence[EngineEndpoint]) -> tuple[EngineEndpoint, ...]:
-        """The endpoints, each with its receiver: ours, once it has started, or the one of --rollout-external-receiver-addrs."""
+        """The endpoints, each with its receiver: ours, once it has started, or the one of
+        --rollout-external-receiver-addrs.
+        """
         started = {}
         if self._starting:
-            refs = {f"the receiver beside engine {self._first_on(machine)}": ref for machine, ref in self._starting.items()}
+            refs = {
+                f"the receiver beside engine {self._first_on(machine)}": ref for machine, ref in self._starting.items()
+            }
             answers = Wait(self._config.engine.engine_start_timeout_s, whom="the receivers", phase="start").gather(refs)
             started = dict(zip(self._starting, answers, strict=True))
         placement = self._config.placement

@@ -1,4 +1,6 @@
-"""The reward model's processes as one object that scores samples: each GPU of the role holds a whole copy and takes batches in turn."""
+"""The reward model's processes as one object that scores samples: each GPU of the role holds a whole copy and takes
+batches in turn.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class RewardActor:
     def __init__(self, log_path: str, num_threads: int, log_level: str | None):
         redirect_output(log_path)
         start_logging(log_level)
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # before torch is imported; Ray's own value counts only this actor's CPU share
+        # before torch is imported; Ray's own value counts only this actor's CPU share
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
         self._model: Any = None  # RewardModel, whose import needs torch
 
     def build(self, config: RunConfig) -> dict:
@@ -49,8 +52,17 @@ class RewardActor:
             bf16=config.optimizer.bf16,
         )
         self._model = model
-        logger.info("reward model %s: %d parameters loaded in %.1f s", config.checkpoint.reward_load, model.num_parameters, time.monotonic() - started)
-        return {"reads_tokens": model.reads_tokens, "context_tokens": model.context_tokens, "num_parameters": model.num_parameters}
+        logger.info(
+            "reward model %s: %d parameters loaded in %.1f s",
+            config.checkpoint.reward_load,
+            model.num_parameters,
+            time.monotonic() - started,
+        )
+        return {
+            "reads_tokens": model.reads_tokens,
+            "context_tokens": model.context_tokens,
+            "num_parameters": model.num_parameters,
+        }
 
     def score(self, inputs: Sequence[RewardInput]) -> np.ndarray:
         """[N] float64."""
@@ -72,8 +84,9 @@ class _Waiting:
 class RewardGroup:
     """All copies of the reward model. score() belongs to one event loop, the rollout's; the rest to the driver.
 
-    Samples queue up in the order in which they are generated. A copy that is free takes what waits there, at most --reward-batch-size: under
-    load batches are full, and a lone sample does not wait for others. A sample's score does not depend on its batch.
+    Samples queue up in the order in which they are generated. A copy that is free takes what waits there, at most
+    --reward-batch-size: under load batches are full, and a lone sample does not wait for others. A sample's score does
+    not depend on its batch.
     """
 
     def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str):
@@ -92,26 +105,42 @@ class RewardGroup:
 
     def start(self) -> None:
         """Begin loading every copy; `wait_started` waits."""
-        self._builds = {f"reward model rank {i}": actor.build.remote(self._config) for i, actor in enumerate(self.actors)}
+        self._builds = {
+            f"reward model rank {i}": actor.build.remote(self._config) for i, actor in enumerate(self.actors)
+        }
 
     def wait_started(self) -> dict:
-        """What the model is like. Raises CheckpointError for a folder that is no reward model, ConfigError if samples may be too long for it."""
-        found = Wait(self._config.engine.engine_start_timeout_s, whom="the reward model", phase="start").gather(self._builds)[0]
+        """What the model is like.
+
+        Raises CheckpointError for a folder that is no reward model, ConfigError if samples may be too long for it.
+        """
+        found = Wait(self._config.engine.engine_start_timeout_s, whom="the reward model", phase="start").gather(
+            self._builds
+        )[0]
         longest, limit = context_tokens(self._config), found["context_tokens"]
         if self._config.data.rollout_max_prompt_len:
-            longest = min(longest, self._config.data.rollout_max_prompt_len + self._config.rollout.rollout_max_response_len)
+            longest = min(
+                longest, self._config.data.rollout_max_prompt_len + self._config.rollout.rollout_max_response_len
+            )
         if found["reads_tokens"] and limit is not None and longest > limit:
             what = f"--reward-load {self._config.checkpoint.reward_load} takes {limit} tokens (max_position_embeddings)"
-            raise ConfigError([f"{what}, and prompt and response may have {longest}. Fix: --rollout-max-context-len {limit}."])
+            raise ConfigError(
+                [f"{what}, and prompt and response may have {longest}. Fix: --rollout-max-context-len {limit}."]
+            )
         return found
 
     async def score(self, prompt: Prompt, sample: Sample) -> float:
-        """The model's number for one sample. Raises RewardError naming the sample, RunError or WaitTimeout naming the copy that died or hangs."""
+        """The model's number for one sample.
+
+        Raises RewardError naming the sample, RunError or WaitTimeout naming the copy that died or hangs.
+        """
         if self._queue is None:
             self._queue = asyncio.Queue()
             self._tasks = [asyncio.create_task(self._serve(rank)) for rank in range(len(self.actors))]
         name = f"prompt {sample.prompt_index}, sample {sample.sample_index}"
-        given = RewardInput(name=name, tokens=sample.tokens, prompt=prompt.text, response=sample.response, messages=prompt.messages)
+        given = RewardInput(
+            name=name, tokens=sample.tokens, prompt=prompt.text, response=sample.response, messages=prompt.messages
+        )
         waiting = _Waiting(given, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(waiting)
         return await waiting.answer
@@ -143,7 +172,10 @@ class RewardGroup:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except TimeoutError:
-            last = f"{len(inputs)} samples were sent to it, the first {inputs[0].name} (--reward-model-timeout-s, --reward-batch-size)"
+            last = (
+                f"{len(inputs)} samples were sent to it, the first {inputs[0].name} (--reward-model-timeout-s,"
+                " --reward-batch-size)"
+            )
             raise WaitTimeout(who="rollout", whom=name, phase="score", seconds=seconds, last=last) from None
         except (RayTaskError, RayActorError) as error:
             raise call_error(error, name, "score") from None

@@ -16,8 +16,9 @@ Columns = dict[str, list[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class SampleBatch:
-    """A handle: who drives trainers passes it on and never looks inside. Example: batch = critic.with_values(train.put(samples))
+    """A handle: who drives trainers passes it on and never looks inside.
 
+    Example: batch = critic.with_values(train.put(samples))
     What a role computes of the samples stays in the object store where the role put it, as a column of its own.
     """
 
@@ -44,9 +45,15 @@ class SampleBatch:
 
 
 def merged(names: tuple[str, ...], samples: list[TrainSample], *columns: list[np.ndarray]) -> list[TrainSample]:
-    """The records with their columns in place, inside the rank that needs them; arrays are views into the object store."""
+    """The records with their columns in place, inside the rank that needs them.
+
+    Arrays are views into the object store.
+    """
     fields: Columns = dict(zip(names, columns, strict=True))
     if not fields:
         return samples
     rows = zip(*fields.values(), strict=True)
-    return [dataclasses.replace(sample, **dict(zip(fields, row, strict=True))) for sample, row in zip(samples, rows, strict=True)]
+    return [
+        dataclasses.replace(sample, **dict(zip(fields, row, strict=True)))
+        for sample, row in zip(samples, rows, strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""The ranks of the trainer, the critic, or the reference on its own GPUs, as one typed object: each method calls every rank and waits with a deadline."""
+"""The ranks of the trainer, the critic, or the reference on its own GPUs, as one typed object: each method calls every
+rank and waits with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ class TrainActor:
     def __init__(self, config: RunConfig, rank: int, world_size: int, local_rank: int, log_path: str, num_threads: int):
         redirect_output(log_path)
         start_logging(config.observability.log_level)
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # before torch is imported; Ray's own value counts only this actor's CPU share
+        # before torch is imported; Ray's own value counts only this actor's CPU share
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
         interface = config.sync.update_weight_interface
         if interface:
             address_of_interface(interface)  # raises where there is no such thing
-            # NCCL reads it once in a process, so it holds for the trainer's own groups too; "=" means exactly this name.
+            # NCCL reads it once in a process, so it holds for the trainer's own groups too; "=" means exactly this
+            # name.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         self._place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
         self._config = config
@@ -58,11 +62,15 @@ class TrainActor:
         from slime_like.megatron_backend.worker import TrainWorker
 
         started = time.monotonic()
-        self._worker = TrainWorker(self._config, **self._place, master_address=master_address, master_port=master_port, store_path=store_path)
+        self._worker = TrainWorker(
+            self._config, **self._place, master_address=master_address, master_port=master_port, store_path=store_path
+        )
         self._recipe = recipe_of(self._worker)
         report = self._worker.start()
         place, seconds = self._place, time.monotonic() - started
-        logger.info("%s rank %d of %d is up after %.1f s", _WHO[self._config.role], place["rank"], place["world_size"], seconds)
+        logger.info(
+            "%s rank %d of %d is up after %.1f s", _WHO[self._config.role], place["rank"], place["world_size"], seconds
+        )
         return report
 
     def call(self, method: str, *args):
@@ -87,7 +95,10 @@ class TrainActor:
         return self._timed(self._recipe, "train", step, merged(*parts))
 
     def score(self, method: str, *parts) -> tuple[None, list[np.ndarray] | None]:
-        """(that it is done, what a scoring method of the recipe says of a SampleBatch), the latter from rank 0; the others would only send the same."""
+        """(that it is done, what a scoring method of the recipe says of a SampleBatch), the latter from rank 0.
+
+        The others would only send the same.
+        """
         rows = self._timed(self._recipe, method, merged(*parts))
         return None, rows if self._place["rank"] == 0 else None
 
@@ -108,13 +119,17 @@ def role_config(config: RunConfig, role: str) -> RunConfig:
     """What the processes of a role are told: the reference starts from --ref-load and never resumes or saves."""
     if role != "ref":
         return dataclasses.replace(config, role=role)
-    return dataclasses.replace(config, role=role, checkpoint=dataclasses.replace(config.checkpoint, load=None, save=None, ckpt_step=None))
+    return dataclasses.replace(
+        config, role=role, checkpoint=dataclasses.replace(config.checkpoint, load=None, save=None, ckpt_step=None)
+    )
 
 
 class TrainGroup:
     """All ranks of one training role."""
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str, role_name: str = "actor"):
+    def __init__(
+        self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str, role_name: str = "actor"
+    ):
         self._config = config = role_config(config, role_name)
         self._who = _WHO[role_name]
         role = plan.roles[role_name]
@@ -126,7 +141,9 @@ class TrainGroup:
             threads = threads_of(on_node)
             options = bundles.options(index, plan.bundles[index].roles[role_name])
             log_path = f"{log_dir}/{role_name}-{rank}.log"
-            actor = actor_class.options(**options).remote(config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), log_path, threads)
+            actor = actor_class.options(**options).remote(
+                config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), log_path, threads
+            )
             self.actors.append(actor)
         self._one_host = bundles.on_one_host()
         self._building: dict[str, ray.ObjectRef] = {}
@@ -144,7 +161,9 @@ class TrainGroup:
 
     def wait_started(self) -> dict:
         """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
-        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(self._building)[0]
+        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(
+            self._building
+        )[0]
 
     def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
         """The samples in the object store, for every role that scores or trains on them."""
@@ -163,7 +182,9 @@ class TrainGroup:
         return batch.with_columns(kl=self._scored("kl_to_reference", batch))
 
     def _scored(self, method: str, batch: SampleBatch) -> ray.ObjectRef:
-        """Where rank 0 left what it computed, an array for each sample: it goes from rank to rank and never to the driver."""
+        """Where rank 0 left what it computed, an array for each sample: it goes from rank to rank and never to the
+        driver.
+        """
         answers = [actor.score.options(num_returns=2).remote(method, *batch.parts) for actor in self.actors]
         self._gather("score", [done for done, _ in answers])
         return answers[0][1]
@@ -201,13 +222,26 @@ class TrainGroup:
         """What a method of the recipe gives on each rank."""
         return self._gather(phase, [actor.follow.remote(method, *args) for actor in self.actors])
 
-    def _all(self, method: str, phase: str, *args, seconds: float | None = None, watch: Callable[[], None] | None = None) -> list:
+    def _all(
+        self, method: str, phase: str, *args, seconds: float | None = None, watch: Callable[[], None] | None = None
+    ) -> list:
         """What a verb gives on each rank."""
-        return self._gather(phase, [actor.call.remote(method, *args) for actor in self.actors], seconds=seconds, watch=watch)
+        return self._gather(
+            phase, [actor.call.remote(method, *args) for actor in self.actors], seconds=seconds, watch=watch
+        )
 
-    def _gather(self, phase: str, refs: list[ray.ObjectRef], *, seconds: float | None = None, watch: Callable[[], None] | None = None) -> list:
+    def _gather(
+        self,
+        phase: str,
+        refs: list[ray.ObjectRef],
+        *,
+        seconds: float | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> list:
         named = {f"{self._who} rank {i}": ref for i, ref in enumerate(refs)}
-        return Wait(seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=watch).gather(named)
+        return Wait(
+            seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=watch
+        ).gather(named)
 
     def pings(self) -> dict[str, ray.ObjectRef]:
         """A call to each rank that answers when it is free; it fails if the rank is dead."""

@@ -35,7 +35,9 @@ def add_flags(parser: ProblemParser, group_class: type) -> None:
         if base_type is bool:
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            convert = _Converter("--" + field.name.replace("_", "-"), base_type, field.metadata["choices"], parser.problems)
+            convert = _Converter(
+                "--" + field.name.replace("_", "-"), base_type, field.metadata["choices"], parser.problems
+            )
             kwargs |= {"type": convert, "metavar": field.metadata["metavar"] or convert.metavar}
             if is_list:
                 kwargs["nargs"] = "+"
@@ -75,7 +77,8 @@ class _Converter:
         if self.choices and value not in self.choices:
             close = difflib.get_close_matches(text, [str(c) for c in self.choices], n=1)
             self.problems.append(
-                f"{self.name} {text!r} is unknown. Known: {', '.join(map(str, self.choices))}." + (f" Did you mean {close[0]}?" if close else "")
+                f"{self.name} {text!r} is unknown. Known: {', '.join(map(str, self.choices))}."
+                + (f" Did you mean {close[0]}?" if close else "")
             )
             return None
         return value
@@ -102,10 +105,11 @@ def parse(parser: ProblemParser, argv: list[str]) -> argparse.Namespace:
 
 
 def read_value(field: dataclasses.Field, hint: typing.Any, value: typing.Any, problems: list[str]) -> typing.Any:
-    """What a flag's field becomes by a value of a config file: a number or text counts as the same text behind the flag.
+    """What a flag's field becomes by a value of a config file: a number or text counts as the same text behind the
+    flag.
 
-    hint: the field's type. A list is for flags that take several, true or false for switches, None (null in JSON) for fields that may be None.
-    What does not fit is added to `problems`, and the answer is None.
+    hint: the field's type. A list is for flags that take several, true or false for switches, None (null in JSON) for
+    fields that may be None. What does not fit is added to `problems`, and the answer is None.
     """
     name = "--" + field.name.replace("_", "-")
     base_type, is_list = _scalar_type(hint)

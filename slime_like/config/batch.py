@@ -11,37 +11,78 @@ from slime_like.config.base import flag
 class BatchConfig:
     """How a rollout is cut into train steps and micro-batches"""
 
-    global_batch_size: int | None = flag(None, help="Samples per optimizer step. Default: the whole rollout / --num-steps-per-rollout.")
-    num_steps_per_rollout: int | None = flag(None, help="Optimizer steps per rollout. Default: samples per rollout / --global-batch-size, else 1.")
-    micro_batch_size: int = flag(1, help="Samples per micro-batch, without --use-dynamic-batch-size.")
-    use_dynamic_batch_size: bool = flag(False, help="Pack samples into micro-batches of at most --max-tokens-per-gpu tokens.")
-    max_tokens_per_gpu: int | None = flag(None, help="Tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets one of its own.")
-    qkv_format: str = flag("thd", choices=("thd", "bshd"), help="Samples of a micro-batch end to end (thd), or padded to the longest, one a row (bshd).")
-    data_pad_size_multiplier: int = flag(1, help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens.")
-    log_probs_chunk_size: int = flag(-1, help="Turn logits into log-probs this many tokens at a time, which needs less memory; -1: all at once.")
-    log_probs_max_tokens_per_gpu: int | None = flag(
-        None, help="As --max-tokens-per-gpu, for passes without gradients (log-probs, values), which need less memory. Default: the same."
+    global_batch_size: int | None = flag(
+        None, help="Samples per optimizer step. Default: the whole rollout / --num-steps-per-rollout."
     )
-    balance_data: bool = flag(False, help="Give the data parallel ranks equal numbers of tokens instead of equal sample counts.")
+    num_steps_per_rollout: int | None = flag(
+        None, help="Optimizer steps per rollout. Default: samples per rollout / --global-batch-size, else 1."
+    )
+    micro_batch_size: int = flag(1, help="Samples per micro-batch, without --use-dynamic-batch-size.")
+    use_dynamic_batch_size: bool = flag(
+        False, help="Pack samples into micro-batches of at most --max-tokens-per-gpu tokens."
+    )
+    max_tokens_per_gpu: int | None = flag(
+        None,
+        help="Tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets one of its own.",
+    )
+    qkv_format: str = flag(
+        "thd",
+        choices=("thd", "bshd"),
+        help="Samples of a micro-batch end to end (thd), or padded to the longest, one a row (bshd).",
+    )
+    data_pad_size_multiplier: int = flag(
+        1, help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens."
+    )
+    log_probs_chunk_size: int = flag(
+        -1, help="Turn logits into log-probs this many tokens at a time, which needs less memory; -1: all at once."
+    )
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None,
+        help=(
+            "As --max-tokens-per-gpu, for passes without gradients (log-probs, values), which need less memory."
+            " Default: the same."
+        ),
+    )
+    balance_data: bool = flag(
+        False, help="Give the data parallel ranks equal numbers of tokens instead of equal sample counts."
+    )
     balance_by_flops: bool = flag(
-        False, help="Give the data parallel ranks, and their micro-batches, equal work: the model's FLOPs of each sample. Needs --use-dynamic-batch-size."
+        False,
+        help=(
+            "Give the data parallel ranks, and their micro-batches, equal work: the model's FLOPs of each sample. Needs"
+            " --use-dynamic-batch-size."
+        ),
     )
 
     def problems(self) -> list[str]:
         """What is impossible about the batch flags by themselves."""
         found = []
         if self.log_probs_chunk_size < 1 and self.log_probs_chunk_size != -1:
-            found.append(f"--log-probs-chunk-size {self.log_probs_chunk_size}: must be at least 1, or -1 for all tokens at once.")
+            found.append(
+                f"--log-probs-chunk-size {self.log_probs_chunk_size}: must be at least 1, or -1 for all tokens at once."
+            )
         if self.qkv_format == "bshd" and self.use_dynamic_batch_size:
-            found.append("--use-dynamic-batch-size counts tokens laid end to end; --qkv-format bshd pads them. Fix: --micro-batch-size, or --qkv-format thd.")
+            found.append(
+                "--use-dynamic-batch-size counts tokens laid end to end; --qkv-format bshd pads them. Fix:"
+                " --micro-batch-size, or --qkv-format thd."
+            )
         if self.use_dynamic_batch_size and not self.max_tokens_per_gpu:
             found.append("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
         if self.max_tokens_per_gpu and not self.use_dynamic_batch_size:
             found.append("--max-tokens-per-gpu does nothing without --use-dynamic-batch-size. Fix: add it.")
         for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
             if getattr(self, name) and not self.use_dynamic_batch_size:
-                found.append(f"--{name.replace('_', '-')} does nothing without --use-dynamic-batch-size. Fix: add it, with --max-tokens-per-gpu.")
-        counts = ("global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")
+                found.append(
+                    f"--{name.replace('_', '-')} does nothing without --use-dynamic-batch-size. Fix: add it, with"
+                    " --max-tokens-per-gpu."
+                )
+        counts = (
+            "global_batch_size",
+            "num_steps_per_rollout",
+            "micro_batch_size",
+            "max_tokens_per_gpu",
+            "log_probs_max_tokens_per_gpu",
+        )
         for name in (*counts, "data_pad_size_multiplier"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -12,26 +12,58 @@ from slime_like.config.base import flag
 class CheckpointConfig:
     """Where weights come from and go to"""
 
-    hf_checkpoint: str | None = flag(None, help="HF model folder: tokenizer, config and the engines' first weights; the trainer's too, without --load.")
+    hf_checkpoint: str | None = flag(
+        None,
+        help="HF model folder: tokenizer, config and the engines' first weights; the trainer's too, without --load.",
+    )
     ref_load: str | None = flag(
-        None, help="HF folder or Megatron checkpoint of the reference model. Needed for a KL loss; the trainer's first weights when --load has none."
+        None,
+        help=(
+            "HF folder or Megatron checkpoint of the reference model. Needed for a KL loss; the trainer's first weights"
+            " when --load has none."
+        ),
     )
     reward_load: str | None = flag(None, help="HF folder of a reward model, which then scores the samples.")
-    critic_load: str | None = flag(None, help="HF folder or Megatron checkpoint of the critic, with --advantage-estimator ppo. Default: as the trainer's.")
-    load: str | None = flag(None, help="Megatron checkpoint folder to resume from (or an HF folder to start from). A folder without a checkpoint starts fresh.")
+    critic_load: str | None = flag(
+        None,
+        help=(
+            "HF folder or Megatron checkpoint of the critic, with --advantage-estimator ppo. Default: as the trainer's."
+        ),
+    )
+    load: str | None = flag(
+        None,
+        help=(
+            "Megatron checkpoint folder to resume from (or an HF folder to start from). A folder without a checkpoint"
+            " starts fresh."
+        ),
+    )
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
     save_interval: int | None = flag(None, help="Save every this many rollouts; the last rollout is always saved.")
-    save_hf: str | None = flag(None, help="Also write an HF folder at each save; '{rollout_id}' in the path is replaced by the number of rollouts done.")
-    async_save: bool = flag(False, help="Write checkpoints while the run goes on; each counts once all ranks have written it.")
+    save_hf: str | None = flag(
+        None,
+        help=(
+            "Also write an HF folder at each save; '{rollout_id}' in the path is replaced by the number of rollouts"
+            " done."
+        ),
+    )
+    async_save: bool = flag(
+        False, help="Write checkpoints while the run goes on; each counts once all ranks have written it."
+    )
     save_retain_interval: int | None = flag(
-        None, help="Keep only checkpoints whose number divides by this, and the newest: each save deletes the one before. Default: keep all."
+        None,
+        help=(
+            "Keep only checkpoints whose number divides by this, and the newest: each save deletes the one before."
+            " Default: keep all."
+        ),
     )
     ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.")
     ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.")
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of checkpoints.")
     no_load_optim: bool = flag(False, help="Do not read optimizer state.")
     no_load_rng: bool = flag(False, help="Do not read random states.")
-    finetune: bool = flag(False, help="Take only the weights of --load: rollout count, data position and optimizer start anew.")
+    finetune: bool = flag(
+        False, help="Take only the weights of --load: rollout count, data position and optimizer start anew."
+    )
 
     def problems(self) -> list[str]:
         """What is impossible about the paths; --plan skips the ones that need a file."""
@@ -40,16 +72,26 @@ class CheckpointConfig:
             found.append("--save-interval and --save-hf need --save, the folder for checkpoints.")
         if self.save_interval is not None and self.save_interval < 1:
             found.append(f"--save-interval {self.save_interval}: must be at least 1.")
-        for name, needed in (("async_save", "save"), ("save_retain_interval", "save"), ("ckpt_step", "load"), ("ref_ckpt_step", "ref_load")):
+        for name, needed in (
+            ("async_save", "save"),
+            ("save_retain_interval", "save"),
+            ("ckpt_step", "load"),
+            ("ref_ckpt_step", "ref_load"),
+        ):
             value = getattr(self, name)
             if value is not None and value is not False and not getattr(self, needed):
-                found.append(f"--{name.replace('_', '-')} does nothing without --{needed.replace('_', '-')}. Fix: add it, or drop this.")
+                found.append(
+                    f"--{name.replace('_', '-')} does nothing without --{needed.replace('_', '-')}. Fix: add it, or"
+                    " drop this."
+                )
         for name in ("ckpt_step", "ref_ckpt_step"):
             if (getattr(self, name) or 0) < 0:
                 found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
         interval = self.save_retain_interval
         if interval is not None and (interval < 1 or self.save_interval is None or interval % self.save_interval):
-            found.append(f"--save-retain-interval {interval}: must be a multiple of --save-interval {self.save_interval}.")
+            found.append(
+                f"--save-retain-interval {interval}: must be a multiple of --save-interval {self.save_interval}."
+            )
         return found
 
     def missing_files(self) -> list[str]:

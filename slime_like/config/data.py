@@ -28,7 +28,9 @@ class DataConfig:
     input_key: str = flag("input", help="Key of the prompt: a string, or a list of chat messages.")
     label_key: str | None = flag(None, help="Key of the reference answer handed to the reward.")
     metadata_key: str = flag("metadata", help="Key of a dict handed to the reward; may be absent.")
-    tool_key: str = flag("tools", help="Key of a list of tools (or that list as JSON text) handed to the chat template; may be absent.")
+    tool_key: str = flag(
+        "tools", help="Key of a list of tools (or that list as JSON text) handed to the chat template; may be absent."
+    )
     response_key: str = flag("response", help="Key of the answer to imitate, with --loss-type sft_loss.")
     apply_chat_template: bool = flag(False, help="Render the prompt with the tokenizer's chat template.")
     apply_chat_template_kwargs: str = flag("{}", help="JSON object of extra arguments for the chat template.")

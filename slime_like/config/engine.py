@@ -21,11 +21,18 @@ class EngineConfig:
     sglang_router_ip: str | None = flag(None, help="Use a router that already runs, at this address.")
     sglang_router_port: int | None = flag(None, help="Port of the router; of ours too. Default: a free one.")
     sglang_router_api_key_env: str = flag(
-        "SLIME_LIKE_ROUTER_API_KEY", help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one."
+        "SLIME_LIKE_ROUTER_API_KEY",
+        help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one.",
     )
-    sglang_router_policy: str = flag("cache_aware", choices=("cache_aware", "round_robin", "random", "power_of_two"), help="How our router picks an engine.")
+    sglang_router_policy: str = flag(
+        "cache_aware",
+        choices=("cache_aware", "round_robin", "random", "power_of_two"),
+        help="How our router picks an engine.",
+    )
     sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.")
-    engine_start_timeout_s: float = flag(600.0, help="Deadline for an engine or the router to become healthy, in seconds.")
+    engine_start_timeout_s: float = flag(
+        600.0, help="Deadline for an engine or the router to become healthy, in seconds."
+    )
     sglang: dict = dataclasses.field(default_factory=dict)  # --sglang-<name>: name -> value, list, or True for a switch
 
     @property
@@ -49,7 +56,10 @@ class EngineConfig:
         return str(self.sglang.get("enable_dp_attention", False)).lower() == "true"
 
     def tp_size(self, num_gpus: int) -> int:
-        """SGLang's tensor parallel size of an engine of `num_gpus` GPUs; its data and expert parallel GPUs lie within it."""
+        """SGLang's tensor parallel size of an engine of `num_gpus` GPUs.
+
+        Its data and expert parallel GPUs lie within it.
+        """
         return max(1, num_gpus // self.pp_size)
 
     def _size(self, kind: str) -> int:
@@ -60,7 +70,9 @@ class EngineConfig:
                 except (TypeError, ValueError):
                     size = 0
                 if size < 1 or self.sglang[name] is True:
-                    raise ValueError(f"--sglang-{name.replace('_', '-')} {self.sglang[name]}: must be a whole number of at least 1")
+                    raise ValueError(
+                        f"--sglang-{name.replace('_', '-')} {self.sglang[name]}: must be a whole number of at least 1"
+                    )
                 return size
         return 1
 

@@ -13,9 +13,13 @@ from slime_like.config.model import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HfType:
-    """One `model_type` of HF's config.json. Example: mimo = Qwen2's layers, with a key that says whether there is a bias."""
+    """One `model_type` of HF's config.json.
 
-    adds: dict = dataclasses.field(default_factory=dict)  # ModelConfig fields that the type has and config.json does not say
+    Example: mimo = Qwen2's layers, with a key that says whether there is a bias.
+    """
+
+    #: ModelConfig fields that the type has and config.json does not say
+    adds: dict = dataclasses.field(default_factory=dict)
     own_keys: tuple[str, ...] = ()  # keys of config.json that it reads itself, so that any value of them is usual
 
 
@@ -27,7 +31,8 @@ class Family:
     hf_types: dict[str, HfType]
     is_latent: bool = False  # keys and values are compressed (multi-head latent attention)
     router: str | None = None  # softmax (Qwen's words in config.json), sigmoid (DeepSeek's), or None: no experts
-    is_tied_by_engines: bool = True  # whether SGLang (0.5.23) ties the output layer to the embedding where the checkpoint does
+    #: whether SGLang (0.5.23) ties the output layer to the embedding where the checkpoint does
+    is_tied_by_engines: bool = True
 
 
 def _has_plain_layers(model: ModelConfig) -> bool:
@@ -50,7 +55,12 @@ def _is_glm4(model: ModelConfig) -> bool:
 def _has_deepseek_router(model: ModelConfig) -> bool:
     """Sigmoid scores, with a bias for choosing."""
     gated = model.moe_shared_expert_gate
-    return bool(model.num_experts) and model.moe_router_score_function == "sigmoid" and model.moe_router_enable_expert_bias and not gated
+    return (
+        bool(model.num_experts)
+        and model.moe_router_score_function == "sigmoid"
+        and model.moe_router_enable_expert_bias
+        and not gated
+    )
 
 
 def _is_qwen3_moe(model: ModelConfig) -> bool:
@@ -99,7 +109,12 @@ FAMILIES: dict[str, Family] = {
         has=_is_glm4,
         hf_types={
             "glm4": HfType(
-                adds={"qk_layernorm": False, "post_self_attn_layernorm": True, "post_mlp_layernorm": True, "rotary_interleaved": True},
+                adds={
+                    "qk_layernorm": False,
+                    "post_self_attn_layernorm": True,
+                    "post_mlp_layernorm": True,
+                    "rotary_interleaved": True,
+                },
                 own_keys=("attention_bias", "partial_rotary_factor"),
             )
         },
@@ -112,7 +127,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         has=_is_deepseek_v3,
-        hf_types={name: HfType(adds={"add_qkv_bias": False, "qk_layernorm": True}) for name in ("deepseek_v3", "kimi_k2")},
+        hf_types={
+            name: HfType(adds={"add_qkv_bias": False, "qk_layernorm": True}) for name in ("deepseek_v3", "kimi_k2")
+        },
         is_latent=True,
         router="sigmoid",
     ),
@@ -123,5 +140,8 @@ HF_TYPES = {hf_type: name for name, family in FAMILIES.items() for hf_type in fa
 
 
 def family_of(model: ModelConfig) -> str | None:
-    """The name of the family that an architecture belongs to; None if no family is built this way. A run needs one: names of weights follow from it."""
+    """The name of the family that an architecture belongs to; None if no family is built this way.
+
+    A run needs one: names of weights follow from it.
+    """
     return next((name for name, family in FAMILIES.items() if family.has(model)), None)

@@ -1,5 +1,6 @@
-"""Config files: `--config run.toml` says what flags say, key = flag name; a run's config.json can be given back. Flags win.
+"""Config files: `--config run.toml` says what flags say, key = flag name; a run's config.json can be given back.
 
+Flags win.
     num-rollout = 100                  # flat, or under a table named as the config group
     [loss]
     advantage_estimator = "grpo"       # dashes or underscores
@@ -47,8 +48,10 @@ def config_paths(argv: Sequence[str]) -> list[str]:
 class FileSettings:
     """What the config files of one command line say together; a later file wins over an earlier one.
 
-    values: field name -> value, of the type that its flag gives. sglang: SGLang's own flags, as arguments.py reads them.
-    origins: flag -> the file and key that it is from. notes: flag -> (file, what to tell of it unless the command line has that flag).
+    values: field name -> value, of the type that its flag gives. sglang: SGLang's own flags, as arguments.py reads
+    them.
+    origins: flag -> the file and key that it is from. notes: flag -> (file, what to tell of it unless the command line
+    has that flag).
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -103,11 +106,18 @@ def _load(path: str) -> tuple[dict, str]:
 def _given_back(path: str, tables: dict, settings: FileSettings) -> dict:
     """The config.json that a run wrote, without what belongs to that run alone; any other content unchanged.
 
-    A new run gets a run directory of its own, and what was filled in from the old one (cluster.build.resolve) is filled in anew.
+    A new run gets a run directory of its own, and what was filled in from the old one (cluster.build.resolve) is filled
+    in anew.
     """
-    if "role" not in tables or not isinstance(tables.get("observability"), dict) or not isinstance(tables.get("sync"), dict):
+    if (
+        "role" not in tables
+        or not isinstance(tables.get("observability"), dict)
+        or not isinstance(tables.get("sync"), dict)
+    ):
         return tables
-    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items() if name != "role"}
+    tables = {
+        name: dict(table) if isinstance(table, dict) else table for name, table in tables.items() if name != "role"
+    }
     sync, old = tables["sync"], tables["observability"].pop("run_dir", None)
     if old and "run_dir" not in settings.values:
         settings.notes["--run-dir"] = path, f"{path} is of the run in {old}: this run gets a directory of its own"
@@ -193,7 +203,9 @@ class _FileReader:
         if positive != name and positive in _FIELDS:
             return f"is written {positive.replace('_', '-')} = false."
         close = difflib.get_close_matches(name, _FIELDS, n=1)
-        return "unknown key." + (f" Did you mean {close[0].replace('_', '-')} in [{_FIELDS[close[0]][0]}]?" if close else "")
+        return "unknown key." + (
+            f" Did you mean {close[0].replace('_', '-')} in [{_FIELDS[close[0]][0]}]?" if close else ""
+        )
 
     def _refusal(self, name: str, value: Any) -> str:
         """Why a flag, or this value of it, is refused; the same as on the command line."""
@@ -201,7 +213,14 @@ class _FileReader:
         if flag in REFUSED:
             return f"{flag} is refused: {REFUSED[flag]}"
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        return next((f"{flag} {text} is refused: {REFUSED_VALUES[flag, text]}" for text in texts if (flag, text) in REFUSED_VALUES), "")
+        return next(
+            (
+                f"{flag} {text} is refused: {REFUSED_VALUES[flag, text]}"
+                for text in texts
+                if (flag, text) in REFUSED_VALUES
+            ),
+            "",
+        )
 
     def _problem(self, where: str, problem: str) -> None:
         self._settings.problems.append(f"{self._path}: {where}: {problem}")
@@ -233,7 +252,11 @@ def _fields() -> dict[str, tuple[str, dataclasses.Field, Any]]:
     fields: dict[str, tuple[str, dataclasses.Field, Any]] = {}
     for group, kind in GROUPS.items():
         hints = typing.get_type_hints(kind)
-        fields |= {field.name: (group, field, hints[field.name]) for field in dataclasses.fields(kind) if "help" in field.metadata}
+        fields |= {
+            field.name: (group, field, hints[field.name])
+            for field in dataclasses.fields(kind)
+            if "help" in field.metadata
+        }
     return fields
 
 

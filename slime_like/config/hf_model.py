@@ -13,8 +13,15 @@ from slime_like.errors import ConfigError
 #: Built into Megatron-core 0.16.1; another value would train silently wrong.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-#: What the supported families may say in config.json but do not build otherwise; another value would train silently wrong.
-_USUAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+#: What the supported families may say in config.json but do not build otherwise; another value would train silently
+#: wrong.
+_USUAL = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+}
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
 _NEEDED_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -41,7 +48,14 @@ _CHECKED = (
     "num_experts",
     "multi_latent_attention",
 )
-_CHECKED_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor")
+_CHECKED_LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rotary_scaling_factor",
+)
 #: What yarn's frequencies and scales follow from; without yarn they say nothing.
 _CHECKED_YARN = ("mscale", "mscale_all_dim", "original_max_position_embeddings", "beta_fast", "beta_slow")
 _CHECKED_EXPERTS = (
@@ -55,7 +69,12 @@ _CHECKED_EXPERTS = (
     "moe_router_num_groups",
     "moe_router_group_topk",
 )
-_FLAG_OF = {"mlp_size": "ffn-hidden-size", "num_kv_heads": "num-query-groups", "head_size": "kv-channels", "expert_layers": "moe-layer-freq"}
+_FLAG_OF = {
+    "mlp_size": "ffn-hidden-size",
+    "num_kv_heads": "num-query-groups",
+    "head_size": "kv-channels",
+    "expert_layers": "moe-layer-freq",
+}
 
 
 def read_hf_config(folder: str) -> dict:
@@ -77,7 +96,12 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
     heads = hf["num_attention_heads"]
     kv_heads = heads if family.is_latent else hf.get("num_key_value_heads", heads)
     head_size = hf["qk_nope_head_dim"] if family.is_latent else hf.get("head_dim") or hf["hidden_size"] // heads
-    parts = hf_type.adds | _rope(hf, family, flags) | (_latent(hf) if family.is_latent else {}) | _experts(hf, family, flags)
+    parts = (
+        hf_type.adds
+        | _rope(hf, family, flags)
+        | (_latent(hf) if family.is_latent else {})
+        | _experts(hf, family, flags)
+    )
     parts["num_query_groups"] = None if family.is_latent else kv_heads
     if "add_qkv_bias" not in parts:
         parts["add_qkv_bias"] = bool(hf.get("attention_bias", False))
@@ -107,7 +131,12 @@ def hf_notes(hf: dict) -> list[str]:
     ahead = layers_ahead(hf)
     if not ahead:
         return []
-    return [f"--hf-checkpoint has {ahead} layer{'s' * (ahead > 1)} for tokens beyond the next: neither trained nor counted in the plan"]
+    return [
+        (
+            f"--hf-checkpoint has {ahead} layer{'s' * (ahead > 1)} for tokens beyond the next: neither trained nor"
+            " counted in the plan"
+        )
+    ]
 
 
 def layers_ahead(hf: dict) -> int:
@@ -131,8 +160,8 @@ def disagreements(flags: ModelConfig, hf: ModelConfig) -> list[str]:
             ours, theirs = ours or 1.0, theirs or 1.0
         if ours != theirs:
             found.append(
-                f"--{_FLAG_OF.get(name, name.replace('_', '-'))}: the command line says {ours}, --hf-checkpoint says {theirs}. Fix: the flag, or leave "
-                "out --num-layers to take all from the checkpoint."
+                f"--{_FLAG_OF.get(name, name.replace('_', '-'))}: the command line says {ours}, --hf-checkpoint says"
+                f" {theirs}. Fix: the flag, or leave out --num-layers to take all from the checkpoint."
             )
     return found
 
@@ -148,7 +177,9 @@ def _check_known(hf: dict) -> tuple[Family, HfType]:
     """The family and the type of a config. Raises ConfigError for one, a shape or a key that is not supported."""
     kind = hf.get("model_type", "")
     if kind not in HF_TYPES:
-        raise ConfigError([f"model_type {hf.get('model_type')!r} is not supported. Known: {', '.join(sorted(HF_TYPES))}."])
+        raise ConfigError(
+            [f"model_type {hf.get('model_type')!r} is not supported. Known: {', '.join(sorted(HF_TYPES))}."]
+        )
     family = FAMILIES[HF_TYPES[kind]]
     hf_type = family.hf_types[kind]
     usual = {k: v for k, v in _USUAL.items() if k not in hf_type.own_keys}
@@ -171,7 +202,14 @@ def _rope(hf: dict, family: Family, flags: ModelConfig) -> dict:
         raise ConfigError([f"rope type {rope_type!r} is not supported. Known: {', '.join(known)}."])
     different = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope_type == "llama3" and rope.get(k, v) != v}
     if different:
-        raise ConfigError([f"llama3 rope scaling with {different} is not supported: Megatron-core 0.16.1 has {_LLAMA3_ROPE} built in."])
+        raise ConfigError(
+            [
+                (
+                    f"llama3 rope scaling with {different} is not supported: Megatron-core 0.16.1 has {_LLAMA3_ROPE}"
+                    " built in."
+                )
+            ]
+        )
     found = {
         "rotary_base": rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
         "rotary_percent": rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0,
@@ -184,11 +222,19 @@ def _rope(hf: dict, family: Family, flags: ModelConfig) -> dict:
 
 
 def _yarn(rope: dict) -> dict:
-    """Yarn (arXiv:2309.00071) in transformers' words; {} for plain rope. Raises ConfigError for what Megatron-core computes otherwise."""
-    found = {name: rope.get(name, ModelConfig.__dataclass_fields__[name].default) for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")}
+    """Yarn (arXiv:2309.00071) in transformers' words; {} for plain rope.
+
+    Raises ConfigError for what Megatron-core computes otherwise.
+    """
+    found = {
+        name: rope.get(name, ModelConfig.__dataclass_fields__[name].default)
+        for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    }
     scales = [bool(rope.get(name)) for name in ("mscale", "mscale_all_dim")]
     if rope.get("attention_factor") is not None or rope.get("truncate") is False or (scales[1] and not scales[0]):
-        raise ConfigError([f"yarn with attention_factor, truncate false, or mscale_all_dim without mscale is not supported: {rope}."])
+        raise ConfigError(
+            [f"yarn with attention_factor, truncate false, or mscale_all_dim without mscale is not supported: {rope}."]
+        )
     if not all(scales):  # transformers then takes no account of the one that is there
         found["mscale"] = 1.0
     original = rope.get("original_max_position_embeddings", ModelConfig.original_max_position_embeddings)
@@ -198,7 +244,14 @@ def _yarn(rope: dict) -> dict:
 def _latent(hf: dict) -> dict:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1)."""
     if hf.get("rope_interleave") is False:
-        raise ConfigError(["config.json has rope_interleave false, which is not supported: Megatron-core rotates neighbouring channels."])
+        raise ConfigError(
+            [
+                (
+                    "config.json has rope_interleave false, which is not supported: Megatron-core rotates neighbouring"
+                    " channels."
+                )
+            ]
+        )
     return {
         "multi_latent_attention": True,
         "q_lora_rank": hf.get("q_lora_rank"),
@@ -213,7 +266,14 @@ def _experts(hf: dict, family: Family, flags: ModelConfig) -> dict:
     """Mixture of experts, in Qwen's words (num_experts) or DeepSeek's (n_routed_experts); {} for a dense model."""
     if family.router == "softmax":
         if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
-            raise ConfigError(["config.json has layers without experts (mlp_only_layers, decoder_sparse_step), which is not supported for qwen3_moe."])
+            raise ConfigError(
+                [
+                    (
+                        "config.json has layers without experts (mlp_only_layers, decoder_sparse_step), which is not"
+                        " supported for qwen3_moe."
+                    )
+                ]
+            )
         return {
             "num_experts": hf.get("num_experts") or hf.get("num_local_experts"),
             "moe_layer_freq": f"[1]*{hf['num_hidden_layers']}",
@@ -228,7 +288,11 @@ def _experts(hf: dict, family: Family, flags: ModelConfig) -> dict:
     if not hf.get("n_routed_experts"):
         return {}
     _check_router(hf)
-    dense, layers, groups = min(hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]), hf["num_hidden_layers"], hf.get("n_group") or 1
+    dense, layers, groups = (
+        min(hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]),
+        hf["num_hidden_layers"],
+        hf.get("n_group") or 1,
+    )
     scale = hf.get("routed_scaling_factor") or 1.0
     return {
         "num_experts": hf["n_routed_experts"],
@@ -251,7 +315,21 @@ def _check_router(hf: dict) -> None:
     groups, chosen, topk = hf.get("n_group") or 1, hf.get("topk_group") or 1, hf["num_experts_per_tok"]
     if hf.get("scoring_func", "sigmoid") != "sigmoid" or not hf.get("norm_topk_prob", True) or topk < 2:
         found = {name: hf.get(name) for name in ("scoring_func", "norm_topk_prob", "num_experts_per_tok")}
-        raise ConfigError([f"config.json has {found}; supported are sigmoid scores of at least 2 experts a token, divided by their sum."])
+        raise ConfigError(
+            [
+                (
+                    f"config.json has {found}; supported are sigmoid scores of at least 2 experts a token, divided by"
+                    " their sum."
+                )
+            ]
+        )
     if groups > 1 and topk // chosen != 2:
         asked = f"num_experts_per_tok {topk}, topk_group {chosen}, n_group {groups}"
-        raise ConfigError([f"config.json has {asked}: groups are ranked by their best 2 experts, but Megatron-core ranks them by their best {topk // chosen}."])
+        raise ConfigError(
+            [
+                (
+                    f"config.json has {asked}: groups are ranked by their best 2 experts, but Megatron-core ranks"
+                    f" them by their best {topk // chosen}."
+                )
+            ]
+        )

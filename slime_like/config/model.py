@@ -12,7 +12,10 @@ __all__ = ["ModelConfig", "ParallelConfig", "parse_layer_pattern"]
 
 
 def parse_layer_pattern(text: str, num_layers: int) -> list[bool]:
-    """Megatron's layer pattern: "2" (layers 0, 2, 4 …) or a list of 0 and 1 written as [0]*3+[1]*75, [0,0,1]. Raises ValueError."""
+    """Megatron's layer pattern: "2" (layers 0, 2, 4 …) or a list of 0 and 1 written as [0]*3+[1]*75, [0,0,1].
+
+    Raises ValueError.
+    """
     text = text.strip(" '\"").replace(" ", "")
     if text.isdigit():
         every = int(text)
@@ -20,7 +23,9 @@ def parse_layer_pattern(text: str, num_layers: int) -> list[bool]:
             raise ValueError(f"{text!r}: must be at least 1")
         return [layer % every == 0 for layer in range(num_layers)]
     pattern: list[bool] = []
-    for part in re.split(r"\+(?=\()|\+(?=\[)", text.strip("()") if text.startswith("([") and text.count("(") == 1 else text):
+    for part in re.split(
+        r"\+(?=\()|\+(?=\[)", text.strip("()") if text.startswith("([") and text.count("(") == 1 else text
+    ):
         match = re.fullmatch(r"\(?\[((?:[01],?)+)\](?:\*(\d+))?\)?", part)
         if not match:
             raise ValueError(f"{text!r}: {part!r} is no list of 0 and 1, like [0]*3+[1]*75")
@@ -32,7 +37,16 @@ def parse_layer_pattern(text: str, num_layers: int) -> list[bool]:
 
 #: Sizes that only multi-latent attention has.
 _LATENT = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    *(
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rotary_scaling_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
     *("original_max_position_embeddings", "beta_fast", "beta_slow"),
 )
 
@@ -45,13 +59,21 @@ class ModelConfig:
     hidden_size: int = flag(0, help="Width of the residual stream.")
     ffn_hidden_size: int | None = flag(None, help="Width inside the MLP. Default: 4 x hidden size.")
     num_attention_heads: int = flag(0, help="Query heads.")
-    group_query_attention: bool = flag(False, help="Use --num-query-groups key/value heads instead of one per query head.")
+    group_query_attention: bool = flag(
+        False, help="Use --num-query-groups key/value heads instead of one per query head."
+    )
     num_query_groups: int | None = flag(None, help="Key/value heads, with --group-query-attention.")
     kv_channels: int | None = flag(None, help="Size of one head. Default: hidden size / heads.")
     vocab_size: int = flag(0, help="Rows of the embedding in the HF checkpoint.")
-    make_vocab_size_divisible_by: int = flag(1, help="Pad the embedding to a multiple of this times the tensor parallel size.")
-    max_position_embeddings: int | None = flag(None, help="Longest sequence the model takes. Default: from the HF checkpoint, else 32768.")
-    normalization: str = flag("LayerNorm", choices=("RMSNorm", "LayerNorm"), help="Norm of every layer; the supported families use RMSNorm.")
+    make_vocab_size_divisible_by: int = flag(
+        1, help="Pad the embedding to a multiple of this times the tensor parallel size."
+    )
+    max_position_embeddings: int | None = flag(
+        None, help="Longest sequence the model takes. Default: from the HF checkpoint, else 32768."
+    )
+    normalization: str = flag(
+        "LayerNorm", choices=("RMSNorm", "LayerNorm"), help="Norm of every layer; the supported families use RMSNorm."
+    )
     norm_epsilon: float = flag(1e-5, help="Epsilon of the norms.")
     swiglu: bool = flag(False, help="Gated MLP with SiLU.")
     disable_bias_linear: bool = flag(False, help="No bias in the linear layers.")
@@ -89,26 +111,40 @@ class ModelConfig:
     mscale: float = flag(1.0, help="Yarn attention scale.")
     mscale_all_dim: float = flag(0.0, help="Yarn attention scale on all channels.")
     original_max_position_embeddings: int = flag(4096, help="Longest sequence before yarn stretched the positions.")
-    beta_fast: float = flag(32.0, help="Yarn: channels that turn more often than this over the original length are left as they are.")
-    beta_slow: float = flag(1.0, help="Yarn: channels that turn less often than this are stretched by the whole factor.")
+    beta_fast: float = flag(
+        32.0, help="Yarn: channels that turn more often than this over the original length are left as they are."
+    )
+    beta_slow: float = flag(
+        1.0, help="Yarn: channels that turn less often than this are stretched by the whole factor."
+    )
     num_experts: int = flag(0, help="Experts of each mixture-of-experts layer. 0: the model is dense.")
     moe_layer_freq: str = flag("1", help="Which layers have experts: N (every Nth), or a list such as [0]*3+[1]*75.")
     moe_ffn_hidden_size: int | None = flag(None, help="Width inside one expert. Default: --ffn-hidden-size.")
-    moe_shared_expert_intermediate_size: int | None = flag(None, help="Width of all shared experts together; without it there are none.")
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, help="Width of all shared experts together; without it there are none."
+    )
     moe_shared_expert_gate: bool = flag(False, help="Gate on the shared expert's output.")
     moe_router_topk: int = flag(2, help="Experts per token.")
-    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), help="How router logits become scores.")
+    moe_router_score_function: str = flag(
+        "softmax", choices=("softmax", "sigmoid"), help="How router logits become scores."
+    )
     moe_router_pre_softmax: bool = flag(False, help="Softmax before the top k instead of after.")
     moe_router_enable_expert_bias: bool = flag(False, help="A bias per expert for choosing, without auxiliary loss.")
     moe_router_bias_update_rate: float = flag(1e-3, help="Step of that bias.")
-    moe_router_load_balancing_type: str = flag("aux_loss", choices=("none", "aux_loss", "seq_aux_loss"), help="Balancing of the experts.")
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss", choices=("none", "aux_loss", "seq_aux_loss"), help="Balancing of the experts."
+    )
     moe_aux_loss_coeff: float = flag(0.0, help="Weight of the auxiliary loss.")
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), help="Precision of the router.")
     moe_router_topk_scaling_factor: float | None = flag(None, help="Factor on the chosen scores.")
     moe_router_num_groups: int | None = flag(None, help="Groups of experts, for group-limited routing.")
     moe_router_group_topk: int | None = flag(None, help="Groups a token may go to.")
-    moe_token_dispatcher_type: str = flag("alltoall", choices=("allgather", "alltoall", "flex"), help="How tokens reach their experts.")
-    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), help="Which tokens a full expert drops; experts have no limit here.")
+    moe_token_dispatcher_type: str = flag(
+        "alltoall", choices=("allgather", "alltoall", "flex"), help="How tokens reach their experts."
+    )
+    moe_token_drop_policy: str = flag(
+        "probs", choices=("probs", "position"), help="Which tokens a full expert drops; experts have no limit here."
+    )
     moe_grouped_gemm: bool = flag(False, help="One kernel for all experts of a GPU.")
     moe_permute_fusion: bool = flag(False, help="Fused token permutation.")
     moe_enable_deepep: bool = flag(False, help="DeepEP communication, with the flex dispatcher.")
@@ -129,7 +165,9 @@ class ModelConfig:
     @property
     def num_kv_heads(self) -> int:
         """Key/value heads, whether grouped or not."""
-        return self.num_query_groups if self.group_query_attention and self.num_query_groups else self.num_attention_heads
+        return (
+            self.num_query_groups if self.group_query_attention and self.num_query_groups else self.num_attention_heads
+        )
 
     @property
     def head_size(self) -> int:
@@ -157,25 +195,38 @@ class ModelConfig:
         for name in ("hidden_size", "num_attention_heads", "vocab_size"):
             if not getattr(self, name):
                 found.append(
-                    f"the architecture is incomplete: --{name.replace('_', '-')} is missing. Fix: give it, or leave out --num-layers and give --hf-checkpoint."
+                    f"the architecture is incomplete: --{name.replace('_', '-')} is missing. Fix: give it, or leave out"
+                    " --num-layers and give --hf-checkpoint."
                 )
         if found:
             return found
         if self.group_query_attention and not self.num_query_groups:
             found.append("--group-query-attention needs --num-query-groups.")
         elif self.num_attention_heads % self.num_kv_heads:
-            found.append(f"{self.num_attention_heads} heads do not divide into {self.num_kv_heads} groups: --num-attention-heads, --num-query-groups.")
+            found.append(
+                f"{self.num_attention_heads} heads do not divide into {self.num_kv_heads} groups:"
+                " --num-attention-heads, --num-query-groups."
+            )
         if not self.kv_channels and self.hidden_size % self.num_attention_heads:
-            found.append(f"hidden size {self.hidden_size} is not a multiple of {self.num_attention_heads} heads. Fix: give --kv-channels.")
+            found.append(
+                f"hidden size {self.hidden_size} is not a multiple of {self.num_attention_heads} heads. Fix: give"
+                " --kv-channels."
+            )
         for name in ("attention_dropout", "hidden_dropout"):
             if getattr(self, name):
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)} is not supported: a policy's log-probs must be reproducible. Fix: 0.")
+                found.append(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is not supported: a policy's log-probs must be"
+                    " reproducible. Fix: 0."
+                )
         if not self.swiglu:
             found.append("only gated SiLU models are supported (Qwen2, Qwen3, Llama). Fix: --swiglu.")
         if self.normalization != "RMSNorm":
             found.append("only RMSNorm models are supported (Qwen2, Qwen3, Llama). Fix: --normalization RMSNorm.")
         if not self.disable_bias_linear:
-            found.append("only models without linear biases are supported. Fix: --disable-bias-linear (and --add-qkv-bias for Qwen2).")
+            found.append(
+                "only models without linear biases are supported. Fix: --disable-bias-linear (and --add-qkv-bias for"
+                " Qwen2)."
+            )
         if not self.use_rotary_position_embeddings:
             found.append("--no-use-rotary-position-embeddings: the supported families all use rope.")
         if not 0 < self.rotary_percent <= 1.0:
@@ -186,30 +237,62 @@ class ModelConfig:
         if self.multi_latent_attention and self.group_query_attention:
             found.append("--multi-latent-attention and --group-query-attention exclude each other. Fix: drop one.")
         for needed, given, names in (
-            ("--num-experts", self.num_experts, [field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")]),
+            (
+                "--num-experts",
+                self.num_experts,
+                [field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")],
+            ),
             ("--multi-latent-attention", self.multi_latent_attention, _LATENT),
         ):
-            idle = [] if given else [name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default]
-            found += [f"--{name.replace('_', '-')} {getattr(self, name)} does nothing without {needed}. Fix: add it, or drop this." for name in idle]
+            idle = (
+                []
+                if given
+                else [name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default]
+            )
+            found += [
+                f"--{name.replace('_', '-')} {getattr(self, name)} does nothing without {needed}. Fix: add it, or drop"
+                " this."
+                for name in idle
+            ]
         return found + (self._expert_problems() if self.num_experts else [])
 
     def _expert_problems(self) -> list[str]:
         found = []
-        if self.moe_router_bias_update_rate not in (0, ModelConfig.moe_router_bias_update_rate) and not self.moe_router_enable_expert_bias:
+        if (
+            self.moe_router_bias_update_rate not in (0, ModelConfig.moe_router_bias_update_rate)
+            and not self.moe_router_enable_expert_bias
+        ):
             rate = self.moe_router_bias_update_rate
-            found.append(f"--moe-router-bias-update-rate {rate} does nothing without --moe-router-enable-expert-bias. Fix: add it, or drop this.")
+            found.append(
+                f"--moe-router-bias-update-rate {rate} does nothing without --moe-router-enable-expert-bias. Fix: add"
+                " it, or drop this."
+            )
         if not 0 < self.moe_router_topk <= self.num_experts:
-            found.append(f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts {self.num_experts}.")
-        if self.moe_router_topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
-            found.append("--moe-router-topk 1: a softmax over one chosen expert is always 1, so the router would not learn. Fix: --moe-router-pre-softmax.")
+            found.append(
+                f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts {self.num_experts}."
+            )
+        if (
+            self.moe_router_topk == 1
+            and self.moe_router_score_function == "softmax"
+            and not self.moe_router_pre_softmax
+        ):
+            found.append(
+                "--moe-router-topk 1: a softmax over one chosen expert is always 1, so the router would not learn. Fix:"
+                " --moe-router-pre-softmax."
+            )
         try:
             self.expert_layers  # noqa: B018  (raises)
         except ValueError as error:
             found.append(f"--moe-layer-freq {error}.")
         if self.moe_enable_deepep and self.moe_token_dispatcher_type != "flex":
-            found.append(f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, not {self.moe_token_dispatcher_type}.")
-        if self.moe_router_num_groups and (self.num_experts % self.moe_router_num_groups or not self.moe_router_group_topk):
             found.append(
-                f"--moe-router-num-groups {self.moe_router_num_groups}: must divide --num-experts {self.num_experts} and needs --moe-router-group-topk."
+                f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, not {self.moe_token_dispatcher_type}."
+            )
+        if self.moe_router_num_groups and (
+            self.num_experts % self.moe_router_num_groups or not self.moe_router_group_topk
+        ):
+            found.append(
+                f"--moe-router-num-groups {self.moe_router_num_groups}: must divide --num-experts {self.num_experts}"
+                " and needs --moe-router-group-topk."
             )
         return found

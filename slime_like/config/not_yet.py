@@ -1,4 +1,4 @@
-"""What the plan knows, but a real run cannot do yet: one place, so that nothing is accepted and then quietly left out."""
+"""What the plan knows, but a real run cannot do yet: in one place, so that nothing is accepted and then left out."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ _PLAN_ONLY = "a real run cannot do it yet, only --plan"
 def model_not_yet(model: ModelConfig) -> list[str]:
     """Architectures that the trainer does not build."""
     found = {
-        f"an architecture of no known family ({', '.join(FAMILIES)}): norms, biases, rope, attention or router flags that do not belong together": family_of(
-            model
-        )
-        is None,
+        f"an architecture of no known family ({', '.join(FAMILIES)}): norms, biases, rope, attention or router flags"
+        " that do not belong together": (family_of(model) is None),
         # A pack is one sequence to Megatron's router, so this would be the loss of aux_loss under another name.
-        "--moe-router-load-balancing-type seq_aux_loss": model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff != 0,
+        "--moe-router-load-balancing-type seq_aux_loss": (
+            model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff != 0
+        ),
     }
     return [f"{what}: {_PLAN_ONLY}." for what, given in found.items() if given]
 
 
 def engine_not_yet(model: ModelConfig) -> list[str]:
     """Architectures that engines do not build as the trainer does."""
-    # SGLang (0.5.23) gives these an output layer of their own, which nothing would ever fill (models/qwen3_moe.py, glm4_moe.py).
+    # SGLang (0.5.23) gives these an output layer of their own, which nothing would ever fill (models/qwen3_moe.py,
+    # glm4_moe.py).
     family = family_of(model)
     if family and not FAMILIES[family].is_tied_by_engines and not model.untie_embeddings_and_output_weights:
-        return ["tied embeddings in a mixture of experts of this family: SGLang does not tie them. Fix: a checkpoint with an output layer of its own."]
+        return [
+            (
+                "tied embeddings in a mixture of experts of this family: SGLang does not tie them. Fix: a"
+                " checkpoint with an output layer of its own."
+            )
+        ]
     return []
 
 

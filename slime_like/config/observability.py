@@ -19,12 +19,19 @@ class ObservabilityConfig:
     log_level: str | None = flag(
         None,
         choices=LOG_LEVELS,
-        help="Least level of what our own loggers write, in the driver and in every process of the run; receivers, the router and engines "
-        "(unless --sglang-log-level) are started with it too. Default: warning; of receivers and engines info.",
+        help=(
+            "Least level of what our own loggers write, in the driver and in every process of the run; receivers, the"
+            " router and engines (unless --sglang-log-level) are started with it too. Default: warning; of receivers"
+            " and engines info."
+        ),
     )
     use_tensorboard: bool = flag(True, help="Write TensorBoard event files into the run directory.")
-    save_debug_rollout_data: str | None = flag(None, help="Write each rollout's samples to this path; '{rollout_id}' is replaced.")
-    load_debug_rollout_data: str | None = flag(None, help="Train on samples saved with --save-debug-rollout-data instead of generating.")
+    save_debug_rollout_data: str | None = flag(
+        None, help="Write each rollout's samples to this path; '{rollout_id}' is replaced."
+    )
+    load_debug_rollout_data: str | None = flag(
+        None, help="Train on samples saved with --save-debug-rollout-data instead of generating."
+    )
 
     def problems(self) -> list[str]:
         """What is impossible about debugging."""

@@ -14,12 +14,16 @@ class OptimizerConfig:
     train_backend: str = flag("megatron", choices=("megatron",), help="What trains.")
     optimizer: str = flag("adam", choices=("adam",), help="AdamW with decoupled weight decay.")
     lr: float = flag(1e-6, help="Peak learning rate.")
-    critic_lr: float | None = flag(None, help="Peak learning rate of the critic, with --advantage-estimator ppo. Default: --lr.")
+    critic_lr: float | None = flag(
+        None, help="Peak learning rate of the critic, with --advantage-estimator ppo. Default: --lr."
+    )
     min_lr: float = flag(0.0, help="Floor of the learning rate.")
     lr_decay_style: str = flag("constant", choices=("constant", "linear", "cosine"), help="Shape after the warm-up.")
     lr_decay_iters: int | None = flag(None, help="Optimizer steps until --min-lr. Default: the whole run.")
     lr_warmup_iters: int = flag(0, help="Optimizer steps of linear warm-up.")
-    lr_warmup_fraction: float | None = flag(None, help="Warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters.")
+    lr_warmup_fraction: float | None = flag(
+        None, help="Warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters."
+    )
     weight_decay: float = flag(0.01, help="Decoupled weight decay (not on norms and biases).")
     adam_beta1: float = flag(0.9, help="First moment.")
     adam_beta2: float = flag(0.999, help="Second moment.")
@@ -27,9 +31,15 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, help="Largest gradient norm; 0 switches clipping off.")
     bf16: bool | None = flag(None, help="Train in bf16. Default: on a host with CUDA yes, on a CPU host no (fp32).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Keep and reduce gradients in fp32.")
-    optimizer_cpu_offload: bool = flag(False, help="Keep optimizer state and master weights in the host's memory, and step there.")
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, help="Copy gradients and weights while the host steps; with --optimizer-cpu-offload.")
-    use_precision_aware_optimizer: bool = flag(False, help="TransformerEngine's Adam, which keeps each state in a precision of its own.")
+    optimizer_cpu_offload: bool = flag(
+        False, help="Keep optimizer state and master weights in the host's memory, and step there."
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False, help="Copy gradients and weights while the host steps; with --optimizer-cpu-offload."
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False, help="TransformerEngine's Adam, which keeps each state in a precision of its own."
+    )
 
     def problems(self) -> list[str]:
         """What is impossible about the optimizer."""
@@ -45,7 +55,9 @@ class OptimizerConfig:
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             found.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other.")
         if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            found.append(f"--lr-warmup-iters {self.lr_warmup_iters} does not end before --lr-decay-iters {self.lr_decay_iters}.")
+            found.append(
+                f"--lr-warmup-iters {self.lr_warmup_iters} does not end before --lr-decay-iters {self.lr_decay_iters}."
+            )
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be in [0, 1).")

@@ -69,26 +69,48 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, help="GPUs that share each layer's matrices.")
     pipeline_model_parallel_size: int = flag(1, help="GPUs that share the layers.")
-    decoder_first_pipeline_num_layers: int | None = flag(None, help="Layers of the first pipeline stage. Default: as many as the others have.")
-    decoder_last_pipeline_num_layers: int | None = flag(None, help="Layers of the last pipeline stage. Default: as many as the others have.")
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, help="Interleaved pipeline: cut each stage's layers into this many chunks, which are dealt out in turn; shorter bubbles, more messages."
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, help="Layers of the first pipeline stage. Default: as many as the others have."
     )
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, help="Interleaved pipeline: layers of a chunk, instead of the number of chunks.")
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, help="Layers of the last pipeline stage. Default: as many as the others have."
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None,
+        help=(
+            "Interleaved pipeline: cut each stage's layers into this many chunks, which are dealt out in turn; shorter"
+            " bubbles, more messages."
+        ),
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, help="Interleaved pipeline: layers of a chunk, instead of the number of chunks."
+    )
     context_parallel_size: int = flag(1, help="GPUs that share one sequence.")
     expert_model_parallel_size: int = flag(1, help="GPUs that share the experts.")
-    expert_tensor_parallel_size: int | None = flag(None, help="Tensor parallel size inside the experts. Default: --tensor-model-parallel-size.")
+    expert_tensor_parallel_size: int | None = flag(
+        None, help="Tensor parallel size inside the experts. Default: --tensor-model-parallel-size."
+    )
     sequence_parallel: bool = flag(False, help="Split activations over the tensor parallel GPUs between the matrices.")
     use_distributed_optimizer: bool = flag(True, help="Split optimizer state over data parallel ranks.")
     overlap_grad_reduce: bool = flag(False, help="Reduce gradients while the backward pass still runs.")
-    overlap_param_gather: bool = flag(False, help="Gather weights while the forward pass already runs; with --overlap-grad-reduce.")
-    recompute_granularity: str | None = flag(
-        None, choices=("full", "selective"), help="Compute activations again in the backward pass: of whole layers, or of attention only."
+    overlap_param_gather: bool = flag(
+        False, help="Gather weights while the forward pass already runs; with --overlap-grad-reduce."
     )
-    recompute_method: str | None = flag(None, choices=("uniform", "block"), help="With full: all layers in chunks, or only the first of each stage.")
-    recompute_num_layers: int | None = flag(None, help="With full: layers of a chunk (uniform), or layers recomputed per stage (block).")
+    recompute_granularity: str | None = flag(
+        None,
+        choices=("full", "selective"),
+        help="Compute activations again in the backward pass: of whole layers, or of attention only.",
+    )
+    recompute_method: str | None = flag(
+        None, choices=("uniform", "block"), help="With full: all layers in chunks, or only the first of each stage."
+    )
+    recompute_num_layers: int | None = flag(
+        None, help="With full: layers of a chunk (uniform), or layers recomputed per stage (block)."
+    )
     distributed_timeout_minutes: int = flag(10, help="Deadline of a collective.")
-    train_timeout_s: float = flag(3600.0, help="Deadline for the trainer to answer: training on one rollout, or saving, in seconds.")
+    train_timeout_s: float = flag(
+        3600.0, help="Deadline for the trainer to answer: training on one rollout, or saving, in seconds."
+    )
 
     @property
     def model_parallel_size(self) -> int:
@@ -108,8 +130,8 @@ class ParallelConfig:
     def layers_per_stage(self, num_layers: int) -> list[int]:
         """Layers of each pipeline stage; the sum is num_layers. Raises ValueError if they cannot be dealt out.
 
-        Megatron's rule (transformer_block.get_num_layers_to_build): what the first and last stage do not take by their flags
-        is dealt out evenly to the other stages.
+        Megatron's rule (transformer_block.get_num_layers_to_build): what the first and last stage do not take by their
+        flags is dealt out evenly to the other stages.
         Example: 61 layers, 4 stages, 13 in the last -> [16, 16, 16, 13].
         """
         stages = self.pipeline_model_parallel_size
@@ -130,10 +152,13 @@ class ParallelConfig:
         if left < middle or left % max(middle, 1) or (not middle and left):
             if first is None and last is None:
                 raise ValueError(
-                    f"{num_layers} layers do not divide by {flags}. Fix: another size, or give the last stage fewer or more layers with "
-                    "--decoder-last-pipeline-num-layers"
+                    f"{num_layers} layers do not divide by {flags}. Fix: another size, or give the last stage fewer or"
+                    " more layers with --decoder-last-pipeline-num-layers"
                 )
-            raise ValueError(f"{num_layers} layers leave {left} for {middle} stages between the given ones, which is not an equal number each: {flags}")
+            raise ValueError(
+                f"{num_layers} layers leave {left} for {middle} stages between the given ones, which is not an equal"
+                f" number each: {flags}"
+            )
         even = left // middle if middle else 0
         counts = [even] * stages
         if first is not None:
@@ -143,8 +168,9 @@ class ParallelConfig:
         return counts
 
     def virtual_pipeline_size(self, num_layers: int) -> int | None:
-        """Chunks of layers on each pipeline stage; None if the pipeline is not interleaved. Raises ValueError if a stage does not divide.
+        """Chunks of layers on each pipeline stage; None if the pipeline is not interleaved.
 
+        Raises ValueError if a stage does not divide.
         Megatron's rule (TransformerConfig): every stage's layers divide into the same number of chunks.
         """
         given, layers = self.num_virtual_stages_per_pipeline_rank, self.num_layers_per_virtual_pipeline_stage
@@ -154,18 +180,24 @@ class ParallelConfig:
         if layers is not None:
             flag_text = f"--num-layers-per-virtual-pipeline-stage {layers}"
             if len(set(counts)) > 1:
-                raise ValueError(f"{flag_text} needs as many layers on every stage, not {counts}. Fix: --num-virtual-stages-per-pipeline-rank")
+                raise ValueError(
+                    f"{flag_text} needs as many layers on every stage, not {counts}. Fix:"
+                    " --num-virtual-stages-per-pipeline-rank"
+                )
             if counts[0] % layers:
                 raise ValueError(f"{flag_text} does not divide a stage's {counts[0]} layers")
             return counts[0] // layers if counts[0] > layers else None
         assert given is not None, "one of the two flags is given"
         if any(count % given for count in counts):
-            raise ValueError(f"--num-virtual-stages-per-pipeline-rank {given} does not divide every stage's layers: {counts}")
+            raise ValueError(
+                f"--num-virtual-stages-per-pipeline-rank {given} does not divide every stage's layers: {counts}"
+            )
         return given
 
     def chunks_of_stage(self, num_layers: int, stage: int) -> list[range]:
-        """The whole model's numbers of the layers in each chunk of a pipeline stage. Raises ValueError if they cannot be dealt out.
+        """The whole model's numbers of the layers in each chunk of a pipeline stage.
 
+        Raises ValueError if they cannot be dealt out.
         Chunk c of all stages lies before chunk c + 1 of any (arXiv:2104.04473, sec. 2.2).
         Example: 8 layers, 2 stages, 2 chunks, stage 1 -> [range(2, 4), range(6, 8)].
         """
@@ -187,12 +219,19 @@ class ParallelConfig:
         found += self._interleaving_problems()
         if found or not model.is_known:
             return found
-        for what, count in (("query heads", model.num_attention_heads), ("key/value heads", model.num_kv_heads), ("MLP channels", model.mlp_size)):
+        for what, count in (
+            ("query heads", model.num_attention_heads),
+            ("key/value heads", model.num_kv_heads),
+            ("MLP channels", model.mlp_size),
+        ):
             if count % tensor:
                 found.append(f"{count} {what} do not divide by --tensor-model-parallel-size {tensor}.")
         if model.multi_latent_attention and tensor > 1 and not self.sequence_parallel:
-            # Without it Megatron (0.16.1) leaves the gradient of the key channels that all heads share unsummed over the ranks.
-            found.append("--multi-latent-attention with --tensor-model-parallel-size above 1 needs --sequence-parallel.")
+            # Without it Megatron (0.16.1) leaves the gradient of the key channels that all heads share unsummed over
+            # the ranks.
+            found.append(
+                "--multi-latent-attention with --tensor-model-parallel-size above 1 needs --sequence-parallel."
+            )
         try:
             self.chunks_of_stage(model.num_layers, 0)
         except ValueError as error:
@@ -201,7 +240,9 @@ class ParallelConfig:
 
     def _interleaving_problems(self) -> list[str]:
         names = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-        given = [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in names if getattr(self, name) is not None]
+        given = [
+            f"--{name.replace('_', '-')} {getattr(self, name)}" for name in names if getattr(self, name) is not None
+        ]
         if len(given) > 1:
             return [f"{' and '.join(given)} say the same in two ways. Fix: one of them."]
         if given and self.pipeline_model_parallel_size == 1:
@@ -210,16 +251,33 @@ class ParallelConfig:
 
     def _recompute_problems(self) -> list[str]:
         if self.recompute_granularity == "full" and not (self.recompute_method and self.recompute_num_layers):
-            return ["--recompute-granularity full needs --recompute-method and --recompute-num-layers. Fix: uniform and 1 save the most memory."]
+            return [
+                (
+                    "--recompute-granularity full needs --recompute-method and --recompute-num-layers. Fix: uniform"
+                    " and 1 save the most memory."
+                )
+            ]
         if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
-            return ["--recompute-method and --recompute-num-layers are for --recompute-granularity full. Fix: give that, or drop them."]
+            return [
+                (
+                    "--recompute-method and --recompute-num-layers are for --recompute-granularity full. Fix: give"
+                    " that, or drop them."
+                )
+            ]
         return []
 
     def _expert_problems(self, model: Architecture) -> list[str]:
         experts, size = model.num_experts, self.expert_model_parallel_size
         if not experts:
-            sizes = {"--expert-model-parallel-size": size, "--expert-tensor-parallel-size": self.expert_tensor_parallel_size or 1}
-            return [f"{name} {given} needs a model with experts (--num-experts). Fix: 1." for name, given in sizes.items() if given > 1]
+            sizes = {
+                "--expert-model-parallel-size": size,
+                "--expert-tensor-parallel-size": self.expert_tensor_parallel_size or 1,
+            }
+            return [
+                f"{name} {given} needs a model with experts (--num-experts). Fix: 1."
+                for name, given in sizes.items()
+                if given > 1
+            ]
         found = []
         if experts % size:
             found.append(f"{experts} experts do not divide by --expert-model-parallel-size {size}.")
@@ -229,16 +287,25 @@ class ParallelConfig:
         ):
             tensor = self.tensor_model_parallel_size if "shared" in flag_name else self.expert_tp_size
             if channels % tensor:
-                found.append(f"{flag_name} {channels} does not divide by the tensor parallel size {tensor} of the experts.")
+                found.append(
+                    f"{flag_name} {channels} does not divide by the tensor parallel size {tensor} of the experts."
+                )
         if size == 1 and self.expert_tp_size < self.tensor_model_parallel_size:
-            # 0.16.1 then keeps the experts in the dense gradient buffers (ColumnParallelLinear's `allreduce`), which are summed over other ranks.
+            # 0.16.1 then keeps the experts in the dense gradient buffers (ColumnParallelLinear's `allreduce`), which
+            # are summed over other ranks.
             found.append(
-                f"--expert-tensor-parallel-size {self.expert_tp_size} below --tensor-model-parallel-size {self.tensor_model_parallel_size} needs "
-                "--expert-model-parallel-size above 1: without it Megatron does not sum the experts' gradients over the ranks that hold them, "
-                "and trains wrongly without a word. Fix: --expert-model-parallel-size 2, or the same size for both."
+                f"--expert-tensor-parallel-size {self.expert_tp_size} below --tensor-model-parallel-size"
+                f" {self.tensor_model_parallel_size} needs --expert-model-parallel-size above 1: without it Megatron"
+                " does not sum the experts' gradients over the ranks that hold them, and trains wrongly without a"
+                " word. Fix: --expert-model-parallel-size 2, or the same size for both."
             )
         if self.expert_tp_size > 1 and self.tensor_model_parallel_size == 1:
-            found.append(f"--expert-tensor-parallel-size {self.expert_tp_size} needs --tensor-model-parallel-size above 1.")
+            found.append(
+                f"--expert-tensor-parallel-size {self.expert_tp_size} needs --tensor-model-parallel-size above 1."
+            )
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
-            found.append("experts with --tensor-model-parallel-size above 1 need --sequence-parallel (Megatron refuses it otherwise).")
+            found.append(
+                "experts with --tensor-model-parallel-size above 1 need --sequence-parallel (Megatron refuses it"
+                " otherwise)."
+            )
         return found

@@ -17,35 +17,60 @@ class PlacementConfig:
 
     actor_num_nodes: int = flag(1, help="Nodes of the trainer.")
     actor_num_gpus_per_node: int = flag(8, help="GPUs of the trainer on each node.")
-    critic_num_nodes: int | None = flag(None, help="Nodes of the critic, with --advantage-estimator ppo. Default: the actor's.")
+    critic_num_nodes: int | None = flag(
+        None, help="Nodes of the critic, with --advantage-estimator ppo. Default: the actor's."
+    )
     critic_num_gpus_per_node: int | None = flag(None, help="GPUs of the critic on each node. Default: the actor's.")
     ref_num_nodes: int | None = flag(None, help="Nodes of the reference model. Default: the actor's.")
-    ref_num_gpus_per_node: int | None = flag(None, help="GPUs of the reference model on each node. Default: the actor's.")
+    ref_num_gpus_per_node: int | None = flag(
+        None, help="GPUs of the reference model on each node. Default: the actor's."
+    )
     reward_num_nodes: int | None = flag(None, help="Nodes of a reward model, with --reward-load. Default: the actor's.")
-    reward_num_gpus_per_node: int | None = flag(None, help="GPUs of the reward model on each node. Default: the actor's.")
-    colocate_policy_ref: bool = flag(True, help="Reference model swapped into the actor's processes; --no-colocate-policy-ref gives it GPUs of its own.")
+    reward_num_gpus_per_node: int | None = flag(
+        None, help="GPUs of the reward model on each node. Default: the actor's."
+    )
+    colocate_policy_ref: bool = flag(
+        True,
+        help="Reference model swapped into the actor's processes; --no-colocate-policy-ref gives it GPUs of its own.",
+    )
     colocate_critic_reward: bool = flag(False, help="Critic and reward model share GPUs.")
     colocate_training: bool = flag(False, help="Policy, critic, reference and reward model all share the same GPUs.")
-    rollout_num_gpus: int | None = flag(None, help="GPUs of all engines. With --colocate: the trainer's by default. With --rollout-external: derived.")
+    rollout_num_gpus: int | None = flag(
+        None, help="GPUs of all engines. With --colocate: the trainer's by default. With --rollout-external: derived."
+    )
     rollout_num_gpus_per_engine: int = flag(1, help="GPUs of one engine: its tensor x pipeline parallel size.")
     num_gpus_per_node: int | None = flag(None, help="GPUs of a machine. Default: --actor-num-gpus-per-node, at most 8.")
     colocate: bool = flag(False, help="Engines share the trainer's GPUs and take turns.")
-    offload_rollout: bool | None = flag(None, help="Engines give their memory back while training. Default: with --colocate.")
-    rollout_external: bool = flag(False, help="Use engines that already run, at --rollout-external-engine-addrs; no GPU is reserved for them.")
+    offload_rollout: bool | None = flag(
+        None, help="Engines give their memory back while training. Default: with --colocate."
+    )
+    rollout_external: bool = flag(
+        False, help="Use engines that already run, at --rollout-external-engine-addrs; no GPU is reserved for them."
+    )
     rollout_external_engine_addrs: list[str] | None = flag(None, help="host:port or URL of each running engine.")
     rollout_external_api_key_env: str = flag(
-        "SLIME_LIKE_ENGINE_API_KEY", help="Environment variable that holds the external engines' API key, if they have one."
+        "SLIME_LIKE_ENGINE_API_KEY",
+        help="Environment variable that holds the external engines' API key, if they have one.",
     )
     rollout_external_receiver_addrs: list[str] | None = flag(
-        None, help="With --update-weight-mode delta: host:port or URL of the receiver beside each external engine, in the same order; one may serve several."
+        None,
+        help=(
+            "With --update-weight-mode delta: host:port or URL of the receiver beside each external engine, in the same"
+            " order; one may serve several."
+        ),
     )
-    rollout_external_receiver_api_key_env: str = flag("SLIME_LIKE_RECEIVER_API_KEY", help="Environment variable that holds those receivers' key.")
+    rollout_external_receiver_api_key_env: str = flag(
+        "SLIME_LIKE_RECEIVER_API_KEY", help="Environment variable that holds those receivers' key."
+    )
     debug_rollout_only: bool = flag(False, help="Generate and score only: no trainer, no weight sync.")
     debug_train_only: bool = flag(False, help="Train only, on --load-debug-rollout-data: no engines.")
     placement_timeout: float = flag(300.0, help="Deadline for getting the GPUs, in seconds.")
     gpu_memory_gib: float | None = flag(None, help="Memory of one GPU, for the plan's verdict, in GiB.")
     plan_bandwidth: list[str] | None = flag(
-        None, help="name=GB/s for the plan's bound on a weight sync; names: " + ", ".join(BANDWIDTHS) + ". Default: H100-class hosts."
+        None,
+        help="name=GB/s for the plan's bound on a weight sync; names: "
+        + ", ".join(BANDWIDTHS)
+        + ". Default: H100-class hosts.",
     )
 
     @property
@@ -75,7 +100,9 @@ class PlacementConfig:
     def problems(self) -> list[str]:
         """What is impossible about the flags by themselves; planning/placement judges the sizes."""
         found = []
-        roles = [f"{role}_num_{what}" for role in ("actor", "critic", "ref", "reward") for what in ("nodes", "gpus_per_node")]
+        roles = [
+            f"{role}_num_{what}" for role in ("actor", "critic", "ref", "reward") for what in ("nodes", "gpus_per_node")
+        ]
         for name in (*roles, "rollout_num_gpus_per_engine", "num_gpus_per_node"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
@@ -91,9 +118,14 @@ class PlacementConfig:
             found.append("--rollout-external-engine-addrs needs --rollout-external.")
         if self.rollout_external:
             if not self.rollout_external_engine_addrs:
-                found.append("--rollout-external needs --rollout-external-engine-addrs: host:port of each running engine.")
+                found.append(
+                    "--rollout-external needs --rollout-external-engine-addrs: host:port of each running engine."
+                )
             if self.colocate:
-                found.append("--rollout-external and --colocate exclude each other: external engines hold GPUs of their own. Fix: drop one.")
+                found.append(
+                    "--rollout-external and --colocate exclude each other: external engines hold GPUs of their own."
+                    " Fix: drop one."
+                )
             if self.debug_rollout_only:
                 found.append("--rollout-external and --debug-rollout-only exclude each other. Fix: drop one.")
         for name in ("rollout_external_engine_addrs", "rollout_external_receiver_addrs"):
@@ -103,5 +135,7 @@ class PlacementConfig:
                 except ValueError as error:
                     found.append(f"--{name.replace('_', '-')}: {error}.")
         if self.offload_rollout and not self.colocate and not self.rollout_external:
-            found.append("--offload-rollout needs --colocate: engines on GPUs of their own have no one to give memory to.")
+            found.append(
+                "--offload-rollout needs --colocate: engines on GPUs of their own have no one to give memory to."
+            )
         return found

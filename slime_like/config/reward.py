@@ -17,17 +17,41 @@ class RewardConfig:
     """Rewards"""
 
     rm_type: str | None = flag(None, help=f"Built-in reward: {', '.join(REWARD_TYPES)}.")
-    custom_rm_path: str | None = flag(None, help="module.function(args, sample) -> float or dict, sync or async, instead of --rm-type.")
-    group_rm: bool = flag(False, help="--custom-rm-path gets all samples of a prompt at once, (args, samples), and gives a list of as many rewards.")
-    rm_url: str | None = flag(None, help='--rm-type remote_rm: gets {"prompt", "response", "label"} by POST, answers a number or an object (--reward-key).')
+    custom_rm_path: str | None = flag(
+        None, help="module.function(args, sample) -> float or dict, sync or async, instead of --rm-type."
+    )
+    group_rm: bool = flag(
+        False,
+        help=(
+            "--custom-rm-path gets all samples of a prompt at once, (args, samples), and gives a list of as many"
+            " rewards."
+        ),
+    )
+    rm_url: str | None = flag(
+        None,
+        help=(
+            '--rm-type remote_rm: gets {"prompt", "response", "label"} by POST, answers a number or an object'
+            " (--reward-key)."
+        ),
+    )
     rm_concurrency: int = flag(64, help="Most requests to --rm-url at a time.")
-    rm_retries: int = flag(5, help="Tries of a request to --rm-url that failed for a reason that may pass (connection, 5xx).")
+    rm_retries: int = flag(
+        5, help="Tries of a request to --rm-url that failed for a reason that may pass (connection, 5xx)."
+    )
     reward_key: str | None = flag(None, help="Key of the reward when the function, or --rm-url, gives a dict.")
     eval_reward_key: str | None = flag(None, help="The key in evaluations. Default: --reward-key.")
-    reward_timeout_s: float = flag(60.0, help="Deadline of scoring one sample (with --group-rm: one prompt's), in seconds.")
-    reward_model_weight: float = flag(1.0, help="Reward = the rule's (--rm-type or --custom-rm-path) + this x the model's (--reward-load).")
+    reward_timeout_s: float = flag(
+        60.0, help="Deadline of scoring one sample (with --group-rm: one prompt's), in seconds."
+    )
+    reward_model_weight: float = flag(
+        1.0, help="Reward = the rule's (--rm-type or --custom-rm-path) + this x the model's (--reward-load)."
+    )
     overlong_buffer_len: int | None = flag(
-        None, help="Punish responses by their length within the last so many tokens before --rollout-max-response-len (DAPO's soft overlong punishment)."
+        None,
+        help=(
+            "Punish responses by their length within the last so many tokens before --rollout-max-response-len (DAPO's"
+            " soft overlong punishment)."
+        ),
     )
     overlong_penalty_factor: float = flag(1.0, help="The punishment at the limit; it grows to it in proportion.")
     reward_batch_size: int = flag(16, help="Most samples in one forward pass of the reward model.")
@@ -44,9 +68,15 @@ class RewardConfig:
         if self.custom_rm_path and self.rm_type:
             found.append("--rm-type and --custom-rm-path exclude each other.")
         if self.rm_type and self.rm_type not in REWARD_TYPES:
-            found.append(f"--rm-type {self.rm_type} is unknown. Known: {', '.join(REWARD_TYPES)}; or --custom-rm-path module.function.")
+            found.append(
+                f"--rm-type {self.rm_type} is unknown. Known: {', '.join(REWARD_TYPES)}; or --custom-rm-path"
+                " module.function."
+            )
         if self.group_rm and not self.custom_rm_path:
-            found.append("--group-rm does nothing without --custom-rm-path: built-in rewards look at one sample. Fix: drop it, or give a function.")
+            found.append(
+                "--group-rm does nothing without --custom-rm-path: built-in rewards look at one sample. Fix: drop it,"
+                " or give a function."
+            )
         if self.rm_type == "remote_rm" and not self.rm_url:
             found.append("--rm-type remote_rm needs --rm-url, where the samples are sent to.")
         if self.rm_url and self.rm_type != "remote_rm":
@@ -55,9 +85,15 @@ class RewardConfig:
             found.append(f"--rm-url {self.rm_url}: is no http(s) URL.")
         for name in ("reward_key", "eval_reward_key"):
             if getattr(self, name) and not (self.custom_rm_path or self.rm_type == "remote_rm"):
-                found.append(f"--{name.replace('_', '-')} does nothing without --custom-rm-path or --rm-type remote_rm: other rewards are plain numbers.")
+                found.append(
+                    f"--{name.replace('_', '-')} does nothing without --custom-rm-path or --rm-type remote_rm: other"
+                    " rewards are plain numbers."
+                )
         if self.overlong_buffer_len is None and self.overlong_penalty_factor != RewardConfig.overlong_penalty_factor:
-            found.append(f"--overlong-penalty-factor {self.overlong_penalty_factor} does nothing without --overlong-buffer-len. Fix: add it, or drop this.")
+            found.append(
+                f"--overlong-penalty-factor {self.overlong_penalty_factor} does nothing without --overlong-buffer-len."
+                " Fix: add it, or drop this."
+            )
         if not (self.overlong_penalty_factor > 0 and math.isfinite(self.overlong_penalty_factor)):
             found.append(f"--overlong-penalty-factor {self.overlong_penalty_factor}: must be above 0 and finite.")
         for name in ("rm_concurrency", "rm_retries", "reward_batch_size", "overlong_buffer_len"):

@@ -13,28 +13,55 @@ class RolloutConfig:
 
     rollout_batch_size: int = flag(32, help="Prompts per rollout step.")
     n_samples_per_prompt: int = flag(1, help="Samples per prompt: the group.")
-    over_sampling_batch_size: int | None = flag(None, help="Prompts drawn at a time when a dynamic filter rejects groups. Default: --rollout-batch-size.")
-    dynamic_sampling_filter_path: str | None = flag(None, help="module.function(args, samples) -> bool or (keep, reason): which groups are trained on.")
+    over_sampling_batch_size: int | None = flag(
+        None, help="Prompts drawn at a time when a dynamic filter rejects groups. Default: --rollout-batch-size."
+    )
+    dynamic_sampling_filter_path: str | None = flag(
+        None, help="module.function(args, samples) -> bool or (keep, reason): which groups are trained on."
+    )
     dynamic_sampling_max_draws: int = flag(
-        10, help="With a filter: stop after this many times the rollout batch size of prompts, naming why groups were dropped."
+        10,
+        help=(
+            "With a filter: stop after this many times the rollout batch size of prompts, naming why groups were"
+            " dropped."
+        ),
     )
     custom_generate_function_path: str | None = flag(
         None, help="async module.function(args, prompt, sampling_params, engine) -> Sample, instead of one request."
     )
     rollout_max_response_len: int = flag(1024, help="Most new tokens.")
-    rollout_max_context_len: int | None = flag(None, help="Most tokens of prompt and response together. Default: the model's.")
+    rollout_max_context_len: int | None = flag(
+        None, help="Most tokens of prompt and response together. Default: the model's."
+    )
     rollout_temperature: float = flag(1.0, help="Sampling temperature; the trainer's log-probs use it too.")
-    rollout_top_p: float = flag(1.0, help="Nucleus sampling. Below 1 a run that trains needs --rollout-allow-filtered-sampling; --eval-top-p does not.")
+    rollout_top_p: float = flag(
+        1.0,
+        help=(
+            "Nucleus sampling. Below 1 a run that trains needs --rollout-allow-filtered-sampling; --eval-top-p does"
+            " not."
+        ),
+    )
     rollout_top_k: int = flag(-1, help="Sample among the k most likely; -1: all. As --rollout-top-p.")
     rollout_allow_filtered_sampling: bool = flag(
-        False, help="Train although --rollout-top-p or --rollout-top-k draws from another distribution than the one whose log-probs are trained on."
+        False,
+        help=(
+            "Train although --rollout-top-p or --rollout-top-k draws from another distribution than the one whose"
+            " log-probs are trained on."
+        ),
     )
     rollout_stop: list[str] | None = flag(None, help="Strings that end a response, and stay at its end.")
     rollout_stop_token_ids: list[int] | None = flag(None, help="Token ids that end a response.")
-    rollout_skip_special_tokens: bool = flag(True, help="Leave special tokens out of the decoded text that rewards see.")
-    mask_truncated_samples: bool = flag(False, help="Samples cut off at a length limit train nothing; their group's others are still compared with them.")
+    rollout_skip_special_tokens: bool = flag(
+        True, help="Leave special tokens out of the decoded text that rewards see."
+    )
+    mask_truncated_samples: bool = flag(
+        False,
+        help="Samples cut off at a length limit train nothing; their group's others are still compared with them.",
+    )
     rollout_request_timeout_s: float = flag(600.0, help="Deadline of one generation request, in seconds.")
-    rollout_request_retries: int = flag(3, help="Tries of a request that failed for a reason that may pass (connection, 5xx).")
+    rollout_request_retries: int = flag(
+        3, help="Tries of a request that failed for a reason that may pass (connection, 5xx)."
+    )
 
     @property
     def filters_sampling(self) -> bool:
@@ -44,19 +71,33 @@ class RolloutConfig:
     def problems(self) -> list[str]:
         """What is impossible about sampling."""
         found = []
-        for name in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len", "dynamic_sampling_max_draws", "rollout_request_retries"):
+        for name in (
+            "rollout_batch_size",
+            "n_samples_per_prompt",
+            "rollout_max_response_len",
+            "dynamic_sampling_max_draws",
+            "rollout_request_retries",
+        ):
             if getattr(self, name) < 1:
                 found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
         if self.rollout_temperature <= 0:
-            found.append(f"--rollout-temperature {self.rollout_temperature}: must be above 0 (a greedy policy has no gradient).")
+            found.append(
+                f"--rollout-temperature {self.rollout_temperature}: must be above 0 (a greedy policy has no gradient)."
+            )
         if not 0 < self.rollout_top_p <= 1:
             found.append(f"--rollout-top-p {self.rollout_top_p}: must be in (0, 1].")
         if self.rollout_top_k != -1 and self.rollout_top_k < 1:
             found.append(f"--rollout-top-k {self.rollout_top_k}: must be at least 1, or -1 for all tokens.")
         if self.rollout_allow_filtered_sampling and not self.filters_sampling:
-            found.append("--rollout-allow-filtered-sampling does nothing without --rollout-top-p or --rollout-top-k. Fix: drop it.")
+            found.append(
+                "--rollout-allow-filtered-sampling does nothing without --rollout-top-p or --rollout-top-k. Fix:"
+                " drop it."
+            )
         if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
-            found.append(f"--over-sampling-batch-size {self.over_sampling_batch_size} is below --rollout-batch-size {self.rollout_batch_size}.")
+            found.append(
+                f"--over-sampling-batch-size {self.over_sampling_batch_size} is below --rollout-batch-size"
+                f" {self.rollout_batch_size}."
+            )
         if self.over_sampling_batch_size and not self.dynamic_sampling_filter_path:
             found.append("--over-sampling-batch-size does nothing without --dynamic-sampling-filter-path.")
         return found

@@ -22,7 +22,10 @@ def problems_of(config: ConfigTree) -> list[str]:
 
 def _batch_problems(config: ConfigTree) -> list[str]:
     samples, steps, size = config.samples_per_rollout, config.num_steps_per_rollout, config.global_batch_size
-    origin = f"--rollout-batch-size {config.rollout.rollout_batch_size} x --n-samples-per-prompt {config.rollout.n_samples_per_prompt}"
+    origin = (
+        f"--rollout-batch-size {config.rollout.rollout_batch_size} x --n-samples-per-prompt"
+        f" {config.rollout.n_samples_per_prompt}"
+    )
     if steps * size != samples:
         return [
             (
@@ -36,26 +39,33 @@ def _batch_problems(config: ConfigTree) -> list[str]:
     if gpus % model:
         return [
             (
-                f"the trainer's {gpus} GPUs do not divide by tensor x pipeline x context parallel size {model}: --actor-num-nodes, "
-                "--actor-num-gpus-per-node, --tensor-model-parallel-size, --pipeline-model-parallel-size."
+                f"the trainer's {gpus} GPUs do not divide by tensor x pipeline x context parallel size {model}:"
+                " --actor-num-nodes, --actor-num-gpus-per-node, --tensor-model-parallel-size,"
+                " --pipeline-model-parallel-size."
             )
         ]
     block = config.parallel.expert_parallel_block if config.model.num_experts else 1
     if gpus % block:
         return [
             (
-                f"the trainer's {gpus} GPUs do not divide by expert tensor x expert x pipeline parallel size {block}: --actor-num-nodes, "
-                "--actor-num-gpus-per-node, --expert-tensor-parallel-size, --expert-model-parallel-size, --pipeline-model-parallel-size."
+                f"the trainer's {gpus} GPUs do not divide by expert tensor x expert x pipeline parallel size {block}:"
+                " --actor-num-nodes, --actor-num-gpus-per-node, --expert-tensor-parallel-size,"
+                " --expert-model-parallel-size, --pipeline-model-parallel-size."
             )
         ]
     if size % config.data_parallel_size:
-        return [f"--global-batch-size {size} does not divide by the data parallel size {config.data_parallel_size} ({gpus} GPUs / {model})."]
+        return [
+            (
+                f"--global-batch-size {size} does not divide by the data parallel size {config.data_parallel_size} ("
+                f"{gpus} GPUs / {model})."
+            )
+        ]
     per_rank = size // config.data_parallel_size
     if not config.batch.use_dynamic_batch_size and per_rank % config.batch.micro_batch_size:
         return [
             (
-                f"{per_rank} samples per data parallel rank do not divide by --micro-batch-size {config.batch.micro_batch_size}. Fix: "
-                "another size, or --use-dynamic-batch-size."
+                f"{per_rank} samples per data parallel rank do not divide by --micro-batch-size"
+                f" {config.batch.micro_batch_size}. Fix: another size, or --use-dynamic-batch-size."
             )
         ]
     return []
@@ -64,15 +74,25 @@ def _batch_problems(config: ConfigTree) -> list[str]:
 def _engine_problems(config: ConfigTree) -> list[str]:
     if not config.uses_engines:
         return []
-    gpus, pp, dp, ep = config.placement.rollout_num_gpus_per_engine, config.engine.pp_size, config.engine.dp_size, config.engine.ep_size
+    gpus, pp, dp, ep = (
+        config.placement.rollout_num_gpus_per_engine,
+        config.engine.pp_size,
+        config.engine.dp_size,
+        config.engine.ep_size,
+    )
     if gpus % pp:
-        return [f"an engine of {gpus} GPUs does not divide into {pp} pipeline stages: --rollout-num-gpus-per-engine, --sglang-pp-size."]
+        return [
+            (
+                f"an engine of {gpus} GPUs does not divide into {pp} pipeline stages: --rollout-num-gpus-per-engine,"
+                " --sglang-pp-size."
+            )
+        ]
     found, tp = [], gpus // pp
     origin = f"tensor parallel size {tp} (--rollout-num-gpus-per-engine {gpus} / --sglang-pp-size {pp})"
     if dp > 1 and not config.engine.dp_attention:
         found.append(
-            f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention. Fix: add it; or drop both: whole copies of the model are more engines "
-            "(--rollout-num-gpus / --rollout-num-gpus-per-engine)."
+            f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention. Fix: add it; or drop both: whole copies of the"
+            " model are more engines (--rollout-num-gpus / --rollout-num-gpus-per-engine)."
         )
     if tp % dp:
         found.append(f"--sglang-dp-size {dp} does not divide the engine's {origin}.")
@@ -94,26 +114,45 @@ def _routing_problems(config: ConfigTree) -> list[str]:
             found.append(f"{flag_name} needs a model with experts (--num-experts). Fix: drop it.")
         if config.is_sft:
             found.append(f"{flag_name} is about sampled responses; --loss-type sft_loss samples none. Fix: drop it.")
-    if config.loss.use_rollout_routing_replay and str(config.engine.sglang.get("enable_return_routed_experts", True)).lower() == "false":
-        found.append("--sglang-enable-return-routed-experts false keeps from the trainer what --use-rollout-routing-replay needs. Fix: drop one of them.")
+    if (
+        config.loss.use_rollout_routing_replay
+        and str(config.engine.sglang.get("enable_return_routed_experts", True)).lower() == "false"
+    ):
+        found.append(
+            "--sglang-enable-return-routed-experts false keeps from the trainer what --use-rollout-routing-replay"
+            " needs. Fix: drop one of them."
+        )
     return found
 
 
 def _sampling_problems(config: ConfigTree) -> list[str]:
     """Samples that are not what training takes them for."""
     if config.is_sft and (config.rollout.mask_truncated_samples or config.reward.overlong_buffer_len is not None):
-        return ["--mask-truncated-samples and --overlong-buffer-len are about sampled responses; --loss-type sft_loss samples none. Fix: drop them."]
+        return [
+            (
+                "--mask-truncated-samples and --overlong-buffer-len are about sampled responses; --loss-type sft_loss"
+                " samples none. Fix: drop them."
+            )
+        ]
     if not config.uses_engines:
         return []
     found, rollout, buffer = [], config.rollout, config.reward.overlong_buffer_len
-    if rollout.filters_sampling and not rollout.rollout_allow_filtered_sampling and not config.placement.debug_rollout_only:
+    if (
+        rollout.filters_sampling
+        and not rollout.rollout_allow_filtered_sampling
+        and not config.placement.debug_rollout_only
+    ):
         found.append(
-            f"--rollout-top-p {rollout.rollout_top_p:g} and --rollout-top-k {rollout.rollout_top_k} keep unlikely tokens from being drawn, but the "
-            "log-probs of engines and trainer are of the whole distribution: the policy gradient is biased, and neither the ratio nor --use-tis sees it. "
-            "Fix: leave them out (--eval-top-p and --eval-top-k are free), or accept it with --rollout-allow-filtered-sampling."
+            f"--rollout-top-p {rollout.rollout_top_p:g} and --rollout-top-k {rollout.rollout_top_k} keep unlikely"
+            " tokens from being drawn, but the log-probs of engines and trainer are of the whole distribution: the"
+            " policy gradient is biased, and neither the ratio nor --use-tis sees it. Fix: leave them out"
+            " (--eval-top-p and --eval-top-k are free), or accept it with --rollout-allow-filtered-sampling."
         )
     if buffer is not None and buffer > rollout.rollout_max_response_len:
-        found.append(f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {rollout.rollout_max_response_len}, whose end it is.")
+        found.append(
+            f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {rollout.rollout_max_response_len},"
+            " whose end it is."
+        )
     return found
 
 
@@ -123,12 +162,17 @@ def _reference_problems(config: ConfigTree) -> list[str]:
     if not interval:
         return []
     if not config.needs_reference:
-        return [f"--ref-update-interval {interval} needs a reference: --use-kl-loss or --kl-coef. Fix: one of them, or drop it."]
+        return [
+            (
+                f"--ref-update-interval {interval} needs a reference: --use-kl-loss or --kl-coef. Fix: one of them, or"
+                " drop it."
+            )
+        ]
     if save_interval and save_interval % interval:
         return [
             (
-                f"--save-interval {save_interval} is no multiple of --ref-update-interval {interval}: a checkpoint between two updates cannot be "
-                "resumed, as it does not hold the reference. Fix: a multiple."
+                f"--save-interval {save_interval} is no multiple of --ref-update-interval {interval}: a checkpoint"
+                " between two updates cannot be resumed, as it does not hold the reference. Fix: a multiple."
             )
         ]
     return []
@@ -138,7 +182,9 @@ def _role_problems(config: ConfigTree) -> list[str]:
     found = _routing_problems(config) + _sampling_problems(config)
     found += _reference_problems(config)
     if config.needs_reference and not config.checkpoint.ref_load:
-        found.append(f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model.")
+        found.append(
+            f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
+        )
     if config.placement.debug_train_only and not config.is_sft and not config.observability.load_debug_rollout_data:
         found.append("--debug-train-only needs --load-debug-rollout-data (or --loss-type sft_loss).")
     if config.uses_engines and config.observability.load_debug_rollout_data:
@@ -146,11 +192,16 @@ def _role_problems(config: ConfigTree) -> list[str]:
     if config.is_sft and config.placement.debug_rollout_only:
         found.append("--loss-type sft_loss generates nothing: drop --debug-rollout-only.")
     if config.is_sft and config.rollout.n_samples_per_prompt != 1:
-        found.append(f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1.")
+        found.append(
+            f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1."
+        )
     if config.is_sft and config.eval.eval_prompt_data:
         found.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
     if config.checkpoint.reward_load and config.placement.debug_rollout_only:
-        found.append("--debug-rollout-only starts engines only, not the model of --reward-load. Fix: --rm-type or --custom-rm-path instead.")
+        found.append(
+            "--debug-rollout-only starts engines only, not the model of --reward-load. Fix: --rm-type or"
+            " --custom-rm-path instead."
+        )
     if config.reward.reward_model_weight != 1.0 and not config.checkpoint.reward_load:
         found.append("--reward-model-weight does nothing without --reward-load. Fix: add it, or drop this.")
     given = config.reward.rm_type or config.reward.custom_rm_path or config.checkpoint.reward_load
@@ -163,7 +214,9 @@ def _role_problems(config: ConfigTree) -> list[str]:
     if config.sync.custom_weight_transform_path and (not config.uses_engines or config.placement.debug_rollout_only):
         found.append("--custom-weight-transform-path: this run sends no weights. Fix: leave it out.")
     if config.sync.update_weight_interface and config.placement.colocate:
-        found.append("--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it.")
+        found.append(
+            "--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it."
+        )
     return found + _transport_problems(config) + _delta_problems(config)
 
 
@@ -178,16 +231,46 @@ def _transport_problems(config: ConfigTree) -> list[str]:
 
 def _delta_problems(config: ConfigTree) -> list[str]:
     """What --update-weight-mode delta needs, and what is given without it."""
-    receivers, engines = config.placement.rollout_external_receiver_addrs or [], config.placement.rollout_external_engine_addrs or []
+    receivers, engines = (
+        config.placement.rollout_external_receiver_addrs or [],
+        config.placement.rollout_external_engine_addrs or [],
+    )
     if not config.sync.sends_deltas:
-        return ["--rollout-external-receiver-addrs does nothing without --update-weight-mode delta. Fix: add it, or drop this."] if receivers else []
+        return (
+            [
+                (
+                    "--rollout-external-receiver-addrs does nothing without --update-weight-mode delta. Fix: add it, or"
+                    " drop this."
+                )
+            ]
+            if receivers
+            else []
+        )
     if not config.uses_engines or config.placement.debug_rollout_only:
         return ["--update-weight-mode delta: this run sends no weights. Fix: leave it out."]
     if config.placement.colocate:
-        return ["--update-weight-mode delta is for slow links and does not go with --colocate. Fix: leave it out; ipc copies within the machine."]
+        return [
+            (
+                "--update-weight-mode delta is for slow links and does not go with --colocate. Fix: leave it out; ipc"
+                " copies within the machine."
+            )
+        ]
     if len(receivers) != len(engines):
-        given = f"{len(receivers)} are given for {len(engines)}. Fix: start python -m slime_like.weight_sync.delta.receiver on each engine's machine."
-        return [f"--update-weight-mode delta needs one of --rollout-external-receiver-addrs for each external engine: {given}"]
+        given = (
+            f"{len(receivers)} are given for {len(engines)}. Fix: start python -m slime_like.weight_sync.delta.receiver"
+            " on each engine's machine."
+        )
+        return [
+            (
+                "--update-weight-mode delta needs one of --rollout-external-receiver-addrs for each external engine:"
+                f" {given}"
+            )
+        ]
     if engines and config.sync.update_weight_local_checkpoint_dir:
-        return ["--update-weight-local-checkpoint-dir is for receivers that we start. Fix: --directory of the running receivers."]
+        return [
+            (
+                "--update-weight-local-checkpoint-dir is for receivers that we start. Fix: --directory of the running"
+                " receivers."
+            )
+        ]
     return []

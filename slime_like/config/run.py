@@ -19,7 +19,11 @@ class RunConfig(ConfigTree):
 
     def not_yet(self) -> list[str]:
         """What the plan knows but a run cannot do yet; train.py adds it to the problems when not planning."""
-        return model_not_yet(self.model) + training_not_yet(self.loss, self.optimizer) + (engine_not_yet(self.model) if self.uses_engines else [])
+        return (
+            model_not_yet(self.model)
+            + training_not_yet(self.loss, self.optimizer)
+            + (engine_not_yet(self.model) if self.uses_engines else [])
+        )
 
     def plugin_args(self) -> PluginArgs:
         """The flat, read-only view given to user plugins."""
@@ -35,7 +39,12 @@ class RunConfig(ConfigTree):
 
     def missing_files(self) -> list[str]:
         """Every path that a run needs and that is not there."""
-        found = self.checkpoint.missing_files() + self.loss.missing_files() + self.eval.missing_files() + self.observability.missing_files()
+        found = (
+            self.checkpoint.missing_files()
+            + self.loss.missing_files()
+            + self.eval.missing_files()
+            + self.observability.missing_files()
+        )
         if not self.observability.load_debug_rollout_data:
             found += self.data.missing_files()
         return found

@@ -15,48 +15,86 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 class SyncConfig:
     """Weight sync"""
 
-    update_weight_transport: str | None = flag(None, choices=choices(), help="How weights travel. Default: ipc with --colocate, else broadcast.")
+    update_weight_transport: str | None = flag(
+        None, choices=choices(), help="How weights travel. Default: ipc with --colocate, else broadcast."
+    )
     update_weight_mode: str = flag(
-        "full", choices=("full", *modes()), help="Send all weights at each sync, or only what changed, to a receiver beside each engine: for slow links."
+        "full",
+        choices=("full", *modes()),
+        help="Send all weights at each sync, or only what changed, to a receiver beside each engine: for slow links.",
     )
     update_weight_delta_encoding: str | None = flag(
-        None, choices=("xor", "overwrite"), help="With delta: send changed values as their difference in bits, or as they are. Default: xor, which is smaller."
+        None,
+        choices=("xor", "overwrite"),
+        help=(
+            "With delta: send changed values as their difference in bits, or as they are. Default: xor, which is"
+            " smaller."
+        ),
     )
-    update_weight_delta_checksum: str | None = flag(None, choices=("xxh3-128",), help="With delta: digest of each tensor before and after the change.")
+    update_weight_delta_checksum: str | None = flag(
+        None, choices=("xxh3-128",), help="With delta: digest of each tensor before and after the change."
+    )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, help="With delta: folder on each engine's machine where our receiver keeps the weights. Default: in the run directory."
+        None,
+        help=(
+            "With delta: folder on each engine's machine where our receiver keeps the weights. Default: in the run"
+            " directory."
+        ),
     )
     update_weight_buffer_size: int = flag(512 * 1024 * 1024, help="Bytes of one bucket of tensors.")
-    update_weight_disk_dir: str | None = flag(None, help="Folder that trainer and engines both see, for the disk transport. Default: in the run directory.")
-    update_weight_disk_keep_files: bool = flag(False, help="With the disk transport: keep older versions instead of removing them.")
+    update_weight_disk_dir: str | None = flag(
+        None, help="Folder that trainer and engines both see, for the disk transport. Default: in the run directory."
+    )
+    update_weight_disk_keep_files: bool = flag(
+        False, help="With the disk transport: keep older versions instead of removing them."
+    )
     update_weight_interface: str | None = flag(
         None,
-        help="Network interface of the trainer's machines for the broadcast transport (on GPUs for all of the trainer's NCCL). "
-        "Default: the one that reaches the engines.",
+        help=(
+            "Network interface of the trainer's machines for the broadcast transport (on GPUs for all of the trainer's"
+            " NCCL). Default: the one that reaches the engines."
+        ),
     )
     update_weight_pause_mode: str = flag(
         "abort",
         choices=PAUSE_MODES,
-        help="Requests that still run when a sync begins: abort ends them, retract computes their tokens again with the new weights, in_place goes on "
-        "with what the old weights left in the cache.",
+        help=(
+            "Requests that still run when a sync begins: abort ends them, retract computes their tokens again with the"
+            " new weights, in_place goes on with what the old weights left in the cache."
+        ),
     )
     custom_weight_transform_path: str | None = flag(
         None,
-        help="Your function (args, name, tensor) -> (name, tensor) pairs: what is sent instead of each tensor, as quantised weights with their scales. "
-        "Built in: slime_like.weight_sync.transform.to_bf16.",
+        help=(
+            "Your function (args, name, tensor) -> (name, tensor) pairs: what is sent instead of each tensor, as"
+            " quantised weights with their scales. Built in: slime_like.weight_sync.transform.to_bf16."
+        ),
     )
     update_weight_timeout_s: float = flag(
-        600.0, help="How long a weight sync waits for an engine in each step, in seconds; for a trainer rank all steps together."
+        600.0,
+        help=(
+            "How long a weight sync waits for an engine in each step, in seconds; for a trainer rank all steps"
+            " together."
+        ),
     )
     verify_weight_sync: str = flag(
         "digest",
         choices=("off", "digest", "probe", "full"),
-        help="Proof after each sync: digest compares each engine's weights with those sent, and at intervals probes; probe compares log-probs of fixed prompts "
-        "only, at each sync; full does both at each, and looks for weights that were never sent.",
+        help=(
+            "Proof after each sync: digest compares each engine's weights with those sent, and at intervals probes;"
+            " probe compares log-probs of fixed prompts only, at each sync; full does both at each, and looks for"
+            " weights that were never sent."
+        ),
     )
-    verify_weight_sync_interval: int = flag(10, help="With --verify-weight-sync digest: probe at the first sync and every this many; 0: never.")
+    verify_weight_sync_interval: int = flag(
+        10, help="With --verify-weight-sync digest: probe at the first sync and every this many; 0: never."
+    )
     verify_weight_sync_tolerance: float | None = flag(
-        None, help="Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in bf16 or with a transform."
+        None,
+        help=(
+            "Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in"
+            " bf16 or with a transform."
+        ),
     )
 
     def problems(self) -> list[str]:
@@ -68,18 +106,28 @@ class SyncConfig:
         writes_folder = given is not None and given.loads_from == SHARED_FOLDER
         if self.update_weight_disk_dir and not writes_folder and not self.sends_deltas:
             found.append("--update-weight-disk-dir needs --update-weight-transport disk.")
-        for name in ("update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_local_checkpoint_dir"):
+        for name in (
+            "update_weight_delta_encoding",
+            "update_weight_delta_checksum",
+            "update_weight_local_checkpoint_dir",
+        ):
             if getattr(self, name) is not None and not self.sends_deltas:
-                found.append(f"--{name.replace('_', '-')} does nothing without --update-weight-mode delta. Fix: add it, or drop this.")
+                found.append(
+                    f"--{name.replace('_', '-')} does nothing without --update-weight-mode delta. Fix: add it, or drop"
+                    " this."
+                )
         if self.sends_deltas and self.update_weight_transport is not None:
             found.append(
-                f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode delta, which is sent over HTTP to a receiver "
-                "beside each engine. Fix: leave it out."
+                f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode delta,"
+                " which is sent over HTTP to a receiver beside each engine. Fix: leave it out."
             )
         if self.update_weight_disk_keep_files and not writes_folder:
             found.append("--update-weight-disk-keep-files needs --update-weight-transport disk.")
         if self.update_weight_interface and given is not None and not given.takes_interface:
-            found.append(f"--update-weight-interface does nothing with --update-weight-transport {self.update_weight_transport}. Fix: drop it.")
+            found.append(
+                f"--update-weight-interface does nothing with --update-weight-transport {self.update_weight_transport}."
+                " Fix: drop it."
+            )
         if self.verify_weight_sync_interval < 0:
             found.append(f"--verify-weight-sync-interval {self.verify_weight_sync_interval}: must not be negative.")
         if self.verify_weight_sync_tolerance is not None and self.verify_weight_sync_tolerance <= 0:

@@ -61,9 +61,12 @@ class Transport:
     bounds: Callable[[SyncShape], tuple[SyncBound, ...]]
     is_mode: bool = False  # asked for by --update-weight-mode <name> instead of --update-weight-transport <name>
     needs_pause: bool = True  # whether generation stops while weights change
-    loads_from: str | None = None  # what the engine is told to load when all was sent; None: it takes tensors in as they are sent
-    every_gatherer_writes: bool = False  # all ranks that gather a stage's weights send a share of them, not only the first
-    sources_meet: bool = False  # the sources of several pipeline stages must know of each other (weight_sync/transports/sources.py)
+    #: what the engine is told to load when all was sent; None: it takes tensors in as they are sent
+    loads_from: str | None = None
+    #: all ranks that gather a stage's weights send a share of them, not only the first
+    every_gatherer_writes: bool = False
+    #: the sources of several pipeline stages must know of each other (weight_sync/transports/sources.py)
+    sources_meet: bool = False
     files_outlive_a_kill: bool = False  # of shared memory, say: given back before the process is killed
     takes_interface: bool = False  # --update-weight-interface
     colocated: bool | None = None  # True: only with --colocate; False: never with it
@@ -82,25 +85,41 @@ def _ipc_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
     size, sources, gpus = shape.num_bytes, shape.num_sources, shape.engine_gpus
     # Engines load one bucket while the next is copied to the host, and pcie goes both ways at once.
     host = max(size / sources, size / gpus) / shape.rates["pcie"]
-    how = f"over pcie to the host, each source its {1 / sources:.0%}, and back at the same time, each engine GPU its {1 / gpus:.0%}"
+    how = (
+        f"over pcie to the host, each source its {1 / sources:.0%}, and back at the same time, each engine GPU its"
+        f" {1 / gpus:.0%}"
+    )
     far = "" if shape.same_node else "; engines on other machines than their source cannot be reached this way"
     on_device = shape.same_node and sources == shape.num_engines == 1
     within = "CUDA IPC: each GPU copies its share within the card (with one engine and one pipeline stage)"
     return (
         SyncBound(transport="ipc", bytes=size, bound_s=host, how=how + far, available=shape.same_node),
-        SyncBound(transport="ipc-handles", bytes=size, bound_s=size / gpus / shape.rates["ipc"], how=within, available=on_device),
+        SyncBound(
+            transport="ipc-handles",
+            bytes=size,
+            bound_s=size / gpus / shape.rates["ipc"],
+            how=within,
+            available=on_device,
+        ),
     )
 
 
 def _broadcast_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
     wire = "nvlink" if shape.same_node else "network"
     bound_s = shape.num_bytes / shape.rates[wire]
-    return (SyncBound(transport="broadcast", bytes=shape.num_bytes, bound_s=bound_s, how=f"one source at a time over {wire}"),)
+    return (
+        SyncBound(
+            transport="broadcast", bytes=shape.num_bytes, bound_s=bound_s, how=f"one source at a time over {wire}"
+        ),
+    )
 
 
 def _disk_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
     bound_s = shape.num_bytes / shape.rates["disk"] * (1 if shape.same_node else 2)
-    near, far = "written once; read from the page cache of the same machine", "written once, then read once by all engines together"
+    near, far = (
+        "written once; read from the page cache of the same machine",
+        "written once, then read once by all engines together",
+    )
     return (SyncBound(transport="disk", bytes=shape.num_bytes, bound_s=bound_s, how=near if shape.same_node else far),)
 
 
@@ -182,4 +201,6 @@ def fitting(*, colocate: bool, several_machines: bool = False) -> tuple[str, ...
     several_machines: the engines are not all on the machine of the trainer's first rank.
     """
     rows = (TRANSPORTS[name] for name in choices())
-    return tuple(row.name for row in rows if row.goes_with(colocate=colocate) and not (several_machines and row.one_machine))
+    return tuple(
+        row.name for row in rows if row.goes_with(colocate=colocate) and not (several_machines and row.one_machine)
+    )

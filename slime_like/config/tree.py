@@ -55,7 +55,8 @@ class ConfigTree:
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
-    role: str = "actor"  # whose config this is: "actor", "critic", or "ref" in the processes of a reference on GPUs of its own
+    #: whose config this is: "actor", "critic", or "ref" in the processes of a reference on GPUs of its own
+    role: str = "actor"
 
     @property
     def data_parallel_size(self) -> int:

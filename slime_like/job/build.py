@@ -111,7 +111,9 @@ def _wait_for_training(job: Job, roles: dict[str, TrainGroup], clock: _Clock) ->
 
 
 def _watching(fleet: EngineFleet | None, groups: Sequence[TrainGroup | RewardGroup]) -> Callable[[str], Watch]:
-    """What to ask each second during a phase: raises RunError if an engine, or a process that waits meanwhile, has died."""
+    """What to ask each second during a phase: raises RunError if an engine, or a process that waits meanwhile, has
+    died.
+    """
     life = LifeWatch(lambda: {name: ping for group in groups for name, ping in group.pings().items()})
 
     def watch(phase: str) -> Watch:
@@ -130,8 +132,8 @@ def _check_together(critic_rollouts: int, job: Job) -> None:
     done, load = job.num_rollouts_done, job.config.checkpoint.load
     if critic_rollouts not in (0, done):
         raise CheckpointError(
-            f"--load {load}: the policy has done {done} rollouts and the critic in {load}/critic {critic_rollouts}. Fix: write the same number into both "
-            "latest_checkpointed_iteration.txt."
+            f"--load {load}: the policy has done {done} rollouts and the critic in {load}/critic {critic_rollouts}."
+            " Fix: write the same number into both latest_checkpointed_iteration.txt."
         )
 
 

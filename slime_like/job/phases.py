@@ -129,7 +129,10 @@ class Phases:
         return batch, dataclasses.replace(report, metrics=metrics)
 
     def _update_reference(self, reference: Trainer) -> None:
-        """A reference on GPUs of its own becomes the present policy; by way of the run directory, which every host sees."""
+        """A reference on GPUs of its own becomes the present policy.
+
+        By way of the run directory, which every host sees.
+        """
         folder = os.path.join(self.job.run.path, "reference")
         self._trainer.save_hf(folder)
         reference.take_weights(folder)

@@ -1,4 +1,7 @@
-"""The three sides of a run as its phases see them. Whoever fits can be driven: Ray's groups in a run, lists of calls in a test."""
+"""The three sides of a run as its phases see them.
+
+Whoever fits can be driven: Ray's groups in a run, lists of calls in a test.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ class Engines(Protocol):
         """Every member gets the trainer's weights, proves that it holds them, and serves them as `weights`."""
 
     def compare(self, trainer: Trainer, weights: WeightsRef, *, bf16: bool) -> float:
-        """Largest mean |log-prob difference| of a fixed prompt between a member and the trainer. Raises WeightSyncError above the tolerance."""
+        """Largest mean |log-prob difference| of a fixed prompt between a member and the trainer.
+
+        Raises WeightSyncError above the tolerance.
+        """
 
     def release_memory(self) -> None:
         """Give the GPUs to the trainer."""

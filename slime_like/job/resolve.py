@@ -1,4 +1,6 @@
-"""Config and plan -> a run that can start: every file read, every plugin found, every default filled in, before any process starts."""
+"""Config and plan -> a run that can start: every file read, every plugin found, every default filled in, before any
+process starts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from slime_like.weight_sync.transform import load_transform
 
 
 def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
-    """Check everything that can be known to be wrong (data files, keys, templates, plugins, external engines), then make the run's directory.
+    """Check everything that can be known to be wrong (data files, keys, templates, plugins, external engines), then
+    make the run's directory.
 
     Raises a UserError of the kind of what is wrong.
     """
@@ -32,7 +35,9 @@ def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
     source = data or DataSource([], config.data, path="", tokenizer=None, max_tokens=0)
     num_rollout = source.num_rollouts(config.rollout.rollout_batch_size)
     run = RunDirectory.create(config)
-    return ResolvedRun(config=_filled(config, plan, run, num_rollout), plan=plan, run=run, data=source, num_rollout=num_rollout)
+    return ResolvedRun(
+        config=_filled(config, plan, run, num_rollout), plan=plan, run=run, data=source, num_rollout=num_rollout
+    )
 
 
 def _filled(config: RunConfig, plan: PlacementPlan, run: RunDirectory, num_rollout: int) -> RunConfig:

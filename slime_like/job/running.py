@@ -1,4 +1,7 @@
-"""A run that can start, and a run that is up: what phases and loops drive. No Ray: a test puts one together from parts of its own."""
+"""A run that can start, and a run that is up: what phases and loops drive.
+
+No Ray: a test puts one together from parts of its own.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ class Job:
     feed: PromptFeed = dataclasses.field(init=False)  # of supervised rows; a run with rollouts has its own inside them
     bf16: bool = False  # whether the trainer's weights are
     watch: Callable[[str], Watch] = _nobody  # for a phase: raises RunError if a process of the run has died
-    closing: list[Closes] = dataclasses.field(default_factory=list)  # everything that was started, in the order in which it must end
+    #: everything that was started, in the order in which it must end
+    closing: list[Closes] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.feed = PromptFeed(self.resolved.data)

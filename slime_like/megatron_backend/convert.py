@@ -3,8 +3,8 @@
 python -m slime_like.megatron_backend.convert hf-to-mcore --input HF_DIR --output MEGATRON_DIR
 python -m slime_like.megatron_backend.convert mcore-to-hf --input MEGATRON_DIR --output HF_DIR --origin-hf-dir HF_DIR
 
-A model that one process cannot hold is converted by several: --nproc 4 --tensor-model-parallel-size 4, or under torchrun on several
-machines. The layout only says who holds what meanwhile; the result is read under any other one.
+A model that one process cannot hold is converted by several: --nproc 4 --tensor-model-parallel-size 4, or under
+torchrun on several machines. The layout only says who holds what meanwhile; the result is read under any other one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,21 @@ from slime_like.megatron_backend.model.provider import build_frozen, unwrap
 
 #: Seconds that all processes of one machine have in all.
 _DEADLINE_S = 24 * 3600
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """One conversion. origin_hf_dir: whose config.json and tokenizer the HF folder gets; None: to Megatron. dtype: None: the weights' own."""
+    """One conversion. origin_hf_dir: whose config.json and tokenizer the HF folder gets; None: to Megatron.
+
+    dtype: None: the weights' own.
+    """
 
     input: str
     output: str
@@ -52,7 +60,9 @@ class Conversion:
     def num_ranks(self) -> int:
         """Processes that the layout needs at least."""
         parallel = self.parallel
-        return parallel.pipeline_model_parallel_size * max(parallel.tensor_model_parallel_size, parallel.expert_tp_size * parallel.expert_model_parallel_size)
+        return parallel.pipeline_model_parallel_size * max(
+            parallel.tensor_model_parallel_size, parallel.expert_tp_size * parallel.expert_model_parallel_size
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +80,20 @@ class Place:
 def convert(job: Conversion, place: Place) -> str:
     """Do one process's part. Collective over the processes of the layout; returns the path of what was written.
 
-    Raises ConfigError for an unknown architecture or layout, CheckpointError for weights that are missing, torn or already there.
+    Raises ConfigError for an unknown architecture or layout, CheckpointError for weights that are missing, torn or
+    already there.
     """
     to_megatron = job.origin_hf_dir is None
     model, dtype = check(job)
     if place.world_size % job.num_ranks:
-        raise ConfigError([f"the layout needs a multiple of {job.num_ranks} processes, and there are {place.world_size}. Fix: --nproc {job.num_ranks}."])
+        raise ConfigError(
+            [
+                (
+                    f"the layout needs a multiple of {job.num_ranks} processes, and there are {place.world_size}. Fix:"
+                    f" --nproc {job.num_ranks}."
+                )
+            ]
+        )
     initialize(job.parallel, **dataclasses.asdict(place))
     try:
         torch.distributed.barrier()  # every rank has seen that the output is free before the first writes
@@ -84,17 +102,24 @@ def convert(job: Conversion, place: Place) -> str:
         state = checkpoint.TrainState(model=stage, model_config=model, with_rng=False)
         if to_megatron:
             load_hf(unwrap(stage), model, job.input)
-            return checkpoint.save(checkpoint.draft_of(job.output, state, num_rollouts_done=None, client_state={}), state)
+            return checkpoint.save(
+                checkpoint.draft_of(job.output, state, num_rollouts_done=None, client_state={}), state
+            )
         checkpoint.load(find(job.input, job.ckpt_step), state)
         assert job.origin_hf_dir, "there is a template when the result is an HF folder"
-        save_hf_folder(lambda: export_hf(unwrap(stage), model), job.output, template=job.origin_hf_dir, dtype=_DTYPES[dtype])
+        save_hf_folder(
+            lambda: export_hf(unwrap(stage), model), job.output, template=job.origin_hf_dir, dtype=_DTYPES[dtype]
+        )
         return job.output
     finally:
         shut_down()
 
 
 def check(job: Conversion) -> tuple[ModelConfig, str]:
-    """(architecture, data type) of a conversion, which is possible as far as small files tell. Raises ConfigError or CheckpointError."""
+    """(architecture, data type) of a conversion, which is possible as far as small files tell.
+
+    Raises ConfigError or CheckpointError.
+    """
     refuse_existing(job.output)
     template = job.origin_hf_dir or job.input
     if not os.path.isfile(os.path.join(template, "config.json")):
@@ -105,14 +130,22 @@ def check(job: Conversion) -> tuple[ModelConfig, str]:
         raise ConfigError(problems)
     if job.dtype:
         return model, job.dtype
-    found = HfReader(job.input).dtype() if job.origin_hf_dir is None else read_client_state(find(job.input, job.ckpt_step)).get("dtype")
+    found = (
+        HfReader(job.input).dtype()
+        if job.origin_hf_dir is None
+        else read_client_state(find(job.input, job.ckpt_step)).get("dtype")
+    )
     if found not in _DTYPES:
-        raise CheckpointError(f"{job.input} holds weights in {found or 'an unknown data type'}. Fix: --dtype {' or '.join(_DTYPES)}.")
+        raise CheckpointError(
+            f"{job.input} holds weights in {found or 'an unknown data type'}. Fix: --dtype {' or '.join(_DTYPES)}."
+        )
     return model, found
 
 
 def main(argv: list[str]) -> int:
-    """Run a command line; returns the exit status, as train.py's: 0 done, 1 a failure while running, 2 the user's mistake."""
+    """Run a command line; returns the exit status, as train.py's: 0 done, 1 a failure while running, 2 the user's
+    mistake.
+    """
     options = _parser().parse_args(argv)
     sizes = {name: getattr(options, name) for name in _SIZES}
     job = Conversion(
@@ -150,7 +183,9 @@ def _convert_here(job: Conversion, num_processes: int) -> str:
 def _convert_together(job: Conversion, num_processes: int, store_path: str) -> str:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    world = torch.multiprocessing.spawn(_convert_in_process, (job, num_processes, store_path, answers), nprocs=num_processes, join=False)
+    world = torch.multiprocessing.spawn(
+        _convert_in_process, (job, num_processes, store_path, answers), nprocs=num_processes, join=False
+    )
     assert world is not None, "spawn(join=False) returns its processes"
     started = time.monotonic()
     try:
@@ -159,7 +194,13 @@ def _convert_together(job: Conversion, num_processes: int, store_path: str) -> s
             if waited > _DEADLINE_S:
                 for process in world.processes:
                     process.kill()
-                raise WaitTimeout(who="the conversion", whom=f"its {num_processes} processes", phase="convert", seconds=waited, last="still running")
+                raise WaitTimeout(
+                    who="the conversion",
+                    whom=f"its {num_processes} processes",
+                    phase="convert",
+                    seconds=waited,
+                    last="still running",
+                )
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as failure:
         if answers.empty():
             raise RunError(f"a process of the conversion failed: {failure}") from None
@@ -168,7 +209,14 @@ def _convert_together(job: Conversion, num_processes: int, store_path: str) -> s
 
 
 def _convert_in_process(rank: int, job: Conversion, world_size: int, store_path: str, answers) -> None:
-    place = Place(rank=rank, world_size=world_size, local_rank=rank, master_address="127.0.0.1", master_port=0, store_path=store_path)
+    place = Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_address="127.0.0.1",
+        master_port=0,
+        store_path=store_path,
+    )
     try:
         path = convert(job, place)
     except SlimeLikeError as error:
@@ -180,10 +228,23 @@ def _convert_in_process(rank: int, job: Conversion, world_size: int, store_path:
 
 def _torchrun_place() -> Place:
     """This process among those that torchrun started. Raises ConfigError if it left something out."""
-    names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+    names = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "master_address": "MASTER_ADDR",
+        "master_port": "MASTER_PORT",
+    }
     missing = [variable for variable in names.values() if variable not in os.environ]
     if missing:
-        raise ConfigError([f"RANK and WORLD_SIZE are set, {', '.join(missing)} not. Fix: start it with torchrun, or unset them and use --nproc."])
+        raise ConfigError(
+            [
+                (
+                    f"RANK and WORLD_SIZE are set, {', '.join(missing)} not. Fix: start it with torchrun, or unset"
+                    " them and use --nproc."
+                )
+            ]
+        )
     found = {name: os.environ[variable] for name, variable in names.items()}
     return Place(
         rank=int(found["rank"]),
@@ -195,17 +256,29 @@ def _torchrun_place() -> Place:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m slime_like.megatron_backend.convert", description="Convert weights, bit for bit.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_like.megatron_backend.convert",
+        description="Convert weights, bit for bit.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(required=True, metavar="hf-to-mcore|mcore-to-hf")
     to_megatron = commands.add_parser("hf-to-mcore", help="HF folder -> Megatron checkpoint", allow_abbrev=False)
     to_hf = commands.add_parser("mcore-to-hf", help="Megatron checkpoint -> HF folder", allow_abbrev=False)
-    to_hf.add_argument("--origin-hf-dir", required=True, help="HF folder of the same architecture, whose config.json and tokenizer files are taken.")
+    to_hf.add_argument(
+        "--origin-hf-dir",
+        required=True,
+        help="HF folder of the same architecture, whose config.json and tokenizer files are taken.",
+    )
     to_hf.add_argument("--ckpt-step", type=int, help="Which checkpoint of --input. Default: the newest.")
     for command in (to_megatron, to_hf):
         command.add_argument("--input", required=True, help="Folder to read.")
         command.add_argument("--output", required=True, help="Folder to write; it must not hold anything.")
         command.add_argument("--dtype", choices=tuple(_DTYPES), help="Data type of the result. Default: the input's.")
-        command.add_argument("--nproc", type=int, help="Processes on this machine, without torchrun. Default: as many as the layout needs.")
+        command.add_argument(
+            "--nproc",
+            type=int,
+            help="Processes on this machine, without torchrun. Default: as many as the layout needs.",
+        )
         for name in _SIZES:
             command.add_argument("--" + name.replace("_", "-"), type=int, help="As train.py's; only while converting.")
     return parser

@@ -33,9 +33,11 @@ def initialize(
 ) -> None:
     """Join the world and make Megatron's groups: NCCL with CUDA (on device `local_rank`), gloo without.
 
-    store_path: a file, not there yet, in a private folder, where ranks of one machine meet instead of at the address: nobody else can.
+    store_path: a file, not there yet, in a private folder, where ranks of one machine meet instead of at the address:
+    nobody else can.
     virtual_pipeline_size: model chunks of a rank, with an interleaved pipeline.
-    Raises WaitTimeout if the other ranks do not show up within --distributed-timeout-minutes, RunError if the address cannot be used.
+    Raises WaitTimeout if the other ranks do not show up within --distributed-timeout-minutes, RunError if the address
+    cannot be used.
     """
     minutes = parallel.distributed_timeout_minutes
     if torch.cuda.is_available():
@@ -58,7 +60,9 @@ def initialize(
         waited = time.monotonic() - started
         if waited < 60.0 * minutes - 1:
             raise RunError(f"trainer rank {rank} cannot join {meeting} during start: {error}") from error
-        raise WaitTimeout(who=f"trainer rank {rank}", whom=meeting, phase="start", seconds=waited, last=str(error)) from error
+        raise WaitTimeout(
+            who=f"trainer rank {rank}", whom=meeting, phase="start", seconds=waited, last=str(error)
+        ) from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -70,7 +74,9 @@ def initialize(
     )
 
 
-def _meet(rank: int, world_size: int, address: str, port: int, path: str | None, timeout_s: float) -> torch.distributed.Store:
+def _meet(
+    rank: int, world_size: int, address: str, port: int, path: str | None, timeout_s: float
+) -> torch.distributed.Store:
     """The store of the world."""
     if path is not None or world_size == 1:
         return meet_in_file(path or "", world_size=world_size, timeout_s=timeout_s)

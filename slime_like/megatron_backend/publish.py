@@ -1,6 +1,8 @@
-"""What a weight sync has to know of Megatron: where this rank stands among those that gather, and the names of all that is sent.
+"""What a weight sync has to know of Megatron: where this rank stands among those that gather, and the names of all that
+is sent.
 
-The sync itself is weight_sync.session's. Every pipeline stage sends at the same time, from one source rank (to a folder: from several).
+The sync itself is weight_sync.session's. Every pipeline stage sends at the same time, from one source rank (to a
+folder: from several).
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ def rank_place() -> RankPlace:
     )
 
 
-def gathering(model: ModelConfig, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]], *, master_address: str) -> Gathering:
+def gathering(
+    model: ModelConfig, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]], *, master_address: str
+) -> Gathering:
     """What this rank's pipeline stage has to send; `tensors` as hf_convert.export_hf gives them."""
-    return Gathering(place=rank_place(), tensors=tensors, names=frozenset(hf_names(model)), master_address=master_address)
+    return Gathering(
+        place=rank_place(), tensors=tensors, names=frozenset(hf_names(model)), master_address=master_address
+    )

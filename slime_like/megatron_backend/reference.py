@@ -1,4 +1,7 @@
-"""Models that only score (reference, teacher): their weights, kept on the host and swapped in; or log-probs as the samples brought them."""
+"""Models that only score (reference, teacher): their weights, kept on the host and swapped in.
+
+Or log-probs as the samples brought them.
+"""
 
 from __future__ import annotations
 
@@ -53,5 +56,7 @@ def checked_row(sample: TrainSample) -> np.ndarray:
     row, length = sample.reference_logprobs, len(sample.tokens)
     if row is None or len(row) != length:
         name = f"{sample.prompt_index}/{sample.sample_index}"
-        raise DataError(f"sample {name} of {length} tokens has {'no' if row is None else len(row)} reference log-probs.")
+        raise DataError(
+            f"sample {name} of {length} tokens has {'no' if row is None else len(row)} reference log-probs."
+        )
     return row

@@ -1,4 +1,7 @@
-"""GRPO and PPO in the trainer's verbs: what a policy's and a critic's ranks do with one rollout. Runs inside each rank's process."""
+"""GRPO and PPO in the trainer's verbs: what a policy's and a critic's ranks do with one rollout.
+
+Runs inside each rank's process.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,25 @@ class Recipe:
         self.config = worker.config
 
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
-        """Write a Megatron checkpoint to --save; returns its path. With --async-save it counts only when finish_save() is True."""
+        """Write a Megatron checkpoint to --save; returns its path.
+
+        With --async-save it counts only when finish_save() is True.
+        """
         folder = self.config.checkpoint.save
         assert folder, "save() needs --save"
-        return self.worker.save_state(folder, weights=BASE, num_rollouts_done=num_rollouts_done, client_state=client_state)
+        return self.worker.save_state(
+            folder, weights=BASE, num_rollouts_done=num_rollouts_done, client_state=client_state
+        )
 
     def save_hf(self, folder: str) -> None:
-        """Write an HF folder: weights, and config and tokenizer files of --hf-checkpoint. Replaces the folder if it exists."""
-        template, dtype = self.config.checkpoint.hf_checkpoint, torch.bfloat16 if trains_in_bf16(self.config.optimizer) else torch.float32
+        """Write an HF folder: weights, and config and tokenizer files of --hf-checkpoint.
+
+        Replaces the folder if it exists.
+        """
+        template, dtype = (
+            self.config.checkpoint.hf_checkpoint,
+            torch.bfloat16 if trains_in_bf16(self.config.optimizer) else torch.float32,
+        )
         assert template, "--hf-checkpoint is checked before workers are built"
         save_hf_folder(lambda: self.worker.export(BASE), folder, template=template, dtype=dtype)
 
@@ -67,8 +81,8 @@ class PolicyRecipe(Recipe):
     def train(self, step: int, samples: Sequence[TrainSample]) -> StepReport:
         """Train on one rollout: num_steps_per_rollout optimizer steps over consecutive parts of `samples`.
 
-        `samples` is the whole rollout, the same list on every rank; each rank takes its part. With one step the ratio is
-        taken against the step's own log-probs; with more, against those under the weights before the first step.
+        `samples` is the whole rollout, the same list on every rank; each rank takes its part. With one step the ratio
+        is taken against the step's own log-probs; with more, against those under the weights before the first step.
         """
         batches = self.ready(split_rollout(samples, self.config.num_steps_per_rollout))
         if self.config.loss.reset_optimizer_states:
@@ -79,12 +93,17 @@ class PolicyRecipe(Recipe):
         return _report(step, batches, reports)
 
     def ready(self, parts: Parts) -> list[StepBatch]:
-        """Each train step's batch, with its advantages and all that its loss compares with; everything under the present weights."""
+        """Each train step's batch, with its advantages and all that its loss compares with.
+
+        Everything under the present weights.
+        """
         loss = self.config.loss
         batches = [self.worker.prepare(part) for part in parts]
         if self.config.is_sft:
             return batches
-        drifts = len(batches) > 1 and (loss.get_mismatch_metrics or not loss.use_rollout_logprobs or loss.use_routing_replay)
+        drifts = len(batches) > 1 and (
+            loss.get_mismatch_metrics or not loss.use_rollout_logprobs or loss.use_routing_replay
+        )
         nothing: list[Scores] = [None] * len(batches)
         old = nothing
         if drifts or loss.kl_in_trainer or loss.use_opd or loss.picks_tokens:
@@ -97,11 +116,19 @@ class PolicyRecipe(Recipe):
             batches = with_token_advantages(parts, batches, loss, scores)
         if loss.picks_tokens:
             batches = with_picked_tokens(parts, batches, loss, scores)
-        compared = [dataclasses.replace(score, reference=score.reference if loss.use_kl_loss else None) for score in scores]
-        return [batch.with_columns(old=s.old, reference=s.reference, teacher=s.teacher) for batch, s in zip(batches, compared, strict=True)]
+        compared = [
+            dataclasses.replace(score, reference=score.reference if loss.use_kl_loss else None) for score in scores
+        ]
+        return [
+            batch.with_columns(old=s.old, reference=s.reference, teacher=s.teacher)
+            for batch, s in zip(batches, compared, strict=True)
+        ]
 
     def log_probs(self, samples: Batch, *, weights: WeightsRef = BASE) -> list[np.ndarray]:
-        """Log-probs [T] of every sample, as records.Sample defines them, in the order of `samples`; the same on every rank."""
+        """Log-probs [T] of every sample, as records.Sample defines them, in the order of `samples`.
+
+        The same on every rank.
+        """
         return self.worker.forward(samples, weights=weights).rows("log_probs")
 
     def probe(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
@@ -118,7 +145,9 @@ class PolicyRecipe(Recipe):
         return [ours - theirs for ours, theirs in zip(self.log_probs(batch), reference, strict=True)]
 
     def _reference_of(self, parts: Parts, batches: Sequence[StepBatch]) -> list[Scores]:
-        """The reference's log-probs: our own reference's, or what a reference on other GPUs said, which the samples bring."""
+        """The reference's log-probs: our own reference's, or what a reference on other GPUs said, which the samples
+        bring.
+        """
         if self.worker.holds(REFERENCE):
             return self._frozen_log_probs(REFERENCE, batches)
         return [brought_log_probs(part, batch.packs) for part, batch in zip(parts, batches, strict=True)]
@@ -132,7 +161,10 @@ class CriticRecipe(Recipe):
     """A critic's rollout step (role "critic")."""
 
     def train(self, step: int, samples: Sequence[TrainSample]) -> StepReport:
-        """Fit the critic to the returns of one rollout, in as many steps as the policy takes; `samples` carry its `values`."""
+        """Fit the critic to the returns of one rollout, in as many steps as the policy takes.
+
+        `samples` carry its `values`.
+        """
         parts = split_rollout(samples, self.config.num_steps_per_rollout)
         batches = with_value_targets(parts, [self.worker.prepare(part) for part in parts], self.config.loss)
         reports = []
@@ -143,7 +175,10 @@ class CriticRecipe(Recipe):
         return _report(step, batches, reports)
 
     def values(self, samples: Batch) -> list[np.ndarray]:
-        """The critic's values [T] of every sample, as records.TrainSample defines them, in the order of `samples`; the same on every rank."""
+        """The critic's values [T] of every sample, as records.TrainSample defines them, in the order of `samples`.
+
+        The same on every rank.
+        """
         return self.worker.forward(samples, weights=BASE).rows("values")
 
 
@@ -164,15 +199,24 @@ def _report(step: int, batches: Sequence[StepBatch], metrics: Sequence[dict[str,
 
 
 def split_rollout(samples: Sequence[TrainSample], num_steps: int) -> list[Sequence[TrainSample]]:
-    """The samples of each train step, in order; sizes differ by one at most. Raises DataError if a step would be empty."""
+    """The samples of each train step, in order; sizes differ by one at most.
+
+    Raises DataError if a step would be empty.
+    """
     if len(samples) < num_steps:
-        raise DataError(f"{len(samples)} samples cannot feed {num_steps} train steps. Fix: --num-steps-per-rollout, or a filter that keeps more groups.")
+        raise DataError(
+            f"{len(samples)} samples cannot feed {num_steps} train steps. Fix: --num-steps-per-rollout, or a filter"
+            " that keeps more groups."
+        )
     bounds = np.linspace(0, len(samples), num_steps + 1).round().astype(int)
     return [samples[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def combine_steps(steps: Sequence[dict[str, float]], num_trained_tokens: Sequence[int]) -> dict[str, float]:
-    """Metrics of a rollout from those of its train steps: means; maxima for *_max; the last learning rate; token means where they are."""
+    """Metrics of a rollout from those of its train steps: means; maxima for *_max; the last learning rate.
+
+    Token means where they are.
+    """
     combined = {}
     for name in steps[0]:
         values = [step[name] for step in steps]

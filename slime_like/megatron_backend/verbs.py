@@ -19,14 +19,20 @@ Batch = Sequence[TrainSample] | StepBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a pass over a batch gave. Metrics are equal on every rank; scores are of this rank's samples, until `rows` brings them together."""
+    """What a pass over a batch gave.
+
+    Metrics are equal on every rank; scores are of this rank's samples, until `rows` brings them together.
+    """
 
     batch: StepBatch  # the batch, with what the pass recorded in it
     scores: Mapping[str, Scores]  # "log_probs" and "entropy", or a critic's "values"
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def rows(self, name: str) -> list[np.ndarray]:
-        """[T] float32 of every sample in the batch's order, laid out as in records.Sample with entry 0 0; the same on every rank. Collective."""
+        """[T] float32 of every sample in the batch's order, laid out as in records.Sample with entry 0 0.
+
+        The same on every rank. Collective.
+        """
         mine: dict[int, np.ndarray] = {}
         scores = self.scores[name]
         is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0

@@ -1,4 +1,7 @@
-"""One rank of the trainer: the verbs that recipes are written in. A plain class that whoever owns the process drives; knows nothing of Ray."""
+"""One rank of the trainer: the verbs that recipes are written in.
+
+A plain class that whoever owns the process drives; knows nothing of Ray.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,13 @@ from slime_like.megatron_backend.reference import Weights, copy_weights, put_wei
 from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
 from slime_like.megatron_backend.step.gradient_sync import GradientSync
 from slime_like.megatron_backend.step.loss_spec import LossSpec
-from slime_like.megatron_backend.step.optimizer import AdamParams, build_optimizer, build_scheduler, forget_moments, stepping_with
+from slime_like.megatron_backend.step.optimizer import (
+    AdamParams,
+    build_optimizer,
+    build_scheduler,
+    forget_moments,
+    stepping_with,
+)
 from slime_like.megatron_backend.step.routing_replay import Routing, RoutingReplay
 from slime_like.megatron_backend.step.runner import StepBatch, StepRunner
 from slime_like.megatron_backend.verbs import Batch, Outputs
@@ -33,15 +42,27 @@ from slime_like.weight_sync.session import PublishOrder, run_session
 
 
 class TrainWorker:
-    """Builds this rank's part of the model and does what it is told with it: pass forward, add gradients, step, export, save, load.
+    """Builds this rank's part of the model and does what it is told with it: pass forward, add gradients, step, export,
+    save, load.
 
-    It knows of no algorithm: rl_recipe.py is GRPO and PPO in these verbs. `weights` names what a verb is about: BASE is what this role
-    trains (or, with role "ref", only scores with); REFERENCE and TEACHER are frozen ones beside it, kept on the host and swapped in.
+    It knows of no algorithm: rl_recipe.py is GRPO and PPO in these verbs. `weights` names what a verb is about: BASE is
+    what this role trains (or, with role "ref", only scores with); REFERENCE and TEACHER are frozen ones beside it, kept
+    on the host and swapped in.
 
     Every method but the constructor is collective: all ranks call it with the same arguments, in the same order.
     """
 
-    def __init__(self, config: RunConfig, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int, store_path: str | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        master_address: str,
+        master_port: int,
+        store_path: str | None = None,
+    ):
         assert config.model.is_known, "the architecture must be resolved before workers are built"
         self._is_critic = config.role == "critic"
         self.config = config = critic_config(config) if self._is_critic else config
@@ -60,7 +81,8 @@ class TrainWorker:
     def start(self) -> dict:
         """Join the other ranks, build everything, load the first weights.
 
-        Returns {"num_rollouts_done", "client_state" (of the checkpoint, else {}), "num_parameters" (whole model), "seconds": {part: s}}.
+        Returns {"num_rollouts_done", "client_state" (of the checkpoint, else {}), "num_parameters" (whole model),
+        "seconds": {part: s}}.
         """
         config = self.config
         seconds: dict[str, float] = {}
@@ -77,7 +99,9 @@ class TrainWorker:
             )
             set_seeds(config.observability.seed)
         with _timed(seconds, "model"):
-            self.model = (build_model if self._trains else build_frozen)(config.model, config.parallel, config.optimizer, value_head=self._is_critic)
+            self.model = (build_model if self._trains else build_frozen)(
+                config.model, config.parallel, config.optimizer, value_head=self._is_critic
+            )
             self.stage = unwrap(self.model)
         source = start_source(config.checkpoint)
         with _timed(seconds, "weights"):
@@ -97,14 +121,20 @@ class TrainWorker:
             parallel=config.parallel,
             batch=config.batch,
             loss=config.loss,
-            temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,  # supervised answers were not sampled
+            # supervised answers were not sampled
+            temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
             plugin_args=config.plugin_args(),
         )
         self.runner.replay = RoutingReplay.wanted(config, self.stage)
         if self._trains:
             self._clear_gradients()
             self._sync.whole_weights()
-        return {**resumed, "num_parameters": hf_convert.num_parameters(config.model), "bf16": trains_in_bf16(config.optimizer), "seconds": seconds}
+        return {
+            **resumed,
+            "num_parameters": hf_convert.num_parameters(config.model),
+            "bf16": trains_in_bf16(config.optimizer),
+            "seconds": seconds,
+        }
 
     def close(self) -> None:
         """Leave engines and process groups. Safe to call twice."""
@@ -122,27 +152,37 @@ class TrainWorker:
     # ------------------------------------------------------------------ passes and steps
 
     def prepare(self, batch: Batch) -> StepBatch:
-        """One train step's records cut into micro-batches, this rank's share: for more than one verb over the same records."""
+        """One train step's records cut into micro-batches, this rank's share: for more than one verb over the same
+        records.
+        """
         return batch if isinstance(batch, StepBatch) else self.runner.prepare(batch)
 
-    def forward(self, batch: Batch, *, weights: WeightsRef, temperature: float | None = None, record_routing: bool = False) -> Outputs:
+    def forward(
+        self, batch: Batch, *, weights: WeightsRef, temperature: float | None = None, record_routing: bool = False
+    ) -> Outputs:
         """Log-probs and entropy of each token, or a critic's values, without gradients.
 
-        temperature: of the softmax; by default the rollouts'. record_routing: the batch that comes back holds the experts that the policy's
-        routers chose, where the flags ask train steps to replay them. Raises ValueError for weights that are not here.
+        temperature: of the softmax; by default the rollouts'. record_routing: the batch that comes back holds the
+        experts that the policy's routers chose, where the flags ask train steps to replay them. Raises ValueError for
+        weights that are not here.
         """
         prepared = self.prepare(batch)
         with self.using(weights), self.runner.at_temperature(temperature):
             if record_routing:
                 scores, prepared = self.runner.forward_recording(prepared)
             else:
-                scores = self.runner.forward(prepared, routing=Routing.REPLAY if weights.name == BASE.name else Routing.OWN)
+                scores = self.runner.forward(
+                    prepared, routing=Routing.REPLAY if weights.name == BASE.name else Routing.OWN
+                )
         return Outputs(batch=prepared, scores=scores)
 
-    def forward_backward(self, batch: Batch, loss: LossSpec, *, weights: WeightsRef, accumulates: bool = True) -> Outputs:
+    def forward_backward(
+        self, batch: Batch, loss: LossSpec, *, weights: WeightsRef, accumulates: bool = True
+    ) -> Outputs:
         """Add a loss's gradients to those that are there; gives its metrics, and the scores of the pass.
 
-        accumulates: more may be added before optim_step; if not, ranks begin to add up theirs in this pass (--overlap-grad-reduce).
+        accumulates: more may be added before optim_step; if not, ranks begin to add up theirs in this pass
+        (--overlap-grad-reduce).
         """
         self._check_trained(weights)
         prepared = self.prepare(batch)
@@ -150,11 +190,13 @@ class TrainWorker:
             metrics, scores = self.runner.forward_backward(prepared, loss)
         return Outputs(batch=prepared, scores=scores, metrics=metrics)
 
-    def optim_step(self, params: AdamParams | None, *, weights: WeightsRef, passes_follow: bool = False) -> dict[str, float]:
+    def optim_step(
+        self, params: AdamParams | None, *, weights: WeightsRef, passes_follow: bool = False
+    ) -> dict[str, float]:
         """Apply and clear the gradients; gives train/grad_norm and train/lr.
 
-        params: this step's numbers; None: the flags', and the learning rate's schedule moves on. passes_follow: the next verb is a pass,
-        in which ranks fetch each other's new weights (--overlap-param-gather).
+        params: this step's numbers; None: the flags', and the learning rate's schedule moves on. passes_follow: the
+        next verb is a pass, in which ranks fetch each other's new weights (--overlap-param-gather).
         """
         self._check_trained(weights)
         self._sync.finish()
@@ -167,7 +209,10 @@ class TrainWorker:
         self._clear_gradients()
         if not passes_follow:
             self._sync.whole_weights()
-        return {"train/grad_norm": float("nan") if grad_norm is None else float(grad_norm), "train/lr": float(learning_rate)}
+        return {
+            "train/grad_norm": float("nan") if grad_norm is None else float(grad_norm),
+            "train/lr": float(learning_rate),
+        }
 
     def reset_optimizer(self, *, weights: WeightsRef) -> None:
         """Forget Adam's moments; the learning rate's schedule stays."""
@@ -182,12 +227,17 @@ class TrainWorker:
 
     @contextlib.contextmanager
     def using(self, weights: WeightsRef) -> Iterator[None]:
-        """Inside, the model holds these weights, so that several passes with them swap once. Raises ValueError for ones that are not here."""
+        """Inside, the model holds these weights, so that several passes with them swap once.
+
+        Raises ValueError for ones that are not here.
+        """
         if weights.name == self._in_model:
             yield
             return
         if weights.name not in self._frozen:
-            raise ValueError(f"weights {weights.name!r} are not loaded. Known: {', '.join([BASE.name, *self._frozen])}.")
+            raise ValueError(
+                f"weights {weights.name!r} are not loaded. Known: {', '.join([BASE.name, *self._frozen])}."
+            )
         with swapped(self.stage, self._frozen[weights.name]):
             before, self._in_model = self._in_model, weights.name
             try:
@@ -196,26 +246,34 @@ class TrainWorker:
                 self._in_model = before
 
     def copy_weights(self, source: WeightsRef, target: WeightsRef) -> None:
-        """Keep the present `source` as the frozen weights `target`: how a reference in this process follows the policy."""
+        """Keep the present `source` as the frozen weights `target`: how a reference follows the policy."""
         assert target.name != BASE.name, "what is trained is loaded, with the optimizer's part of it"
         with self.using(source):
             self._frozen[target.name] = copy_weights(self.stage)
 
     def export(self, weights: WeightsRef) -> Iterator[tuple[str, torch.Tensor]]:
-        """This pipeline stage's tensors under their HF names. Collective over the ranks with hf_convert.joins_export()."""
+        """This pipeline stage's tensors under their HF names.
+
+        Collective over the ranks with hf_convert.joins_export().
+        """
         with self.using(weights):
             yield from hf_convert.export_hf(self.stage, self.config.model)
 
     def publish(self, order: PublishOrder) -> SyncReceipt:
-        """One whole weight sync: engines generate with these weights when it returns. Raises on every rank; engines then stay paused.
+        """One whole weight sync: engines generate with these weights when it returns.
 
+        Raises on every rank; engines then stay paused.
         The connection is made at the first call and kept; it is made anew when the order's route is another.
         """
         if self._sender is not None and self._sender.route != order.route:
             self._sender.close()
             self._sender = None
         if self._sender is None:
-            self._sender = WeightSender(self.config, order, gathering(self.config.model, lambda: self.export(BASE), master_address=self.master_address))
+            self._sender = WeightSender(
+                self.config,
+                order,
+                gathering(self.config.model, lambda: self.export(BASE), master_address=self.master_address),
+            )
         try:
             return run_session(order, self._sender)
         finally:
@@ -226,7 +284,10 @@ class TrainWorker:
     # ------------------------------------------------------------------ state on disk
 
     def save_state(self, folder: str, *, weights: WeightsRef, num_rollouts_done: int, client_state: dict) -> str:
-        """Write a Megatron checkpoint; returns its path. With --async-save it counts only when finish_save() is True."""
+        """Write a Megatron checkpoint; returns its path.
+
+        With --async-save it counts only when finish_save() is True.
+        """
         self._check_trained(weights)
         self.finish_save(wait=True)
         options = self.config.checkpoint
@@ -251,7 +312,10 @@ class TrainWorker:
         return self._saving.path
 
     def finish_save(self, wait: bool) -> bool:
-        """Whether no save is under way any more; wait: until there is none. Raises SaveError if one could not be written."""
+        """Whether no save is under way any more; wait: until there is none.
+
+        Raises SaveError if one could not be written.
+        """
         if self._saving is not None:
             saving, self._saving = self._saving, None  # after a failure there is none either
             if not saving.finish(wait=wait):
@@ -259,11 +323,20 @@ class TrainWorker:
         return self._saving is None
 
     def load_state(
-        self, folder: str, *, weights: WeightsRef, step: int | None = None, optimizer: bool = False, schedule: bool = False, rng: bool = False
+        self,
+        folder: str,
+        *,
+        weights: WeightsRef,
+        step: int | None = None,
+        optimizer: bool = False,
+        schedule: bool = False,
+        rng: bool = False,
     ) -> dict:
-        """Take the weights of an HF folder or Megatron checkpoint (the newest, or that of `step`), and what else of the latter is asked for.
+        """Take the weights of an HF folder or Megatron checkpoint (the newest, or that of `step`), and what else of the
+        latter is asked for.
 
-        Frozen weights of a new name are held from now on. Returns the checkpoint's client_state.json, {} for weights alone. Raises CheckpointError.
+        Frozen weights of a new name are held from now on. Returns the checkpoint's client_state.json, {} for weights
+        alone. Raises CheckpointError.
         """
         if weights.name != BASE.name:
             assert not (optimizer or schedule or rng), "frozen weights have no more than themselves"
@@ -299,7 +372,13 @@ class TrainWorker:
         others: list[tuple[WeightsRef, str | None, int | None]] = []
         if config.role == "actor":
             others.append((REFERENCE, options.ref_load if config.swaps_reference else None, reference_step(options)))
-            others.append((TEACHER, config.loss.opd_teacher_load if config.loss.use_opd else None, config.loss.opd_teacher_ckpt_step))
+            others.append(
+                (
+                    TEACHER,
+                    config.loss.opd_teacher_load if config.loss.use_opd else None,
+                    config.loss.opd_teacher_ckpt_step,
+                )
+            )
         for weights, folder, step in others:
             if folder is None:
                 continue
@@ -309,11 +388,15 @@ class TrainWorker:
                 self.load_state(folder, weights=weights, step=step)
 
     def _resume(self, source: str) -> dict:
-        """What start() says of a checkpoint to continue from; a reference that follows the policy is taken from it, too."""
+        """What start() says of a checkpoint to continue from.
+
+        A reference that follows the policy is taken from it, too.
+        """
         options, loss = self.config.checkpoint, self.config.loss
         resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
         is_checkpoint = options.load is not None and source == options.load and is_megatron_folder(source)
-        if is_checkpoint and not read_client_state(find(source, options.ckpt_step)).get("weights_only"):  # else converted weights, already loaded
+        # else converted weights, already loaded
+        if is_checkpoint and not read_client_state(find(source, options.ckpt_step)).get("weights_only"):
             fresh = options.finetune
             saved = self.load_state(
                 source,
@@ -333,7 +416,10 @@ class TrainWorker:
 
     def _check_trained(self, weights: WeightsRef) -> None:
         if not self._trains or weights.name != BASE.name or self._in_model != BASE.name:
-            raise ValueError(f"weights {weights.name!r} are not trained here (role {self.config.role}): they can be scored with, loaded and exported.")
+            raise ValueError(
+                f"weights {weights.name!r} are not trained here (role {self.config.role}): they can be scored with,"
+                " loaded and exported."
+            )
 
     def _clear_gradients(self) -> None:
         for chunk in self.model:

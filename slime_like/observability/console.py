@@ -49,9 +49,16 @@ class ProgressConsole:
         self._print(progress_text(step, self.num_rollouts, metrics, self._rewards), _BOLD)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print mean rewards and pass rates of an evaluation done after `step` rollouts; the mean reward only where it says more than pass@1."""
+        """Print mean rewards and pass rates of an evaluation done after `step` rollouts.
+
+        The mean reward only where it says more than pass@1.
+        """
         shown = {name: value for name, value in metrics.items() if name.rpartition("/")[2].startswith("pass@")}
-        shown |= {name: value for name, value in metrics.items() if name.endswith("/reward_mean") and value != shown.get(f"{name.rpartition('/')[0]}/pass@1")}
+        shown |= {
+            name: value
+            for name, value in metrics.items()
+            if name.endswith("/reward_mean") and value != shown.get(f"{name.rpartition('/')[0]}/pass@1")
+        }
         rates = [f"{name.removeprefix('eval/')} {shown[name]:.3f}" for name in metrics if name in shown]
         self._print(f"eval after {step} rollouts  " + "  ".join(rates), _DIM)
 

@@ -11,7 +11,8 @@ from slime_like.utils.files import RunDirectory, read_json_lines
 
 
 def reward_series(run_dir: RunDirectory) -> dict[str, tuple[list[int], list[float]]]:
-    """Name -> (rollout numbers, values) of the mean reward and each evaluation's, and its pass@1; points without a finite value are left out.
+    """Name -> (rollout numbers, values) of the mean reward and each evaluation's, and its pass@1; points without a
+    finite value are left out.
 
     Raises DataError if the run has no metrics or no reward yet.
     """
@@ -20,7 +21,9 @@ def reward_series(run_dir: RunDirectory) -> dict[str, tuple[list[int], list[floa
     series: dict[str, tuple[list[int], list[float]]] = {}
     for record in read_json_lines(run_dir.metrics):
         for name, value in record.items():
-            if value is not None and (name == "rollout/reward_mean" or name.startswith("eval/") and name.endswith(("/reward_mean", "/pass@1"))):
+            if value is not None and (
+                name == "rollout/reward_mean" or name.startswith("eval/") and name.endswith(("/reward_mean", "/pass@1"))
+            ):
                 steps, values = series.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(value)
@@ -51,7 +54,9 @@ def draw_reward_curve(run_dir: RunDirectory, *, caption: str = "") -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """Draw the curve of the run directory named on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m slime_like.observability.curve", description="Draw the reward curve of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_like.observability.curve", description="Draw the reward curve of a run."
+    )
     parser.add_argument("run_dir", help="Directory of a run, with metrics.jsonl.")
     parser.add_argument("--caption", default="", help="A line under the picture.")
     options = parser.parse_args(argv)

@@ -45,7 +45,9 @@ class MetricsLog:
         now = time.time()
         append_json_line(self.run_dir.metrics, {"kind": kind, "step": step, "time": now} | json_metrics(metrics))
         if self._tensorboard:
-            self._write_events(step, now, {name: value for name, value in metrics.items() if not isinstance(value, str)})
+            self._write_events(
+                step, now, {name: value for name, value in metrics.items() if not isinstance(value, str)}
+            )
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
@@ -73,9 +75,11 @@ class MetricsLog:
 
 
 class PhaseTimers:
-    """Seconds of each phase of one step. Phases may overlap, also from several threads: generating the next rollout while training this one.
+    """Seconds of each phase of one step.
 
-    Example: with timers.phase("generate"): …;  timers.finish_step() -> {"step/seconds": 3.1, "step/generate_seconds": 1.2, …}
+    Phases may overlap, also from several threads: generating the next rollout while training this one.
+    Example: with timers.phase("generate"): …;  timers.finish_step() -> {"step/seconds": 3.1, "step/generate_seconds":
+    1.2, …}
     """
 
     #: What a step is for; the time in which none of it runs is overhead.
@@ -105,7 +109,10 @@ class PhaseTimers:
         return sum(end - start for start, end in self._spans.get(name, ()))
 
     def finish_step(self) -> dict[str, float]:
-        """Metrics of the step that ends now, and start the next. Phases outside WORK (save, eval) count as overhead too."""
+        """Metrics of the step that ends now, and start the next.
+
+        Phases outside WORK (save, eval) count as overhead too.
+        """
         with self._lock:
             now = self._clock()
             total = now - self._start

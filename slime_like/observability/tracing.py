@@ -13,7 +13,8 @@ class PhaseTrace:
 
     Each phase has a line of its own, so that phases which overlap are seen side by side.
 
-    The file is a JSON array without its closing bracket, which the format allows: it can be read while the run goes on, and after a crash.
+    The file is a JSON array without its closing bracket, which the format allows: it can be read while the run goes on,
+    and after a crash.
     """
 
     def __init__(self, path: str | os.PathLike):

@@ -14,7 +14,10 @@ from slime_like.config.run import RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """One engine: the bundles under it, or the URL of one that already runs. dp and ep split the tp ranks, they add none."""
+    """One engine: the bundles under it, or the URL of one that already runs.
+
+    dp and ep split the tp ranks, they add none.
+    """
 
     index: int
     bundles: tuple[int, ...]
@@ -72,18 +75,26 @@ def rollout_gpus(config: RunConfig, mode: str, trainer_gpus: int) -> tuple[int, 
     if given is None:
         if mode != "colocate":
             beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
-            return 0, [f"--rollout-num-gpus is missing: how many GPUs the engines get{beside}. Fix: give it, or --colocate."], []
+            return (
+                0,
+                [f"--rollout-num-gpus is missing: how many GPUs the engines get{beside}. Fix: give it, or --colocate."],
+                [],
+            )
         given = trainer_gpus
     if given < per_engine or given % per_engine:
         whose = "" if placement.rollout_num_gpus else " (by default the trainer's)"
         problem = (
-            f"{given} rollout GPUs do not divide into engines of {per_engine}: --rollout-num-gpus{whose}, --rollout-num-gpus-per-engine {per_engine}. "
-            f"Fix: --rollout-num-gpus {max(1, given // per_engine) * per_engine}, or another engine size."
+            f"{given} rollout GPUs do not divide into engines of {per_engine}: --rollout-num-gpus{whose},"
+            f" --rollout-num-gpus-per-engine {per_engine}. Fix: --rollout-num-gpus"
+            f" {max(1, given // per_engine) * per_engine}, or another engine size."
         )
         return given, [problem], []
     notes = []
     if mode == "colocate" and given != trainer_gpus:
-        notes.append(f"--colocate with {given} engine GPUs over {trainer_gpus} of the trainer: {abs(given - trainer_gpus)} GPUs idle in one of the two phases")
+        notes.append(
+            f"--colocate with {given} engine GPUs over {trainer_gpus} of the trainer: {abs(given - trainer_gpus)} GPUs"
+            " idle in one of the two phases"
+        )
     return given, [], notes
 
 
@@ -94,27 +105,37 @@ def _external_gpus(config: RunConfig) -> tuple[int, list[str], list[str]]:
     derived, problems = engines * per_engine, []
     if given is not None and given != derived:
         problems.append(
-            f"--rollout-num-gpus {given}, but {engines} external engines of --rollout-num-gpus-per-engine {per_engine} make {derived}. "
-            "Fix: leave --rollout-num-gpus out; it is derived."
+            f"--rollout-num-gpus {given}, but {engines} external engines of --rollout-num-gpus-per-engine {per_engine}"
+            f" make {derived}. Fix: leave --rollout-num-gpus out; it is derived."
         )
     if engines > placement.actor_num_gpus:
         problems.append(
-            f"{engines} external engines (--rollout-external-engine-addrs) need as many handles, but the actor has {placement.actor_num_gpus} bundles to hold "
-            f"them: --actor-num-nodes {placement.actor_num_nodes}, --actor-num-gpus-per-node {placement.actor_num_gpus_per_node}. "
-            "Fix: at most one engine per actor GPU."
+            f"{engines} external engines (--rollout-external-engine-addrs) need as many handles, but the actor has"
+            f" {placement.actor_num_gpus} bundles to hold them: --actor-num-nodes {placement.actor_num_nodes},"
+            f" --actor-num-gpus-per-node {placement.actor_num_gpus_per_node}. Fix: at most one engine per actor GPU."
         )
     return derived, problems, []
 
 
-def make_engines(config: RunConfig, mode: str, held: int, offset: int, per_node: int) -> tuple[tuple[EnginePlan, ...], list[str]]:
+def make_engines(
+    config: RunConfig, mode: str, held: int, offset: int, per_node: int
+) -> tuple[tuple[EnginePlan, ...], list[str]]:
     """(engines, problems). held: bundles that engines hold on this cluster, from `offset`."""
-    shape: dict[str, Any] = {"tp": config.engine_tp_size, "pp": config.engine_pp_size, "dp": config.engine_dp_size, "ep": config.engine_ep_size}
+    shape: dict[str, Any] = {
+        "tp": config.engine_tp_size,
+        "pp": config.engine_pp_size,
+        "dp": config.engine_dp_size,
+        "ep": config.engine_ep_size,
+    }
     if mode == "external":
         urls = config.placement.external_urls()
         return tuple(EnginePlan(index=i, bundles=(), external_url=url, **shape) for i, url in enumerate(urls)), []
     size = config.placement.rollout_num_gpus_per_engine
     cut = cut_engines([size] * (held // size), offset)
-    engines = tuple(EnginePlan(index=i, bundles=bundles, node_ranks=node_ranks([b // per_node for b in bundles]), **shape) for i, bundles in enumerate(cut))
+    engines = tuple(
+        EnginePlan(index=i, bundles=bundles, node_ranks=node_ranks([b // per_node for b in bundles]), **shape)
+        for i, bundles in enumerate(cut)
+    )
     return engines, _torn_problems(config, cut, offset, per_node)
 
 
@@ -122,8 +143,9 @@ def _torn_problems(config: RunConfig, cut: list[tuple[int, ...]], offset: int, p
     size = config.placement.rollout_num_gpus_per_engine
     if size > per_node and size % per_node:
         problem = (
-            f"--rollout-num-gpus-per-engine {size} is more than a machine's {per_node} GPUs (--num-gpus-per-node) and no multiple of them: "
-            f"an engine across machines must cover them whole. Fix: --rollout-num-gpus-per-engine {size // per_node * per_node}."
+            f"--rollout-num-gpus-per-engine {size} is more than a machine's {per_node} GPUs (--num-gpus-per-node) and"
+            " no multiple of them: an engine across machines must cover them whole. Fix: --rollout-num-gpus-per-engine"
+            f" {size // per_node * per_node}."
         )
         return [problem]
     torn = torn_engine(cut, per_node)
@@ -132,7 +154,7 @@ def _torn_problems(config: RunConfig, cut: list[tuple[int, ...]], offset: int, p
     unit = per_node if size > per_node else size
     fix = f"a trainer size that is a multiple of {unit}, or " if offset % unit else ""
     problem = (
-        f"engine {torn} of {size} GPUs would be torn across machines of {per_node} GPUs (--num-gpus-per-node): the engines start at GPU {offset}, it at GPU "
-        f"{cut[torn][0]}. Fix: {fix}another --rollout-num-gpus-per-engine."
+        f"engine {torn} of {size} GPUs would be torn across machines of {per_node} GPUs (--num-gpus-per-node): the"
+        f" engines start at GPU {offset}, it at GPU {cut[torn][0]}. Fix: {fix}another --rollout-num-gpus-per-engine."
     )
     return [problem]

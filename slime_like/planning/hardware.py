@@ -23,7 +23,13 @@ DEFAULT_CARD = CARDS["H100"]
 
 #: GB/s in one direction -> where the number is from. Peak rates of the wire: a bound, never a forecast.
 DEFAULT_BANDWIDTHS: dict[str, tuple[float, str]] = {
-    "ipc": (1675.0, "copy within a card: half of H100 SXM's 3.35 TB/s HBM3, since each byte is read and written (NVIDIA H100 data sheet)"),
+    "ipc": (
+        1675.0,
+        (
+            "copy within a card: half of H100 SXM's 3.35 TB/s HBM3, since each byte is read and written (NVIDIA H100"
+            " data sheet)"
+        ),
+    ),
     "nvlink": (450.0, "NVLink 4, half of 900 GB/s in both directions (NVIDIA H100 data sheet)"),
     "network": (50.0, "one 400 Gb/s InfiniBand NDR port, the port of the card that sends (DGX H100: one per GPU)"),
     "pcie": (64.0, "PCIe 5.0 x16"),

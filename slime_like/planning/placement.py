@@ -23,7 +23,10 @@ from slime_like.planning.roles import RolePlan, RoleSize, crossing_notes, role_p
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """One GPU (a logical one on a CPU host) and the share of it that each role's process holds; 0 for a role without one."""
+    """One GPU (a logical one on a CPU host) and the share of it that each role's process holds.
+
+    0 for a role without one.
+    """
 
     index: int
     node: int
@@ -33,7 +36,10 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """Everything that the cluster layer needs to know; problems lists what makes it impossible, notes what is worth knowing."""
+    """Everything that the cluster layer needs to know.
+
+    Problems lists what makes it impossible, notes what is worth knowing.
+    """
 
     mode: str
     num_gpus: int
@@ -52,7 +58,11 @@ class PlacementPlan:
 
     def to_dict(self) -> dict:
         """The placement's part of `--plan json`."""
-        plan = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("transport", "gpus_per_node", "notes")}
+        plan = {
+            key: value
+            for key, value in dataclasses.asdict(self).items()
+            if key not in ("transport", "gpus_per_node", "notes")
+        }
         plan["weight_sync"] = {"transport": self.transport} if self.transport else None
         return json.loads(json.dumps(plan))
 
@@ -104,26 +114,32 @@ def make_plan(config: RunConfig) -> PlacementPlan:
 
 
 def cannot_run_yet(plan: PlacementPlan) -> list[str]:
-    """What a plan may hold but a real run cannot do yet: ways of sending weights to engines of several machines or pipeline stages."""
+    """What a plan may hold but a real run cannot do yet: ways of sending weights to engines of several machines or
+    pipeline stages.
+    """
     held = [engine for engine in plan.engines if engine.bundles]
     found = []
     machines = sorted({plan.bundles[index].node for engine in held for index in engine.bundles})
     row = None if plan.transport is None else transport_of(plan.transport)
     if row is not None and row.one_machine and len(machines) > 1:
         found.append(
-            f"--colocate over {len(machines)} machines: weights sent by {row.name} reach only engines on the machine of the trainer's first rank. "
-            "Fix: --update-weight-transport disk, with --update-weight-disk-dir on a file system that all machines share."
+            f"--colocate over {len(machines)} machines: weights sent by {row.name} reach only engines on the machine of"
+            " the trainer's first rank. Fix: --update-weight-transport disk, with --update-weight-disk-dir on a file"
+            " system that all machines share."
         )
     staged = [engine for engine in plan.engines if engine.pp > 1]
     if staged and row is not None and not row.reaches_stages:
         found.append(
-            f"engine {staged[0].index} has {staged[0].pp} pipeline stages (--sglang-pp-size): weights cannot be sent to them by {row.name} yet. "
-            "Fix: --update-weight-transport disk."
+            f"engine {staged[0].index} has {staged[0].pp} pipeline stages (--sglang-pp-size): weights cannot be sent to"
+            f" them by {row.name} yet. Fix: --update-weight-transport disk."
         )
     spread = [engine for engine in held if engine.num_nodes > 1]
     if spread and row is not None and not row.reaches_spread:
         fix = "--update-weight-mode full" if row.is_mode else "--update-weight-transport disk"
-        found.append(f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent by {row.name} reach only the first of them. Fix: {fix}.")
+        found.append(
+            f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent by {row.name} reach only"
+            f" the first of them. Fix: {fix}."
+        )
     return found
 
 
@@ -136,7 +152,10 @@ def _transport(config: RunConfig, mode: str) -> str | None:
 
 
 def _gpus_per_node(config: RunConfig, sizes: list[RoleSize]) -> int:
-    """--num-gpus-per-node; else the largest share that a role takes of each of several machines; else 8, or what one role needs."""
+    """--num-gpus-per-node; else the largest share that a role takes of each of several machines.
+
+    Else 8, or what one role needs.
+    """
     if config.placement.num_gpus_per_node:
         return config.placement.num_gpus_per_node
     largest = max((size.num_gpus_per_node for size in sizes), default=8)
@@ -146,8 +165,9 @@ def _gpus_per_node(config: RunConfig, sizes: list[RoleSize]) -> int:
 def _node_problems(sizes: list[RoleSize], per_node: int) -> list[str]:
     """Machines smaller than a role's share of them."""
     return [
-        f"--{size.name}-num-gpus-per-node {size.num_gpus_per_node} is more than a machine's --num-gpus-per-node {per_node}. "
-        f"Fix: --{size.name}-num-gpus-per-node {per_node} on more nodes, or --num-gpus-per-node {size.num_gpus_per_node}."
+        f"--{size.name}-num-gpus-per-node {size.num_gpus_per_node} is more than a machine's --num-gpus-per-node"
+        f" {per_node}. Fix: --{size.name}-num-gpus-per-node {per_node} on more nodes, or --num-gpus-per-node"
+        f" {size.num_gpus_per_node}."
         for size in sizes
         if size.num_gpus_per_node > per_node and size.host is None
     ]

@@ -3,9 +3,9 @@
 role     exists with                    stands
 actor    always                         on GPUs of its own
 critic   --advantage-estimator ppo      on GPUs of its own, on the actor's with --colocate-training
-ref      --use-kl-loss or --kl-coef     swapped into the actor's processes; on GPUs of its own with --no-colocate-policy-ref
-reward   --reward-load                  on GPUs of its own, the critic's with --colocate-critic-reward, the actor's with --colocate-training;
-                                        a whole copy on each
+ref      --use-kl-loss or --kl-coef     in the actor's processes; on its own with --no-colocate-policy-ref
+reward   --reward-load                  on GPUs of its own, the critic's with --colocate-critic-reward,
+                                        the actor's with --colocate-training; a whole copy on each
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class RolePlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleSize:
-    """How many GPUs a training role gets. host: the role whose GPUs it shares, None on its own. swapped: it has no process of its own."""
+    """How many GPUs a training role gets. host: the role whose GPUs it shares, None on its own.
+
+    swapped: it has no process of its own.
+    """
 
     name: str
     num_nodes: int
@@ -53,14 +56,20 @@ class RoleSize:
 def training_roles(config: RunConfig) -> tuple[list[RoleSize], list[str], list[str]]:
     """(roles that exist, the actor first; problems; notes)."""
     placement = config.placement
-    sizes = {"actor": RoleSize(name="actor", num_nodes=placement.actor_num_nodes, num_gpus_per_node=placement.actor_num_gpus_per_node)}
+    sizes = {
+        "actor": RoleSize(
+            name="actor", num_nodes=placement.actor_num_nodes, num_gpus_per_node=placement.actor_num_gpus_per_node
+        )
+    }
     exists = {"critic": config.needs_critic, "ref": config.needs_reference, "reward": config.needs_reward_model}
     problems, notes = _switch_problems(config, exists)
     for name in TRAINING_ROLES[1:]:
         if not exists[name]:
             given = [flag for flag in _given(config, name) if flag is not None]
             if given:
-                notes.append(f"{' and '.join(given)}: there is no {name} without {_NEEDS[name]}, so no GPU is planned for it")
+                notes.append(
+                    f"{' and '.join(given)}: there is no {name} without {_NEEDS[name]}, so no GPU is planned for it"
+                )
             continue
         host, why = _host(config, name, exists)
         default = sizes[host or "actor"]
@@ -77,7 +86,9 @@ def training_roles(config: RunConfig) -> tuple[list[RoleSize], list[str], list[s
 
 
 def role_plans(config: RunConfig, sizes: list[RoleSize]) -> dict[str, RolePlan]:
-    """Roles -> bundles: those that stand apart one behind the other in TRAINING_ROLES' order, the others on their host's."""
+    """Roles -> bundles: those that stand apart one behind the other in TRAINING_ROLES' order, the others on their
+    host's.
+    """
     parallel, start = config.parallel, 0
     plans: dict[str, RolePlan] = {}
     for size in sizes:
@@ -112,14 +123,15 @@ def crossing_notes(plans: dict[str, RolePlan], sizes: list[RoleSize], per_node: 
         across = sum(group[0] // per_node != group[-1] // per_node for group in groups)
         if across:
             notes.append(
-                f"{across} of {who}'s {len(groups)} tensor parallel groups of {role.tp} GPUs (--tensor-model-parallel-size) span machines of {per_node}: "
-                "every layer waits for the network"
+                f"{across} of {who}'s {len(groups)} tensor parallel groups of {role.tp} GPUs"
+                f" (--tensor-model-parallel-size) span machines of {per_node}: every layer waits for the network"
             )
         nodes = sorted({bundle // per_node for bundle in role.bundles})
         if len(nodes) != size.num_nodes:
             notes.append(
-                f"{who}'s {size.num_nodes} x {size.num_gpus_per_node} GPUs (--{size.name}-num-nodes, --{size.name}-num-gpus-per-node) lie on {len(nodes)} "
-                f"machine{'s' if len(nodes) > 1 else ''} of {per_node}: machines are filled one after the other"
+                f"{who}'s {size.num_nodes} x {size.num_gpus_per_node} GPUs (--{size.name}-num-nodes,"
+                f" --{size.name}-num-gpus-per-node) lie on {len(nodes)} machine{'s' if len(nodes) > 1 else ''} of"
+                f" {per_node}: machines are filled one after the other"
             )
     return notes
 
@@ -150,27 +162,34 @@ def _switch_problems(config: RunConfig, exists: dict[str, bool]) -> tuple[list[s
     if placement.colocate_critic_reward and not placement.colocate_training:
         if exists["reward"] and not exists["critic"]:
             problems.append(
-                "--colocate-critic-reward puts the reward model on the critic's GPUs, but there is no critic: --advantage-estimator is "
-                f"{config.loss.advantage_estimator}. Fix: --advantage-estimator ppo, or drop --colocate-critic-reward."
+                "--colocate-critic-reward puts the reward model on the critic's GPUs, but there is no critic:"
+                f" --advantage-estimator is {config.loss.advantage_estimator}. Fix: --advantage-estimator ppo, or drop"
+                " --colocate-critic-reward."
             )
         elif not exists["reward"]:
             notes.append("--colocate-critic-reward: there is no reward model without --reward-load")
     if placement.colocate_training and exists["ref"] and not placement.colocate_policy_ref:
-        notes.append("--no-colocate-policy-ref: --colocate-training puts the reference on the actor's GPUs all the same")
+        notes.append(
+            "--no-colocate-policy-ref: --colocate-training puts the reference on the actor's GPUs all the same"
+        )
     return problems, notes
 
 
 def _equal_problems(size: RoleSize, host: RoleSize, why: str) -> list[str]:
     """Roles on the same GPUs must ask for the same number of them."""
-    apart = {"ref": "--no-colocate-policy-ref"}.get(size.name, f"drop {why}") if why != "--colocate-training" else f"drop {why}"
+    apart = (
+        {"ref": "--no-colocate-policy-ref"}.get(size.name, f"drop {why}")
+        if why != "--colocate-training"
+        else f"drop {why}"
+    )
     problems = []
     for part in ("num_nodes", "num_gpus_per_node"):
         ours, theirs = getattr(size, part), getattr(host, part)
         if ours != theirs:
             flag, host_flag = (f"--{name}-{part.replace('_', '-')}" for name in (size.name, host.name))
             problems.append(
-                f"{flag} {ours} and {host_flag} {theirs} must be the same: {_NAMES[size.name]} shares {_NAMES[host.name]}'s GPUs ({why}). "
-                f"Fix: {flag} {theirs}, or {apart}."
+                f"{flag} {ours} and {host_flag} {theirs} must be the same: {_NAMES[size.name]} shares"
+                f" {_NAMES[host.name]}'s GPUs ({why}). Fix: {flag} {theirs}, or {apart}."
             )
     return problems
 
@@ -183,15 +202,16 @@ def _split_problems(config: RunConfig, size: RoleSize) -> list[str]:
     flags = f"--{size.name}-num-nodes {size.num_nodes}, --{size.name}-num-gpus-per-node {size.num_gpus_per_node}"
     if size.num_gpus % model:
         problem = (
-            f"{_NAMES[size.name]}'s {size.num_gpus} GPUs do not divide by tensor x pipeline x context parallel size {model}, the actor's: {flags}, "
-            f"--tensor-model-parallel-size, --pipeline-model-parallel-size. Fix: a multiple of {model} GPUs."
+            f"{_NAMES[size.name]}'s {size.num_gpus} GPUs do not divide by tensor x pipeline x context parallel size"
+            f" {model}, the actor's: {flags}, --tensor-model-parallel-size, --pipeline-model-parallel-size. Fix: a"
+            f" multiple of {model} GPUs."
         )
         return [problem]
     batch, copies = config.global_batch_size, size.num_gpus // model
     if size.name == "critic" and batch % copies:
         problem = (
-            f"--global-batch-size {batch} does not divide by the critic's data parallel size {copies} ({size.num_gpus} GPUs / {model}): {flags}. "
-            "Fix: another number of GPUs, or another batch size."
+            f"--global-batch-size {batch} does not divide by the critic's data parallel size {copies} ({size.num_gpus}"
+            f" GPUs / {model}): {flags}. Fix: another number of GPUs, or another batch size."
         )
         return [problem]
     return []

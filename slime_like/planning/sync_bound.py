@@ -1,6 +1,7 @@
 """How many bytes a weight sync moves, and how long it must take at least.
 
-A bound, not a forecast: bytes over the rate of the slowest wire that each byte must cross, nothing for starting, converting, hashing.
+A bound, not a forecast: bytes over the rate of the slowest wire that each byte must cross, nothing for starting,
+converting, hashing.
 """
 
 from __future__ import annotations
@@ -27,8 +28,17 @@ class SyncPlan:
 
     def to_dict(self) -> dict:
         """The "weight_sync" of `--plan json`."""
-        others = [{"transport": o.transport, "bytes": o.bytes, "bound_s": o.bound_s, "available": o.available} for o in self.others]
-        return {"transport": self.transport, "bytes": self.bytes, "bound_s": self.bound_s, "how": self.how, "others": others}
+        others = [
+            {"transport": o.transport, "bytes": o.bytes, "bound_s": o.bound_s, "available": o.available}
+            for o in self.others
+        ]
+        return {
+            "transport": self.transport,
+            "bytes": self.bytes,
+            "bound_s": self.bound_s,
+            "how": self.how,
+            "others": others,
+        }
 
 
 def weight_bytes(config: RunConfig) -> int:
@@ -49,7 +59,8 @@ def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
         return None
     trainer = {plan.bundles[i].node for i in plan.roles["actor"].bundles}
     engines = {plan.bundles[i].node for engine in plan.engines for i in engine.bundles}
-    # External engines are elsewhere. A source sends from its own machine to every engine, wherever their trainer ranks are.
+    # External engines are elsewhere. A source sends from its own machine to every engine, wherever their trainer ranks
+    # are.
     same_node = bool(engines) and len(trainer | engines) == 1
     shape = SyncShape(
         num_bytes=weight_bytes(config),
@@ -62,16 +73,26 @@ def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
     )
     every, own = bounds(shape), transport_of(plan.transport).bounds(shape)
     chosen = every.pop(next((bound for bound in reversed(own) if bound.available), own[0]).transport)
-    return SyncPlan(transport=plan.transport, bytes=chosen.bytes, bound_s=chosen.bound_s, how=chosen.how, others=tuple(every.values()))
+    return SyncPlan(
+        transport=plan.transport,
+        bytes=chosen.bytes,
+        bound_s=chosen.bound_s,
+        how=chosen.how,
+        others=tuple(every.values()),
+    )
 
 
 def render_sync(plan: SyncPlan | None) -> str:
     """Several lines for a terminal."""
     if plan is None:
         return ""
-    lines = [f"weight sync by {plan.transport}: {plan.bytes / 1e9:.2f} GB, at least {_seconds(plan.bound_s)} ({plan.how})"]
+    lines = [
+        f"weight sync by {plan.transport}: {plan.bytes / 1e9:.2f} GB, at least {_seconds(plan.bound_s)} ({plan.how})"
+    ]
     for other in plan.others:
-        lines.append(f"  {other.transport:<12} {other.bytes / 1e9:8.2f} GB  at least {_seconds(other.bound_s):>9}  {other.how}")
+        lines.append(
+            f"  {other.transport:<12} {other.bytes / 1e9:8.2f} GB  at least {_seconds(other.bound_s):>9}  {other.how}"
+        )
     return "\n".join(lines)
 
 

@@ -1,1 +1,4 @@
-"""A reward model: an HF sequence classifier with one output that scores whole samples. Knows nothing of Ray or Megatron."""
+"""A reward model: an HF sequence classifier with one output that scores whole samples.
+
+Knows nothing of Ray or Megatron.
+"""

@@ -1,4 +1,6 @@
-"""The reward model itself: loads an HF folder, and scores samples in batches so that a sample's batch does not change its score."""
+"""The reward model itself: loads an HF folder, and scores samples in batches so that a sample's batch does not change
+its score.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,24 @@ from slime_like.errors import CheckpointError, RewardError
 from slime_like.reward_model.inputs import RewardInput, encode_inputs, same_ids
 
 #: A folder with none of these has no tokenizer; transformers would make up an empty one.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer_config.json",
+)
 _FIX = "Fix: --reward-load with a folder that AutoModelForSequenceClassification wrote with num_labels=1."
 
 
 class RewardModel:
-    """One copy of a reward model on this process's device: the GPU if there is one (bf16, unless told otherwise), else the CPU (fp32).
+    """One copy of a reward model on this process's device: the GPU if there is one (bf16, unless told otherwise), else
+    the CPU (fp32).
 
-    policy_folder: --hf-checkpoint, whose tokenizer decides whether the samples' tokens can be read as they are (`reads_tokens`).
+    policy_folder: --hf-checkpoint, whose tokenizer decides whether the samples' tokens can be read as they are
+    (`reads_tokens`).
     """
 
     def __init__(self, folder: str, *, policy_folder: str, batch_size: int, bf16: bool | None = None):
@@ -46,12 +58,21 @@ class RewardModel:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def score(self, inputs: Sequence[RewardInput]) -> np.ndarray:
-        """[N] float64, in the order of the inputs. Raises RewardError naming a sample that is too long or scored NaN."""
-        tokens = [np.asarray(one.tokens, dtype=np.int64) for one in inputs] if self.reads_tokens else encode_inputs(inputs, self._tokenizer)
+        """[N] float64, in the order of the inputs.
+
+        Raises RewardError naming a sample that is too long or scored NaN.
+        """
+        tokens = (
+            [np.asarray(one.tokens, dtype=np.int64) for one in inputs]
+            if self.reads_tokens
+            else encode_inputs(inputs, self._tokenizer)
+        )
         return self.score_tokens(tokens, [one.name for one in inputs])
 
     def score_tokens(self, sequences: Sequence[np.ndarray], names: Sequence[str]) -> np.ndarray:
-        """[N] float64: the model's output for each sequence of its own token ids, at most batch_size of similar length at a time."""
+        """[N] float64: the model's output for each sequence of its own token ids, at most batch_size of similar length
+        at a time.
+        """
         for sequence, name in zip(sequences, names, strict=True):
             self._check(sequence, name)
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
@@ -68,15 +89,20 @@ class RewardModel:
         limit, known = self.context_tokens, self._model.get_input_embeddings().num_embeddings
         if limit is not None and len(sequence) > limit:
             raise RewardError(
-                f"{name} has {len(sequence)} tokens for the reward model {self.folder}, which takes {limit} (max_position_embeddings). "
-                "Fix: --rollout-max-context-len or --rollout-max-response-len."
+                f"{name} has {len(sequence)} tokens for the reward model {self.folder}, which takes {limit}"
+                " (max_position_embeddings). Fix: --rollout-max-context-len or --rollout-max-response-len."
             )
         if not len(sequence) or not 0 <= sequence.min() <= sequence.max() < known:
-            raise RewardError(f"{name}: {len(sequence)} tokens with ids up to {max(sequence, default=-1)}; the reward model {self.folder} knows {known} ids.")
+            raise RewardError(
+                f"{name}: {len(sequence)} tokens with ids up to {max(sequence, default=-1)}; the reward model"
+                f" {self.folder} knows {known} ids."
+            )
 
     @torch.inference_mode()
     def _forward(self, sequences: list[np.ndarray]) -> np.ndarray:
-        """[B] float64 of one batch, padded on the right: there, a causal model's real tokens see no padding and keep their positions."""
+        """[B] float64 of one batch, padded on the right: there, a causal model's real tokens see no padding and keep
+        their positions.
+        """
         pad = self._pad_id(sequences)
         longest = max(map(len, sequences))
         ids = torch.full((len(sequences), longest), pad, dtype=torch.long)
@@ -94,8 +120,9 @@ class RewardModel:
     def _pad_id(self, sequences: list[np.ndarray]) -> int:
         """The model's own padding token; for one without, an id that no sequence ends with.
 
-        transformers (5.x) reads a causal classifier's score at the last token that is not the padding token. A model that has none is
-        read at the very last token, which must stay so in a batch: eos, the usual stand-in, would move it in front of the eos.
+        transformers (5.x) reads a causal classifier's score at the last token that is not the padding token. A model
+        that has none is read at the very last token, which must stay so in a batch: eos, the usual stand-in, would move
+        it in front of the eos.
         """
         if self._config.pad_token_id is not None:
             return self._config.pad_token_id
@@ -104,7 +131,10 @@ class RewardModel:
 
 
 def _load(folder: str, dtype: torch.dtype) -> Any:
-    """The classifier, every weight of it read. Raises CheckpointError: transformers itself would draw a missing head at random."""
+    """The classifier, every weight of it read.
+
+    Raises CheckpointError: transformers itself would draw a missing head at random.
+    """
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise CheckpointError(f"--reward-load {folder}: has no config.json. {_FIX}")
     try:
@@ -114,18 +144,26 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"--reward-load {folder}: cannot be loaded as a sequence classifier: {error}") from error
     if model.config.num_labels != 1:
-        raise CheckpointError(f"--reward-load {folder}: has {model.config.num_labels} outputs, and a reward is one. {_FIX}")
+        raise CheckpointError(
+            f"--reward-load {folder}: has {model.config.num_labels} outputs, and a reward is one. {_FIX}"
+        )
     missing, mismatched = sorted(found["missing_keys"]), sorted(str(key) for key in found["mismatched_keys"])
     if missing or mismatched:
         names = ", ".join([*missing, *mismatched][:4])
         count = len(missing) + len(mismatched)
-        raise CheckpointError(f"--reward-load {folder}: is no reward model of its config.json: {count} weights are missing: {names}. {_FIX}")
+        raise CheckpointError(
+            f"--reward-load {folder}: is no reward model of its config.json: {count} weights are missing: {names}."
+            f" {_FIX}"
+        )
     return model
 
 
 def _load_tokenizer(folder: str, flag: str) -> Any:
     if not any(os.path.isfile(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
-        raise CheckpointError(f"{flag} {folder}: has no tokenizer. Fix: put the files of the model's tokenizer (tokenizer.json …) beside its weights.")
+        raise CheckpointError(
+            f"{flag} {folder}: has no tokenizer. Fix: put the files of the model's tokenizer (tokenizer.json …) beside"
+            " its weights."
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -27,10 +27,14 @@ class _Passing(Exception):
 
 def unlimited_session(**options) -> aiohttp.ClientSession:
     """A session without limits and timeouts of aiohttp's own: the caller's semaphore and deadline are the only ones."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), **options)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), **options
+    )
 
 
-async def ask(exchange: Callable[[], Awaitable[tuple[str, int]]], *, slots: asyncio.Semaphore, tries: int, timeout_s: float) -> str:
+async def ask(
+    exchange: Callable[[], Awaitable[tuple[str, int]]], *, slots: asyncio.Semaphore, tries: int, timeout_s: float
+) -> str:
     """The text of a 200 answer. exchange: asks once; (text, HTTP status). Raises NoAnswer.
 
     The deadline counts from when a slot is free, over all tries.

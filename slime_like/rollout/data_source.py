@@ -39,11 +39,13 @@ class Row:
 class DataSource:
     """The endless stream of prompts: position p is row p % num_rows of epoch p // num_rows.
 
-    num_filtered: rows left out because their prompt is too long. max_tokens: of prompt and answer together. Which prompts were drawn is
-    for a ledger to know.
+    num_filtered: rows left out because their prompt is too long. max_tokens: of prompt and answer together. Which
+    prompts were drawn is for a ledger to know.
     """
 
-    def __init__(self, rows: list[Row], data: DataConfig, *, path: str, tokenizer, max_tokens: int, num_filtered: int = 0):
+    def __init__(
+        self, rows: list[Row], data: DataConfig, *, path: str, tokenizer, max_tokens: int, num_filtered: int = 0
+    ):
         self.rows = rows
         self.max_tokens = max_tokens
         self.data = data
@@ -79,32 +81,53 @@ class DataSource:
         for name, now in self.identity().items():
             if state.get(name) != now:
                 change = f"{name} was {state.get(name)} and is {now}"
-                raise CheckpointError(f"the data position in {self.path} cannot be resumed: {change}. Fix: the same data flags, or --finetune.")
+                raise CheckpointError(
+                    f"the data position in {self.path} cannot be resumed: {change}. Fix: the same data flags, or"
+                    " --finetune."
+                )
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
             count = len(self.rows)
             # A pair, not a sum: seed 42 in epoch 1 must not repeat seed 43 in epoch 0.
-            shuffled = np.random.default_rng([self.data.rollout_seed, epoch]).permutation(count) if self.data.rollout_shuffle else np.arange(count)
+            shuffled = (
+                np.random.default_rng([self.data.rollout_seed, epoch]).permutation(count)
+                if self.data.rollout_shuffle
+                else np.arange(count)
+            )
             self._order = (epoch, shuffled)
         return self._order[1]
 
 
 def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
-    """The training prompts. Starts nothing, and raises what the user got wrong: DataError in tokenizer, training or evaluation
-    data, PluginError in a function's path.
+    """The training prompts. Starts nothing, and raises what the user got wrong: DataError in tokenizer, training or
+    evaluation data, PluginError in a function's path.
     """
     load_plugins(config)
     tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
     sources = load_eval_data(config, tokenizer)
     context = context_tokens(config)
-    limit = min(config.data.rollout_max_prompt_len or context, context - (1 if config.is_sft else ENGINE_RESERVED_TOKENS))
-    source = load_data(config.data.prompt_data or "", config.data, tokenizer, max_prompt_tokens=limit, max_tokens=context, with_response=config.is_sft)
+    limit = min(
+        config.data.rollout_max_prompt_len or context, context - (1 if config.is_sft else ENGINE_RESERVED_TOKENS)
+    )
+    source = load_data(
+        config.data.prompt_data or "",
+        config.data,
+        tokenizer,
+        max_prompt_tokens=limit,
+        max_tokens=context,
+        with_response=config.is_sft,
+    )
     if config.is_sft:
         _ = source.end_id  # raises now rather than at the first step
     for one in (source, *sources.values()):
         if one.num_filtered:
-            logger.warning("%s: %d of %d prompts are left out: too long for the limit of tokens", one.path, one.num_filtered, one.num_filtered + len(one.rows))
+            logger.warning(
+                "%s: %d of %d prompts are left out: too long for the limit of tokens",
+                one.path,
+                one.num_filtered,
+                one.num_filtered + len(one.rows),
+            )
         if config.uses_engines and config.reward.needs_label:
             _require_labels(one, str(config.reward.rm_type))
     return source
@@ -121,7 +144,10 @@ def load_eval_data(config: RunConfig, tokenizer) -> dict[str, DataSource]:
     )
     context = context_tokens(config)
     limit = context - ENGINE_RESERVED_TOKENS
-    return {name: load_data(path, data, tokenizer, max_prompt_tokens=limit, max_tokens=context) for name, path in config.eval.datasets().items()}
+    return {
+        name: load_data(path, data, tokenizer, max_prompt_tokens=limit, max_tokens=context)
+        for name, path in config.eval.datasets().items()
+    }
 
 
 def context_tokens(config: RunConfig) -> int:
@@ -129,7 +155,9 @@ def context_tokens(config: RunConfig) -> int:
     return min(config.rollout.rollout_max_context_len or config.model.context_tokens, config.model.context_tokens)
 
 
-def load_data(path: str, data: DataConfig, tokenizer, *, max_prompt_tokens: int, max_tokens: int, with_response: bool = False) -> DataSource:
+def load_data(
+    path: str, data: DataConfig, tokenizer, *, max_prompt_tokens: int, max_tokens: int, with_response: bool = False
+) -> DataSource:
     """Read, render and tokenize `file.jsonl@[a:b]`. Raises DataError naming file, line and key."""
     file, rows_wanted = split_slice(path)
     numbered = _read_objects(file, rows_wanted)
@@ -161,7 +189,10 @@ def _require_labels(source: DataSource, rm_type: str) -> None:
     for row in source.rows:
         if row.label is None:
             fix = "the row, or --label-key" if source.data.label_key else "--label-key"
-            raise DataError(f"{split_slice(source.path)[0]} line {row.line}: has no label, and --rm-type {rm_type} compares with one. Fix: {fix}.")
+            raise DataError(
+                f"{split_slice(source.path)[0]} line {row.line}: has no label, and --rm-type {rm_type} compares with"
+                f" one. Fix: {fix}."
+            )
 
 
 def _read_objects(file: str, rows_wanted: slice) -> list[tuple[int, dict]]:
@@ -177,7 +208,9 @@ def _read_objects(file: str, rows_wanted: slice) -> list[tuple[int, dict]]:
         raise DataError(f"{file} is empty: it has no row.")
     wanted = lines[rows_wanted]
     if not wanted:
-        raise DataError(f"{file}: the slice [{rows_wanted.start}:{rows_wanted.stop}] takes none of its {len(lines)} rows.")
+        raise DataError(
+            f"{file}: the slice [{rows_wanted.start}:{rows_wanted.stop}] takes none of its {len(lines)} rows."
+        )
     return [(number, _parse(line, f"{file} line {number}")) for number, line in wanted]
 
 
@@ -203,43 +236,61 @@ def _fields(record: dict, data: DataConfig, where: str, with_response: bool) -> 
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict):
-        raise DataError(f"{where}: {data.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object.")
+        raise DataError(
+            f"{where}: {data.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object."
+        )
     label = None if data.label_key is None else _require(record, data.label_key, "--label-key", where)
     if not with_response:
         return {"label": label, "metadata": metadata}
     response = _require(record, data.response_key, "--response-key", where)
     if not isinstance(response, str):
-        raise DataError(f"{where}: {data.response_key!r} (--response-key) is a {type(response).__name__}, not a string.")
+        raise DataError(
+            f"{where}: {data.response_key!r} (--response-key) is a {type(response).__name__}, not a string."
+        )
     return {"label": label, "metadata": metadata, "response": response}
 
 
 def _messages(prompt, data: DataConfig, where: str) -> list[dict] | None:
     """The prompt as chat messages for --apply-chat-template; None for a string that stays as it is."""
     if not isinstance(prompt, (str, list)):
-        raise DataError(f"{where}: the prompt {data.input_key!r} is a {type(prompt).__name__}, neither a string nor a list of chat messages.")
+        raise DataError(
+            f"{where}: the prompt {data.input_key!r} is a {type(prompt).__name__}, neither a string nor a list of chat"
+            " messages."
+        )
     if not data.apply_chat_template:
         if isinstance(prompt, list):
-            raise DataError(f"{where}: the prompt {data.input_key!r} is a list of chat messages. Fix: add --apply-chat-template.")
+            raise DataError(
+                f"{where}: the prompt {data.input_key!r} is a list of chat messages. Fix: add --apply-chat-template."
+            )
         return None
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:
         calls_tools = isinstance(message, dict) and message.get("role") == "assistant" and message.get("tool_calls")
         if not isinstance(message, dict) or "role" not in message or not ("content" in message or calls_tools):
-            raise DataError(f"{where}: a chat message needs 'role' and 'content' (an assistant's 'tool_calls' will do), but is {str(message)[:80]!r}.")
+            raise DataError(
+                f"{where}: a chat message needs 'role' and 'content' (an assistant's 'tool_calls' will do), but is"
+                f" {str(message)[:80]!r}."
+            )
     if not messages:
         raise DataError(f"{where}: the list of chat messages is empty.")
     return messages
 
 
 def _tools(record: dict, data: DataConfig, where: str) -> list[dict] | None:
-    """The row's tools; None without any. Many data sets keep them as JSON text, since their rows must be of one type."""
+    """The row's tools; None without any.
+
+    Many data sets keep them as JSON text, since their rows must be of one type.
+    """
     given = record.get(data.tool_key)
     tools = given
     if isinstance(given, str) and given.strip():
         try:
             tools = json.loads(given)
         except ValueError as error:
-            raise DataError(f"{where}: {data.tool_key!r} (--tool-key) is malformed JSON: {error}. It starts with {given.strip()[:60]!r}.") from None
+            raise DataError(
+                f"{where}: {data.tool_key!r} (--tool-key) is malformed JSON: {error}. It starts with"
+                f" {given.strip()[:60]!r}."
+            ) from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -250,11 +301,19 @@ def _tools(record: dict, data: DataConfig, where: str) -> list[dict] | None:
 def _render(messages: list[dict], tools: list[dict] | None, data: DataConfig, tokenizer, where: str) -> str:
     """The messages and tools as text, through the chat template."""
     if not tokenizer.chat_template:
-        raise DataError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template. Fix: another checkpoint, or prompts as plain strings.")
+        raise DataError(
+            "--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template. Fix: another checkpoint, or"
+            " prompts as plain strings."
+        )
     if tools is not None and "tools" not in str(tokenizer.chat_template):
         fix = "another checkpoint; or --tool-key with a key that no row has, which leaves them out"
-        raise DataError(f"{where}: has tools in {data.tool_key!r} (--tool-key), and the chat template of --hf-checkpoint has no place for them. Fix: {fix}.")
+        raise DataError(
+            f"{where}: has tools in {data.tool_key!r} (--tool-key), and the chat template of --hf-checkpoint has no"
+            f" place for them. Fix: {fix}."
+        )
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs)
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+        )
     except Exception as error:  # a template may raise anything: it is a program of the model's author
         raise DataError(f"{where}: the chat template refuses the messages: {type(error).__name__}: {error}") from error

@@ -18,7 +18,18 @@ from slime_like.utils.files import write_atomic
 
 _FORMAT = 1
 _SAMPLE_ARRAYS = {"tokens": np.int32, "loss_mask": np.int8, "engine_logprobs": np.float32, "weight_versions": np.int32}
-_SAMPLE_FIELDS = ("prompt_index", "sample_index", "segment_index", "response", "status", "label", "metadata", "reward", "reward_parts", "error")
+_SAMPLE_FIELDS = (
+    "prompt_index",
+    "sample_index",
+    "segment_index",
+    "response",
+    "status",
+    "label",
+    "metadata",
+    "reward",
+    "reward_parts",
+    "error",
+)
 _PROMPT_FIELDS = ("index", "text", "label", "metadata", "response", "messages")
 
 
@@ -54,25 +65,42 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
 
 
 def load_rollout(template: str, rollout_id: int) -> tuple[SampleGroup, ...]:
-    """The groups that save_rollout wrote, equal in every field. Raises DataError if the file is missing or of another kind."""
+    """The groups that save_rollout wrote, equal in every field.
+
+    Raises DataError if the file is missing or of another kind.
+    """
     path = debug_path(template, rollout_id)
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         described = json.loads(arrays["described"].tobytes())
         if described["format"] != _FORMAT:
-            raise DataError(f"--load-debug-rollout-data {path}: format {described['format']}, but this version reads {_FORMAT}.")
-        prompts = [Prompt(tokens=tokens, **fields) for tokens, fields in zip(_split("prompt_tokens", arrays), described["prompts"], strict=True)]
+            raise DataError(
+                f"--load-debug-rollout-data {path}: format {described['format']}, but this version reads {_FORMAT}."
+            )
+        prompts = [
+            Prompt(tokens=tokens, **fields)
+            for tokens, fields in zip(_split("prompt_tokens", arrays), described["prompts"], strict=True)
+        ]
         columns: dict[str, Any] = {name: _split(name, arrays) for name in _SAMPLE_ARRAYS}
         columns["routed_experts"] = _split_experts(arrays, len(described["samples"]))
-        samples = [Sample(**{name: columns[name][i] for name in columns}, **fields) for i, fields in enumerate(described["samples"])]
+        samples = [
+            Sample(**{name: columns[name][i] for name in columns}, **fields)
+            for i, fields in enumerate(described["samples"])
+        ]
     except FileNotFoundError:
         raise DataError(f"--load-debug-rollout-data {path}: no such file (rollout {rollout_id}).") from None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"--load-debug-rollout-data {path}: is no file of --save-debug-rollout-data: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"--load-debug-rollout-data {path}: is no file of --save-debug-rollout-data: {type(error).__name__}:"
+            f" {error}"
+        ) from error
     ends = np.cumsum(described["group_sizes"]).tolist()
     starts = [0, *ends[:-1]]
-    return tuple(SampleGroup(prompt=prompt, samples=tuple(samples[a:b])) for prompt, a, b in zip(prompts, starts, ends, strict=True))
+    return tuple(
+        SampleGroup(prompt=prompt, samples=tuple(samples[a:b]))
+        for prompt, a, b in zip(prompts, starts, ends, strict=True)
+    )
 
 
 def _pick(record, names: tuple[str, ...]) -> dict:

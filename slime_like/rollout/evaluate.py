@@ -19,7 +19,9 @@ from slime_like.rollout.rollout_metrics import part_means
 
 def eval_sampling(config: RunConfig, name: str) -> Sampling:
     """The training's sampling with the --eval-* flags over it, and seeds of its own."""
-    sampling = Sampling.for_training(config.rollout, max_context_tokens=context_tokens(config), seed=f"{config.data.rollout_seed}/eval/{name}")
+    sampling = Sampling.for_training(
+        config.rollout, max_context_tokens=context_tokens(config), seed=f"{config.data.rollout_seed}/eval/{name}"
+    )
     given: dict[str, Any] = {
         "temperature": config.eval.eval_temperature,
         "top_p": config.eval.eval_top_p,
@@ -32,8 +34,8 @@ def eval_sampling(config: RunConfig, name: str) -> Sampling:
 async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: RunConfig) -> dict[str, float]:
     """Metrics of one data set: every row once, --n-samples-per-eval-prompt samples each.
 
-    reward_mean is over prompts and samples, pass@k as in pass_at_k. A sample that could not be generated has reward 0, does not pass and
-    counts in failed_samples. Raises RunError if none could be generated.
+    reward_mean is over prompts and samples, pass@k as in pass_at_k. A sample that could not be generated has reward 0,
+    does not pass and counts in failed_samples. Raises RunError if none could be generated.
     """
     prompts = [source.prompt_at(position) for position in range(len(source.rows))]
     outcomes = await maker.groups(prompts, config.eval.n_samples_per_eval_prompt, eval_sampling(config, name))
@@ -46,14 +48,26 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
         f"eval/{name}/failed_samples": float(sum(len(outcome.failed) for outcome in outcomes)),
         f"eval/{name}/samples": float(len(samples)),
         **part_means(samples, f"eval/{name}/reward_"),
-        **{f"eval/{name}/{rate}": value for rate, value in pass_rates([outcome.group for outcome in outcomes], config.eval.eval_pass_threshold).items()},
+        **{
+            f"eval/{name}/{rate}": value
+            for rate, value in pass_rates(
+                [outcome.group for outcome in outcomes], config.eval.eval_pass_threshold
+            ).items()
+        },
     }
 
 
 def pass_rates(groups: Sequence[SampleGroup], threshold: float) -> dict[str, float]:
-    """pass@1, pass@2, pass@4, … up to the samples of a prompt, each the mean over the prompts. A sample passes with a reward of at least `threshold`."""
+    """pass@1, pass@2, pass@4, … up to the samples of a prompt, each the mean over the prompts.
+
+    A sample passes with a reward of at least `threshold`.
+    """
     passed = [
-        [segments[-1].status != FAILED and reward >= threshold for segments, reward in zip(group.episodes, group.rewards, strict=True)] for group in groups
+        [
+            segments[-1].status != FAILED and reward >= threshold
+            for segments, reward in zip(group.episodes, group.rewards, strict=True)
+        ]
+        for group in groups
     ]
     fewest = min(map(len, passed))
     sizes = [2**power for power in range(fewest.bit_length())]
@@ -61,8 +75,9 @@ def pass_rates(groups: Sequence[SampleGroup], threshold: float) -> dict[str, flo
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """How likely at least one of k samples passes: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+    """How likely at least one of k samples passes: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq.
 
+    1).
     1 - C(n - c, k) / C(n, k) of n samples of which c passed; needs k <= n. Example: 4, 1, 2 -> 1 - 3/6 = 0.5
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

@@ -21,7 +21,10 @@ def reward_nonzero_std(args: Any, samples: Sequence[Sample]) -> tuple[bool, str]
 
 
 def apply_filter(function: Callable, path: str, args: Any, group: SampleGroup) -> tuple[bool, str]:
-    """(keep, reason) of one group. Raises RunError naming the prompt if the user's filter raises or answers anything else."""
+    """(keep, reason) of one group.
+
+    Raises RunError naming the prompt if the user's filter raises or answers anything else.
+    """
     where = f"--dynamic-sampling-filter-path {path}, prompt {group.prompt.index}"
     try:
         answer = function(args, list(group.samples))

@@ -62,7 +62,8 @@ class Sampling:
             "skip_special_tokens": self.skip_special_tokens,
             "no_stop_trim": True,  # a stop string is in the tokens that are trained on: rewards see it too
             "spaces_between_special_tokens": False,  # matters to slow tokenizers only; sglang-router 0.3.2 drops it
-            # Used by engines with --sglang-enable-deterministic-inference, where a missing seed makes all samples of a group equal.
+            # Used by engines with --sglang-enable-deterministic-inference, where a missing seed makes all samples of a
+            # group equal.
             "sampling_seed": sample_seed(self.seed, prompt.index, sample_index),
         }
 
@@ -82,16 +83,18 @@ class Generation:
     text: str
     status: str  # COMPLETED, TRUNCATED or ABORTED
     weight_version: int
-    #: As records.Sample.routed_experts, for the tokens that were sent and those that came; None unless the client asks for them.
+    #: As records.Sample.routed_experts, for the tokens that were sent and those that came; None unless the client asks
+    #: for them.
     routed_experts: np.ndarray | None = None
 
 
 class GenerationClient:
     """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
 
-    Create and use it inside one running event loop. weight_version: gives the version to record when an engine does not tell one.
-    routing: ask for the experts of every token; then requests go to `engines` themselves, to the one with the fewest in flight, because
-    sglang-router (0.3.2) drops fields that it does not know, `return_routed_experts` among them.
+    Create and use it inside one running event loop. weight_version: gives the version to record when an engine does not
+    tell one.
+    routing: ask for the experts of every token; then requests go to `engines` themselves, to the one with the fewest in
+    flight, because sglang-router (0.3.2) drops fields that it does not know, `return_routed_experts` among them.
     """
 
     def __init__(
@@ -125,12 +128,21 @@ class GenerationClient:
 
         The deadline counts from when a slot is free, over all tries.
         """
-        body = {"input_ids": [int(token) for token in tokens], "sampling_params": sampling_params, "return_logprob": True}
+        body = {
+            "input_ids": [int(token) for token in tokens],
+            "sampling_params": sampling_params,
+            "return_logprob": True,
+        }
         try:
-            text = await ask(functools.partial(self._exchange, body), slots=self._slots, tries=self._tries, timeout_s=self._timeout_s)
+            text = await ask(
+                functools.partial(self._exchange, body), slots=self._slots, tries=self._tries, timeout_s=self._timeout_s
+            )
         except NoAnswer as error:
             why = {
-                "deadline": f"gave no answer within {self._timeout_s:g} s (--rollout-request-timeout-s). Last heard: {error.last}",
+                "deadline": (
+                    f"gave no answer within {self._timeout_s:g} s (--rollout-request-timeout-s). Last heard:"
+                    f" {error.last}"
+                ),
                 "tries": f"failed {self._tries} times (--rollout-request-retries). Last: {error.last}",
                 "refused": f"refused the request: {error.last}",
             }
@@ -147,7 +159,9 @@ class GenerationClient:
         headers = {"Authorization": f"Bearer {engine.api_key or ''}"}
         self._engines[engine] += 1
         try:
-            async with self._session.post(f"{engine.url.rstrip('/')}/generate", json=body | {"return_routed_experts": True}, headers=headers) as answer:
+            async with self._session.post(
+                f"{engine.url.rstrip('/')}/generate", json=body | {"return_routed_experts": True}, headers=headers
+            ) as answer:
                 return await answer.text(), answer.status
         finally:
             self._engines[engine] -= 1
@@ -162,9 +176,15 @@ class GenerationClient:
             chosen = [int(entry[1]) for entry in meta["output_token_logprobs"]] if tokens else []
             reason = meta["finish_reason"]["type"]
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise EngineError(f"{self.url}/generate gave an answer that is not SGLang's ({type(error).__name__}: {error}): {text[:200]}") from error
+            raise EngineError(
+                f"{self.url}/generate gave an answer that is not SGLang's ({type(error).__name__}: {error}):"
+                f" {text[:200]}"
+            ) from error
         if chosen != tokens:
-            raise EngineError(f"{self.url}/generate: {len(tokens)} tokens but log-probs of {len(chosen)}, or of other tokens: {tokens[:8]} and {chosen[:8]}")
+            raise EngineError(
+                f"{self.url}/generate: {len(tokens)} tokens but log-probs of {len(chosen)}, or of other tokens:"
+                f" {tokens[:8]} and {chosen[:8]}"
+            )
         if not np.isfinite(logprobs).all():
             raise EngineError(f"{self.url}/generate gave log-probs that are not finite: {logprobs[:8]}")
         if reason not in _STATUS:
@@ -178,7 +198,9 @@ class GenerationClient:
             text=answer.get("text") or "",
             status=_STATUS[reason],
             weight_version=self._weight_version() if version is None else version,
-            routed_experts=wanted.read(meta.get("routed_experts"), num_tokens=num_sent + len(tokens)) if wanted else None,
+            routed_experts=(
+                wanted.read(meta.get("routed_experts"), num_tokens=num_sent + len(tokens)) if wanted else None
+            ),
         )
 
 

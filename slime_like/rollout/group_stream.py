@@ -1,4 +1,5 @@
-"""Scored groups as a stream: asked for by number, made as many at a time as are needed, handed out in the order of their prompts.
+"""Scored groups as a stream: asked for by number, made as many at a time as are needed, handed out in the order of
+their prompts.
 
 In the prompts' order, not as they finish: whoever takes what comes first prefers short answers.
 """
@@ -48,7 +49,8 @@ class _Ready:
 class GroupStream:
     """Makes groups of a feed's prompts, inside one event loop. The feed's ledger knows where each prompt stands.
 
-    make: a prompt's scored group; raises only what must end the run. judge: why a group is not to be trained on, None to keep it.
+    make: a prompt's scored group; raises only what must end the run. judge: why a group is not to be trained on, None
+    to keep it.
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class GroupStream:
         return len(self._ready)
 
     async def take(self, count: int) -> Taken:
-        """The next `count` groups. Raises RunError if the bound on draws is reached first, or if nothing can be generated any more.
+        """The next `count` groups.
 
+        Raises RunError if the bound on draws is reached first, or if nothing can be generated any more.
         After a failure nothing is in flight, and what was is drawn again next.
         """
         if self._taking:
@@ -139,7 +142,10 @@ class GroupStream:
         return len(prompts)
 
     def _is_served(self, count: int) -> bool:
-        """Whether the next groups in the prompts' order are all there; where nothing is kept ahead, whether nothing runs either."""
+        """Whether the next groups in the prompts' order are all there.
+
+        Where nothing is kept ahead, whether nothing runs either.
+        """
         if len(self._ready) < count:
             return False
         if self._limits.keep_ahead == 0:

@@ -27,7 +27,10 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupOutcome:
-    """A prompt's samples, all scored. Those whose requests failed to the end have status "failed", no response and reward 0."""
+    """A prompt's samples, all scored.
+
+    Those whose requests failed to the end have status "failed", no response and reward 0.
+    """
 
     group: SampleGroup
     num_failures: int  # requests that failed or were aborted, also those that were made good later
@@ -85,7 +88,9 @@ class GroupMaker:
         if self._scorer.config.group_rm:
             episodes = await self._scored_together(episodes, prompt, sampling)
         return GroupOutcome(
-            group=SampleGroup(prompt=prompt, samples=tuple(sample for episode in episodes for sample in episode.segments)),
+            group=SampleGroup(
+                prompt=prompt, samples=tuple(sample for episode in episodes for sample in episode.segments)
+            ),
             num_failures=sum(episode.num_failures for episode in episodes),
             num_interrupted=sum(episode.num_interrupted for episode in episodes),
         )
@@ -98,10 +103,16 @@ class GroupMaker:
         """The episodes with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
         last = [episode.segments[-1] for episode in episodes if not episode.failed]
         scored = iter(await self._scorer.score_group(last, prompt, evaluation=self._evaluation))
-        return [episode if episode.failed else episode.rewarded(self._shaped(next(scored), sampling)) for episode in episodes]
+        return [
+            episode if episode.failed else episode.rewarded(self._shaped(next(scored), sampling))
+            for episode in episodes
+        ]
 
     async def _episode(self, prompt: Prompt, index: int, sampling: Sampling) -> _Episode:
-        """One answer, scored unless --group-rm waits for its siblings. Only this one is asked for again: its siblings are good."""
+        """One answer, scored unless --group-rm waits for its siblings.
+
+        Only this one is asked for again: its siblings are good.
+        """
         failures = interrupted = 0
         while True:
             changes = self._policy.num_changes
@@ -114,7 +125,8 @@ class GroupMaker:
                 scored = await self._scorer.score(segments[-1], prompt, evaluation=self._evaluation)
                 return episode.rewarded(self._shaped(scored, sampling))
             if FAILED not in ended and self._policy.explains_abort(changes):
-                # Our own sync ended the request: that is no failure of the prompt's, and long answers meet it more often.
+                # Our own sync ended the request: that is no failure of the prompt's, and long answers meet it more
+                # often.
                 interrupted += 1
                 await self._policy.settled(self._custom_timeout_s)
                 continue
@@ -125,7 +137,11 @@ class GroupMaker:
 
     def _shaped(self, sample: Sample, sampling: Sampling) -> Sample:
         """The scored sample, punished for its length if that is asked for; never in evaluations."""
-        return sample if self._evaluation else punish_overlong(sample, self._scorer.config, max_response_tokens=sampling.max_response_tokens)
+        return (
+            sample
+            if self._evaluation
+            else punish_overlong(sample, self._scorer.config, max_response_tokens=sampling.max_response_tokens)
+        )
 
     async def _generate(self, prompt: Prompt, index: int, sampling: Sampling) -> Sequence[Sample]:
         """The segments of one answer: one, but for a custom function that gives several."""
@@ -153,7 +169,10 @@ class GroupMaker:
         samples = list(answer) if isinstance(answer, (list, tuple)) else [answer]
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
             kinds = [type(item).__name__ for item in samples]
-            raise RunError(f"{where}: the function gave {kinds}; it must give one Sample, or a list of them: the segments of one answer.")
+            raise RunError(
+                f"{where}: the function gave {kinds}; it must give one Sample, or a list of them: the segments of one"
+                " answer."
+            )
         return [self._checked(sample, prompt, index, number, where) for number, sample in enumerate(samples)]
 
     def _checked(self, sample: Sample, prompt: Prompt, index: int, segment: int, where: str) -> Sample:
@@ -162,15 +181,20 @@ class GroupMaker:
         if self._client.routing and sample.status not in (FAILED, ABORTED) and experts is None:
             if sample.loss_mask.any():
                 raise RunError(
-                    f"{where}: the sample has no routed_experts, which --use-rollout-routing-replay trains with. Fix: pass on those of the last "
-                    "engine.generate (they cover all tokens that were sent and came), or drop the flag."
+                    f"{where}: the sample has no routed_experts, which --use-rollout-routing-replay trains with. Fix:"
+                    " pass on those of the last engine.generate (they cover all tokens that were sent and came), or"
+                    " drop the flag."
                 )
             experts = self._client.routing.unsaid(len(sample.tokens))
-        return dataclasses.replace(sample, prompt_index=prompt.index, sample_index=index, segment_index=segment, routed_experts=experts)
+        return dataclasses.replace(
+            sample, prompt_index=prompt.index, sample_index=index, segment_index=segment, routed_experts=experts
+        )
 
 
 def refuse_if_all_failed(outcomes: Sequence[GroupOutcome]) -> None:
-    """Raise RunError naming the last error if not one sample could be generated: the engines are gone, and trying on is in vain."""
+    """Raise RunError naming the last error if not one sample could be generated: the engines are gone, and trying on is
+    in vain.
+    """
     samples = [sample for outcome in outcomes for sample in outcome.group.samples]
     if samples and all(sample.status == FAILED for sample in samples):
         raise RunError(f"rollout: all {len(samples)} samples failed. Last error: {samples[-1].error}")

@@ -1,7 +1,8 @@
-"""What became of every prompt: drawn -> in flight -> ready -> taken -> trained, or dropped, and why. The one memory of a data position.
+"""What became of every prompt: drawn -> in flight -> ready -> taken -> trained, or dropped, and why.
 
-Prompts are known by their position in the stream of prompts. Plain state, no clock and no network, so that resume, accounting and
-metrics ask one place and get one answer.
+The one memory of a data position.
+Prompts are known by their position in the stream of prompts. Plain state, no clock and no network, so that resume,
+accounting and metrics ask one place and get one answer.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Ledger:
         """The trainer has used them. Raises ValueError for one that was not taken."""
         for prompt in sorted(set(prompts)):
             if self.open.get(prompt) != TAKEN:
-                raise ValueError(f"prompt {prompt} is {self.open.get(prompt) or 'not open'}: it cannot have been trained on")
+                raise ValueError(
+                    f"prompt {prompt} is {self.open.get(prompt) or 'not open'}: it cannot have been trained on"
+                )
             del self.open[prompt]
             self.num_trained += 1
 
@@ -82,14 +85,18 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a state_dict, or from a position alone, as older checkpoints have it. Raises CheckpointError if it does not add up."""
+        """Go on from a state_dict, or from a position alone, as older checkpoints have it.
+
+        Raises CheckpointError if it does not add up.
+        """
         position = int(state["position"])
         ends = (int(state.get("trained", position)), {str(why): int(n) for why, n in state.get("dropped", {}).items()})
         back = sorted([*map(int, state.get("open", {})), *map(int, state.get("waiting", ()))])
         if ends[0] + sum(ends[1].values()) + len(back) != position or len(set(back)) != len(back):
             raise CheckpointError(
-                f"the checkpoint's ledger of prompts does not add up: {position} were drawn, but {ends[0]} trained, "
-                f"{sum(ends[1].values())} dropped and {len(back)} open ones are listed. Fix: another --ckpt-step, or --finetune."
+                f"the checkpoint's ledger of prompts does not add up: {position} were drawn, but {ends[0]} trained,"
+                f" {sum(ends[1].values())} dropped and {len(back)} open ones are listed. Fix: another --ckpt-step, or"
+                " --finetune."
             )
         self.position, self.num_trained, self.dropped = position, ends[0], collections.Counter(ends[1])
         self.open, self._waiting = {}, back

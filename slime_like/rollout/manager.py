@@ -1,4 +1,6 @@
-"""The rollout side as the driver sees it: a service in an event loop in a thread of its own, and calls that wait for it."""
+"""The rollout side as the driver sees it: a service in an event loop in a thread of its own, and calls that wait for
+it.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,16 @@ class RolloutManager:
         self._service = self._wait(self._submit(self._make(source)), "making the service")
 
     def generate(self, step: int, watch: Callable[[], None] | None = None) -> RolloutResult:
-        """The groups of rollout `step`; waits for them. watch: asked each second meanwhile; what it raises ends the wait."""
+        """The groups of rollout `step`; waits for them.
+
+        watch: asked each second meanwhile; what it raises ends the wait.
+        """
         return self._wait(self.start_generate(step), f"rollout {step}", watch)
 
     def start_generate(self, step: int) -> concurrent.futures.Future[RolloutResult]:
-        """Begin rollout `step`; the result comes in the future, or RunError if another rollout is still being generated."""
+        """Begin rollout `step`; the result comes in the future, or RunError if another rollout is still being
+        generated.
+        """
         return self._submit(self._running().generate(step))
 
     def evaluate(self, step: int, watch: Callable[[], None] | None = None) -> dict[str, float]:
@@ -82,7 +89,9 @@ class RolloutManager:
         try:
             done.result(timeout=_CLOSE_S)
         except TimeoutError:
-            raise WaitTimeout(who="driver", whom="the rollout thread", phase="closing", seconds=_CLOSE_S, last="running") from None
+            raise WaitTimeout(
+                who="driver", whom="the rollout thread", phase="closing", seconds=_CLOSE_S, last="running"
+            ) from None
         finally:
             loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=_CLOSE_S)
@@ -114,7 +123,13 @@ class RolloutManager:
         try:
             return self._submit(run()).result(timeout=_TELL_S)
         except TimeoutError:
-            raise WaitTimeout(who="driver", whom="the rollout thread", phase="a change of state", seconds=_TELL_S, last="its loop is busy") from None
+            raise WaitTimeout(
+                who="driver",
+                whom="the rollout thread",
+                phase="a change of state",
+                seconds=_TELL_S,
+                last="its loop is busy",
+            ) from None
 
     def _submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         if self._loop is None:
@@ -123,7 +138,10 @@ class RolloutManager:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, future: concurrent.futures.Future[_T], phase: str, watch: Callable[[], None] | None = None) -> _T:
-        """The future's result. Every request and reward in it has its own deadline; here only the thread itself is watched."""
+        """The future's result.
+
+        Every request and reward in it has its own deadline; here only the thread itself is watched.
+        """
         while True:
             try:
                 return future.result(timeout=1.0)

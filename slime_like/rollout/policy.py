@@ -9,7 +9,10 @@ from slime_like.records import WeightsRef
 
 
 class Policy:
-    """Use it inside one event loop. A request that is aborted while weights change, or changed since it began, did not fail."""
+    """Use it inside one event loop.
+
+    A request that is aborted while weights change, or changed since it began, did not fail.
+    """
 
     def __init__(self, weights: WeightsRef | None = None):
         self.weights = weights or WeightsRef()
@@ -29,7 +32,9 @@ class Policy:
         self._settled.set()
 
     def explains_abort(self, num_changes_before: int) -> bool:
-        """Whether a request that began when `num_changes` had this value can have been aborted by a change of weights."""
+        """Whether a request that began when `num_changes` had this value can have been aborted by a
+        change of weights.
+        """
         return self.num_changes != num_changes_before or not self._settled.is_set()
 
     async def settled(self, timeout_s: float) -> None:
@@ -38,4 +43,6 @@ class Policy:
             await asyncio.wait_for(self._settled.wait(), timeout_s)
         except TimeoutError:
             last = f"engines serve {self.weights}, the next sync has begun"
-            raise WaitTimeout(who="the rollout", whom="a weight sync", phase="generate", seconds=timeout_s, last=last) from None
+            raise WaitTimeout(
+                who="the rollout", whom="a weight sync", phase="generate", seconds=timeout_s, last=last
+            ) from None

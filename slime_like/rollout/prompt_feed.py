@@ -19,7 +19,9 @@ class PromptFeed:
         return [self.source.prompt_at(position) for position in self.ledger.draw(count)]
 
     def take_answered(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, for who trains on the answers that stand in the file: nothing is generated for them."""
+        """The next `count` prompts, for who trains on the answers that stand in the file: nothing is generated for
+        them.
+        """
         prompts = self.draw(count)
         for prompt in prompts:
             for state in (IN_FLIGHT, READY, TAKEN):
@@ -36,6 +38,9 @@ class PromptFeed:
         return self.ledger.state_dict() | self.source.identity()
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where the state was saved. Raises CheckpointError if the rows or their order are not the same any more."""
+        """Go on where the state was saved.
+
+        Raises CheckpointError if the rows or their order are not the same any more.
+        """
         self.source.check_identity(state)
         self.ledger.load_state_dict(state)

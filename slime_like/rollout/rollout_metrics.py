@@ -1,4 +1,7 @@
-"""Metrics of a rollout: what its samples are like, what was drawn and not kept, and where the ledger stands. All names are here."""
+"""Metrics of a rollout: what its samples are like, what was drawn and not kept, and where the ledger stands.
+
+All names are here.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,19 @@ def sample_metrics(groups: tuple[SampleGroup, ...], *, mask_truncated: bool = Fa
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()),
         "rollout/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
-        "rollout/untrained_samples": float(sum(not sample.loss_mask.any() or mask_truncated and sample.status == TRUNCATED for sample in samples)),
+        "rollout/untrained_samples": float(
+            sum(not sample.loss_mask.any() or mask_truncated and sample.status == TRUNCATED for sample in samples)
+        ),
         "rollout/zero_std_groups": float(sum(np.ptp(group.rewards) == 0 for group in groups)),
         **part_means(samples, "reward/"),
     }
 
 
 def part_means(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """The means of the rewards' parts ("rule", "model" before weighting, "overlong") over the samples that have them; {} where a reward has but one."""
+    """The means of the rewards' parts ("rule", "model" before weighting, "overlong") over the samples that have them.
+
+    {} where a reward has but one.
+    """
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.reward_parts.items():
@@ -45,10 +53,14 @@ def part_means(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
 
 def drop_metrics(outcomes: Sequence[GroupOutcome], dropped: collections.Counter[str]) -> dict[str, float]:
     """What was drawn, and what was not kept. dropped: reason -> groups, as group_stream has them."""
-    filtered = {reason.removeprefix(FILTERED): count for reason, count in dropped.items() if reason.startswith(FILTERED)}
+    filtered = {
+        reason.removeprefix(FILTERED): count for reason, count in dropped.items() if reason.startswith(FILTERED)
+    }
     return {
         "rollout/prompts": float(len(outcomes)),
-        "rollout/generated_tokens": float(sum(sample.num_response_tokens for outcome in outcomes for sample in outcome.group.samples)),
+        "rollout/generated_tokens": float(
+            sum(sample.num_response_tokens for outcome in outcomes for sample in outcome.group.samples)
+        ),
         "rollout/failed_requests": float(sum(outcome.num_failures for outcome in outcomes)),
         "rollout/failed_samples": float(sum(len(outcome.failed) for outcome in outcomes)),
         "rollout/interrupted_requests": float(sum(outcome.num_interrupted for outcome in outcomes)),

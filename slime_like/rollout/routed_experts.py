@@ -42,15 +42,17 @@ class RoutingShape:
         return np.int8 if self.num_experts <= 128 else np.int16
 
     def read(self, text: object, *, num_tokens: int) -> np.ndarray:
-        """SGLang's `meta_info["routed_experts"]` -> [num_tokens, layers, topk] as records.Sample holds it, NOT_SAID for the last token.
+        """SGLang's `meta_info["routed_experts"]` -> [num_tokens, layers, topk] as records.Sample holds it, NOT_SAID for
+        the last token.
 
-        text: base64 of int32 [num_tokens - 1, layers, topk] (0.5.23, state_capturer/base.py: rows 0 to length - 2; the last token was
-        sampled, never processed). num_tokens: prompt and response together. Raises EngineError where it is missing or something else.
+        text: base64 of int32 [num_tokens - 1, layers, topk] (0.5.23, state_capturer/base.py: rows 0 to length - 2; the
+        last token was sampled, never processed). num_tokens: prompt and response together. Raises EngineError where it
+        is missing or something else.
         """
         if text is None:
             raise EngineError(
-                "the engine reported no routed experts, which --use-rollout-routing-replay asked for. Fix: start it with "
-                "--enable-return-routed-experts, or drop the flag."
+                "the engine reported no routed experts, which --use-rollout-routing-replay asked for. Fix: start it"
+                " with --enable-return-routed-experts, or drop the flag."
             )
         row = self.num_layers * self.topk
         try:
@@ -59,16 +61,23 @@ class RoutingShape:
             raise EngineError(f"the engine's routed experts are no base64 of 32-bit numbers: {error}") from error
         if len(found) != (num_tokens - 1) * row:
             raise EngineError(
-                f"the engine reported {len(found)} routed experts for {num_tokens} tokens, but {num_tokens - 1} x {self.num_layers} layers x "
-                f"{self.topk} (--moe-router-topk) belong to all but the last. Fix: an engine that serves this model."
+                f"the engine reported {len(found)} routed experts for {num_tokens} tokens, but {num_tokens - 1} x"
+                f" {self.num_layers} layers x {self.topk} (--moe-router-topk) belong to all but the last. Fix: an"
+                " engine that serves this model."
             )
         if len(found) and not 0 <= found.min() <= found.max() < self.num_experts:
-            raise EngineError(f"the engine reported experts {found.min()} to {found.max()}, but the model has 0 to {self.num_experts - 1}.")
+            raise EngineError(
+                f"the engine reported experts {found.min()} to {found.max()}, but the model has 0 to"
+                f" {self.num_experts - 1}."
+            )
         experts = self.unsaid(num_tokens)
         experts[:-1] = found.reshape(num_tokens - 1, self.num_layers, self.topk)
         fault = routing_fault(experts, self.expert_layers, self.num_experts)
         if fault:
-            raise EngineError(f"the engine's routed experts are none: {fault}. Fix: an engine that records them (docs/routing-replay.md), or drop the flag.")
+            raise EngineError(
+                f"the engine's routed experts are none: {fault}. Fix: an engine that records them"
+                " (docs/routing-replay.md), or drop the flag."
+            )
         return experts
 
     def unsaid(self, num_tokens: int) -> np.ndarray:

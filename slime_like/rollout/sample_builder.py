@@ -1,4 +1,6 @@
-"""Makes one flat sample out of what was seen and what was generated, in the order in which it came: one builder for every kind of generation."""
+"""Makes one flat sample out of what was seen and what was generated, in the order in which it came: one builder for
+every kind of generation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _WORSE = {COMPLETED: 0, TRUNCATED: 1, ABORTED: 2, FAILED: 3}
 
 
 class SampleBuilder:
-    """Begins with the prompt; then `observe` what the environment says and `generated` what the policy says, any number of times; then `finish`.
+    """Begins with the prompt; then `observe` what the environment says and `generated` what the policy says, any number
+    of times; then `finish`.
 
     Example (two turns; a tool's answer between them):
         builder = SampleBuilder(prompt, 0)
@@ -47,19 +50,30 @@ class SampleBuilder:
         return self._append(tokens, mask=0, logprobs=np.zeros(len(tokens)), version=-1)
 
     def generated(self, generation: Generation) -> SampleBuilder:
-        """An engine's answer to `tokens`: mask 1, its log-probs, its own weight version; its experts cover all tokens so far."""
+        """An engine's answer to `tokens`: mask 1, its log-probs, its own weight version.
+
+        Its experts cover all tokens so far.
+        """
         if len(generation.tokens) != len(generation.logprobs):
             raise ValueError(f"{len(generation.tokens)} tokens with {len(generation.logprobs)} log-probs")
-        self._append(generation.tokens, mask=1, logprobs=np.asarray(generation.logprobs), version=generation.weight_version)
+        self._append(
+            generation.tokens, mask=1, logprobs=np.asarray(generation.logprobs), version=generation.weight_version
+        )
         self._texts.append(generation.text)
         self._experts = generation.routed_experts
         self._status = max(self._status, generation.status, key=_WORSE.__getitem__)
         return self
 
     def finish(self, status: str | None = None, *, metadata: dict | None = None, response: str | None = None) -> Sample:
-        """The sample. status: default what the worst generation ended with; response: default the generated texts one after the other."""
-        if self._experts is not None and len(self._experts) < self._num_tokens:  # observed after the last answer: no engine has seen them
-            unsaid = np.full((self._num_tokens - len(self._experts), *self._experts.shape[1:]), -1, dtype=self._experts.dtype)
+        """The sample.
+
+        status: default what the worst generation ended with; response: default the generated texts one after the other.
+        """
+        # observed after the last answer: no engine has seen them
+        if self._experts is not None and len(self._experts) < self._num_tokens:
+            unsaid = np.full(
+                (self._num_tokens - len(self._experts), *self._experts.shape[1:]), -1, dtype=self._experts.dtype
+            )
             self._experts = np.concatenate([self._experts, unsaid])
         return Sample(
             prompt_index=self._prompt.index,
@@ -81,7 +95,9 @@ class SampleBuilder:
         empty = SampleBuilder(self._prompt, self._sample_index, segment_index=self._segment_index)
         return dataclasses.replace(empty.finish(FAILED), reward=0.0, error=error)
 
-    def _append(self, tokens: Sequence[int] | np.ndarray, *, mask: int, logprobs: np.ndarray, version: int) -> SampleBuilder:
+    def _append(
+        self, tokens: Sequence[int] | np.ndarray, *, mask: int, logprobs: np.ndarray, version: int
+    ) -> SampleBuilder:
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
         self._mask.append(np.full(len(tokens), mask, dtype=np.int8))
         self._logprobs.append(logprobs.astype(np.float32))

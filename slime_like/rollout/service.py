@@ -42,13 +42,19 @@ class EngineAccess:
     router_url: str
     router_api_key: str | None = dataclasses.field(repr=False)
     num_engines: int
-    endpoints: tuple[EngineEndpoint, ...] = ()  # of the engines behind the router; needed where they are asked for routed experts
+    #: of the engines behind the router; needed where they are asked for routed experts
+    endpoints: tuple[EngineEndpoint, ...] = ()
 
 
 class RolloutService:
-    """Make it inside the event loop that runs it. Raises every error that the user can make; needs no engine for that."""
+    """Make it inside the event loop that runs it.
 
-    def __init__(self, config: RunConfig, access: EngineAccess, source: DataSource, reward_model: ScoresSamples | None = None):
+    Raises every error that the user can make; needs no engine for that.
+    """
+
+    def __init__(
+        self, config: RunConfig, access: EngineAccess, source: DataSource, reward_model: ScoresSamples | None = None
+    ):
         self._config = config
         self.feed = PromptFeed(source)
         self.policy = Policy()
@@ -67,7 +73,9 @@ class RolloutService:
         )
         self._maker, self._eval_maker = make(), make(evaluation=True)
         self._filter, self._plugin_args = plugins.group_filter, plugin_args
-        self._sampling = Sampling.for_training(config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed))
+        self._sampling = Sampling.for_training(
+            config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
+        )
         self.stream = GroupStream(self.feed, self._group, self._judge, self._limits())
 
     async def generate(self, step: int) -> RolloutResult:
@@ -80,7 +88,9 @@ class RolloutService:
             error.add_note(f"in rollout {step}")
             raise
         seconds = time.monotonic() - start
-        metrics = sample_metrics(taken.groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(taken.outcomes, taken.dropped)
+        metrics = sample_metrics(taken.groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(
+            taken.outcomes, taken.dropped
+        )
         metrics |= ledger_metrics(self.feed.ledger)
         metrics |= {
             "rollout/seconds": seconds,
@@ -91,7 +101,10 @@ class RolloutService:
         return RolloutResult(groups=taken.groups, metrics=metrics)
 
     async def evaluate(self) -> dict[str, float]:
-        """Metrics of all evaluation sets with the present weights; {} if there are none. Moves nothing of the training's."""
+        """Metrics of all evaluation sets with the present weights; {} if there are none.
+
+        Moves nothing of the training's.
+        """
         metrics: dict[str, float] = {}
         for name, source in self._eval_data.items():
             metrics |= await evaluate(self._eval_maker, name, source, self._config)

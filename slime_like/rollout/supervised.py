@@ -11,15 +11,22 @@ from slime_like.rollout.tokenizer import encode
 
 
 def supervised_samples(feed: PromptFeed, count: int) -> list[TrainSample]:
-    """The next `count` rows of the stream as train samples. feed: over check_data's source of a run with --loss-type sft_loss.
+    """The next `count` rows of the stream as train samples.
 
+    feed: over check_data's source of a run with --loss-type sft_loss.
     Raises DataError if no row has room for an answer within the context.
     """
     prompts, source = feed.take_answered(count), feed.source
     responses = encode(source.tokenizer, [prompt.response or "" for prompt in prompts])
-    samples = [supervised_sample(prompt, response, source.end_id, source.max_tokens) for prompt, response in zip(prompts, responses, strict=True)]
+    samples = [
+        supervised_sample(prompt, response, source.end_id, source.max_tokens)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     if not any(sample.loss_mask.any() for sample in samples):
-        raise DataError(f"{source.path}: no row of a batch has room for an answer within {source.max_tokens} tokens. Fix: --rollout-max-context-len.")
+        raise DataError(
+            f"{source.path}: no row of a batch has room for an answer within {source.max_tokens} tokens. Fix:"
+            " --rollout-max-context-len."
+        )
     return samples
 
 

@@ -13,8 +13,8 @@ _PROBE = "probe-response"
 def load_tokenizer(folder: str):
     """The HF tokenizer of --hf-checkpoint, from local files only.
 
-    A folder with tokenizer.json is read by transformers' generic fast class: AutoTokenizer would import torch (seconds at start)
-    only to find the same file. Raises DataError if there is none or it cannot be read.
+    A folder with tokenizer.json is read by transformers' generic fast class: AutoTokenizer would import torch (seconds
+    at start) only to find the same file. Raises DataError if there is none or it cannot be read.
     """
     if not os.path.isdir(folder):
         raise DataError(f"--hf-checkpoint {folder}: no such folder.")
@@ -38,8 +38,8 @@ def encode(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 def end_of_turn_id(tokenizer, chat_template_kwargs: dict | None) -> int:
     """The token that ends an answer: what the chat template puts after one, else the tokenizer's end-of-sequence token.
 
-    chat_template_kwargs: None for prompts without a chat template. Base models often end a text with another token than a chat
-    turn; training on the wrong one teaches a model that never stops. Raises DataError if there is neither.
+    chat_template_kwargs: None for prompts without a chat template. Base models often end a text with another token than
+    a chat turn; training on the wrong one teaches a model that never stops. Raises DataError if there is neither.
     """
     if chat_template_kwargs is not None and tokenizer.chat_template:
         messages = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": _PROBE}]
@@ -49,5 +49,8 @@ def end_of_turn_id(tokenizer, chat_template_kwargs: dict | None) -> int:
         if ids and tokenizer.convert_ids_to_tokens(ids[0]) in tokenizer.get_added_vocab():
             return ids[0]
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token, so a supervised answer would never end. Fix: set eos_token in tokenizer_config.json.")
+        raise DataError(
+            "the tokenizer has no end-of-sequence token, so a supervised answer would never end. Fix: set eos_token in"
+            " tokenizer_config.json."
+        )
     return tokenizer.eos_token_id

@@ -15,8 +15,8 @@ from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup, TrainSamp
 
 
 def custom_advantages(config: RunConfig) -> Callable[[list[Sample]], object] | None:
-    """--custom-advantage-function-path as to_train_samples takes it; None without one. Raises PluginError; what it gives back raises RunError
-    naming the prompt if the user's function raises."""
+    """--custom-advantage-function-path as to_train_samples takes it; None without one. Raises PluginError; what it
+    gives back raises RunError naming the prompt if the user's function raises."""
     function, args = load_loss_plugins(config.loss).advantage, config.plugin_args()
     if function is None:
         return None
@@ -25,7 +25,10 @@ def custom_advantages(config: RunConfig) -> Callable[[list[Sample]], object] | N
         try:
             return function(args, samples)
         except Exception as error:
-            where = f"--custom-advantage-function-path {config.loss.custom_advantage_function_path}, prompt {samples[0].prompt_index}"
+            where = (
+                f"--custom-advantage-function-path {config.loss.custom_advantage_function_path}, prompt"
+                f" {samples[0].prompt_index}"
+            )
             raise RunError(f"{where}: the function raised {type(error).__name__}: {error}") from error
 
     return advantages
@@ -39,18 +42,27 @@ def to_train_samples(
     group_size: int = 1,
     mask_truncated: bool = False,
 ) -> list[TrainSample]:
-    """The groups' samples in order, each token with its sample's advantage; rewards are compared within one group only, however many it has.
+    """The groups' samples in order, each token with its sample's advantage; rewards are compared within one group only,
+    however many it has.
 
     group_size: --n-samples-per-prompt; one sample that is left of several teaches nothing.
-    custom: samples of a group -> their advantages (--custom-advantage-function-path); raises DataError if it gives something else.
-    An answer of several samples (segments of an episode) is compared once, by its last one, and all of them get its advantage.
-    A failed sample has nothing to train on: it is left out, of the group's baseline too. A sample whose loss mask is all zero, or a truncated one
-    with mask_truncated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4), trains nothing, but its reward is a part of the baseline.
+    custom: samples of a group -> their advantages (--custom-advantage-function-path); raises DataError if it gives
+    something else. An answer of several samples (segments of an episode) is compared once, by its last one, and all of
+    them get its advantage. A failed sample has nothing to train on: it is left out, of the group's baseline too. A
+    sample whose loss mask is all zero, or a truncated one with mask_truncated (DAPO's overlong filtering,
+    arXiv:2503.14476, sec. 3.4), trains nothing, but its reward is a part of the baseline.
     """
     train_samples = []
     dtype = np.float64 if loss.has_token_advantages else np.float32  # rounded once, after the last computation
-    left = [SampleGroup(prompt=group.prompt, samples=tuple(sample for sample in group.samples if sample.status != FAILED)) for group in groups]
-    deviation = group_advantages.batch_deviation(kept.rewards for kept in left if kept.samples) if loss.estimator.scale == "batch" else 0.0
+    left = [
+        SampleGroup(prompt=group.prompt, samples=tuple(sample for sample in group.samples if sample.status != FAILED))
+        for group in groups
+    ]
+    deviation = (
+        group_advantages.batch_deviation(kept.rewards for kept in left if kept.samples)
+        if loss.estimator.scale == "batch"
+        else 0.0
+    )
     for kept in left:
         if not kept.samples:
             continue
@@ -60,11 +72,15 @@ def to_train_samples(
             last = [segments[-1] for segments in kept.episodes]
             advantages = group_advantages.checked(custom(last), len(last), str(loss.custom_advantage_function_path))
         for segments, reward, advantage in zip(kept.episodes, kept.rewards, advantages, strict=True):
-            train_samples += [_train_sample(sample, float(reward), float(advantage), mask_truncated, dtype) for sample in segments]
+            train_samples += [
+                _train_sample(sample, float(reward), float(advantage), mask_truncated, dtype) for sample in segments
+            ]
     return train_samples
 
 
-def _train_sample(sample: Sample, reward: float, advantage: float, mask_truncated: bool, dtype: type[np.floating]) -> TrainSample:
+def _train_sample(
+    sample: Sample, reward: float, advantage: float, mask_truncated: bool, dtype: type[np.floating]
+) -> TrainSample:
     loss_mask = np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask
     return TrainSample(
         prompt_index=sample.prompt_index,

@@ -1,9 +1,11 @@
-"""`EngineClient`: the control requests of one SGLang server over HTTP; the same class for launched and external engines.
+"""`EngineClient`: the control requests of one SGLang server over HTTP; the same class for launched and external
+engines.
 
 Generation during rollouts goes through the router and is asynchronous; `generate` here is for probes.
 
-Retry policy: a control request is sent once, since a second one could change an engine twice, and its failure is raised; only flush_cache asks
-again, while requests are being wound down. Requests of a rollout are tried again in rollout/asking.py.
+Retry policy: a control request is sent once, since a second one could change an engine twice, and its failure is
+raised; only flush_cache asks again, while requests are being wound down. Requests of a rollout are tried again in
+rollout/asking.py.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ class EngineHttpError(EngineError):
 
 
 class EngineClient:
-    """One engine's control requests. Every method raises EngineError naming url, request, status and the head of the answer.
+    """One engine's control requests.
 
+    Every method raises EngineError naming url, request, status and the head of the answer.
     Threads may share one client. timeout_s: deadline of a request that names none, in seconds.
     """
 
@@ -81,7 +84,10 @@ class EngineClient:
         """The version that the server reports; "default" until one was set."""
         info = self.model_info()
         if "weight_version" not in info:
-            raise EngineError(f"engine {self.endpoint.index} at {self.url}: /model_info reports no weight_version; this SGLang is too old for weight sync")
+            raise EngineError(
+                f"engine {self.endpoint.index} at {self.url}: /model_info reports no weight_version; this SGLang is too"
+                " old for weight sync"
+            )
         return str(info["weight_version"])
 
     # Generation
@@ -91,9 +97,17 @@ class EngineClient:
         return self._request("POST", "/generate", {"input_ids": input_ids, "sampling_params": sampling_params, **more})
 
     def prompt_log_probs(self, prompts: list[list[int]], timeout_s: float | None = None) -> list[list[float]]:
-        """log p(tokens[t] | tokens[<t]) for t = 1 … T-1 of each prompt, at temperature 1, computed anew: no cached prefix is used."""
-        # Greedy, which SGLang computes at temperature 1: sampling would take a random number from those of the next rollout.
-        body = {"input_ids": prompts, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+        """log p(tokens[t] | tokens[<t]) for t = 1 … T-1 of each prompt, at temperature 1, computed anew: no cached
+        prefix is used.
+        """
+        # Greedy, which SGLang computes at temperature 1: sampling would take a random number from those of the next
+        # rollout.
+        body = {
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
         answers = self._request("POST", "/generate", body, timeout_s)
         return [[item[0] for item in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 
@@ -102,7 +116,10 @@ class EngineClient:
         self._request("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     def pause_generation(self, mode: str) -> None:
-        """Stop generating. "abort" ends running requests, "retract" keeps them and recomputes them later, "in_place" keeps their cache too."""
+        """Stop generating.
+
+        "abort" ends running requests, "retract" keeps them and recomputes them later, "in_place" keeps their cache too.
+        """
         self._request("POST", "/pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:
@@ -110,10 +127,19 @@ class EngineClient:
         self._optional("/continue_generation")
 
     def flush_cache(self, deadline_s: float | None = None) -> None:
-        """Forget cached prefixes. Tries again while requests are still being wound down. Raises WaitTimeout at the deadline."""
+        """Forget cached prefixes. Tries again while requests are still being wound down.
+
+        Raises WaitTimeout at the deadline.
+        """
         deadline_s = self.timeout_s if deadline_s is None else deadline_s
         whom = f"engine {self.endpoint.index} at {self.url}"
-        wait_until(lambda: self._flush_refusal(deadline_s), deadline_s=deadline_s, who="trainer", whom=whom, phase="flush cache")
+        wait_until(
+            lambda: self._flush_refusal(deadline_s),
+            deadline_s=deadline_s,
+            who="trainer",
+            whom=whom,
+            phase="flush cache",
+        )
 
     def try_flush_cache(self) -> bool:
         """Forget cached prefixes, unless requests are running: then False."""
@@ -165,31 +191,62 @@ class EngineClient:
             return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
         except (KeyError, TypeError) as error:
             what = f"engine {self.endpoint.index}: GET {self.url}/v1/loads"
-            raise EngineError(f"{what} does not tell how many requests there are: {str(answer)[:_BODY_HEAD_CHARS]}") from error
+            raise EngineError(
+                f"{what} does not tell how many requests there are: {str(answer)[:_BODY_HEAD_CHARS]}"
+            ) from error
 
     def update_weight_version(self, version: str, timeout_s: float | None = None) -> None:
         """Name the weights that the server holds now."""
         self._checked("/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout_s)
 
-    def update_weights_from_tensor(self, serialized: list[str], *, load_format: str | None, timeout_s: float | None = None) -> None:
+    def update_weights_from_tensor(
+        self, serialized: list[str], *, load_format: str | None, timeout_s: float | None = None
+    ) -> None:
         """Load tensors. serialized: one base64 text per tensor parallel rank. The caller flushes the cache."""
         body = {"serialized_named_tensors": serialized, "load_format": load_format, "flush_cache": False}
         self._checked("/update_weights_from_tensor", body, timeout_s)
 
     def update_weights_from_disk(self, model_path: str, timeout_s: float | None = None) -> None:
         """Load an HF folder that the server can see. The caller flushes the cache."""
-        self._checked("/update_weights_from_disk", {"model_path": model_path, "load_format": "safetensors", "flush_cache": False}, timeout_s)
+        self._checked(
+            "/update_weights_from_disk",
+            {"model_path": model_path, "load_format": "safetensors", "flush_cache": False},
+            timeout_s,
+        )
 
-    def init_weights_update_group(self, *, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str, timeout_s: float) -> None:
+    def init_weights_update_group(
+        self,
+        *,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
         """Join a process group, whose rank 0 listens at address:port; returns when all of its ranks have joined."""
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         self._checked("/init_weights_update_group", {**body, "group_name": group_name, "backend": backend}, timeout_s)
 
     def update_weights_from_distributed(
-        self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, load_format: str | None, timeout_s: float
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        load_format: str | None,
+        timeout_s: float,
     ) -> None:
         """Receive one broadcast of rank 0 and load it. The caller flushes the cache."""
-        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "load_format": load_format}
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "load_format": load_format,
+        }
         self._checked("/update_weights_from_distributed", {**body, "flush_cache": False}, timeout_s)
 
     def destroy_weights_update_group(self, group_name: str, timeout_s: float | None = None) -> None:
@@ -207,9 +264,14 @@ class EngineClient:
         return list(answer["ranks"][0]["checksums"])
 
     def buffer_checksums(self, name: str, timeout_s: float | None = None) -> dict[int, str]:
-        """Tensor parallel rank -> checksum (16 hex digits) of one of the model's top-level buffers; the weights themselves are not read."""
+        """Tensor parallel rank -> checksum (16 hex digits) of one of the model's top-level buffers.
+
+        The weights themselves are not read.
+        """
         # Everything else is below one of these names, so that the checker skips it.
-        answer = self._checked("/weights_checker", {"action": "checksum", "skip_tensor_list": ["model.", "lm_head."]}, timeout_s)
+        answer = self._checked(
+            "/weights_checker", {"action": "checksum", "skip_tensor_list": ["model.", "lm_head."]}, timeout_s
+        )
         found = {}
         for rank in answer.get("ranks") or []:
             place = rank["parallelism_info"]  # a list, target model first, since SGLang checks draft models too
@@ -219,7 +281,10 @@ class EngineClient:
     # Memory
 
     def release_memory_occupation(self, tags: list[str]) -> None:
-        """Give memory back: "kv_cache", "weights". The server must be idle. Without CUDA it is accepted and frees nothing."""
+        """Give memory back: "kv_cache", "weights". The server must be idle.
+
+        Without CUDA it is accepted and frees nothing.
+        """
         self._request("POST", "/release_memory_occupation", {"tags": tags})
 
     def resume_memory_occupation(self, tags: list[str]) -> None:
@@ -232,7 +297,9 @@ class EngineClient:
         """POST; an answer that says `"success": false` is an error too."""
         answer = self._request("POST", path, body, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineHttpError(f"engine {self.endpoint.index}: POST {self.url}{path} refused: {answer.get('message')}", 200)
+            raise EngineHttpError(
+                f"engine {self.endpoint.index}: POST {self.url}{path} refused: {answer.get('message')}", 200
+            )
         return answer if isinstance(answer, dict) else {}
 
     def _optional(self, path: str) -> bool:
@@ -257,7 +324,9 @@ class EngineClient:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[requests.Session]:
-        """A session that nobody else uses, with a connection that is still open if there is one: threads come and go, connections stay."""
+        """A session that nobody else uses, with a connection that is still open if there is one: threads come and go,
+        connections stay.
+        """
         with self._lock:
             fresh = [(session, since) for session, since in self._idle if time.monotonic() - since < _KEEP_S]
             stale = [session for session, _ in self._idle if all(session is not kept for kept, _ in fresh)]
@@ -278,7 +347,8 @@ class EngineClient:
         """Without the environment's proxies: an engine is always reached directly."""
         session = requests.Session()
         session.trust_env = False
-        session.verify = certificates() or True  # requests itself looks at the environment for proxies and certificates, or for neither
+        # requests itself looks at the environment for proxies and certificates, or for neither
+        session.verify = certificates() or True
         if self.endpoint.api_key:
             session.headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
         return session
@@ -289,15 +359,26 @@ class EngineClient:
         what = f"engine {self.endpoint.index}: {method} {self.url}{path}"
         try:
             with self._session() as session:
-                response = session.request(method, self.url + path, json=body, timeout=(min(_CONNECT_TIMEOUT_S, timeout_s), timeout_s))
+                response = session.request(
+                    method, self.url + path, json=body, timeout=(min(_CONNECT_TIMEOUT_S, timeout_s), timeout_s)
+                )
         except requests.Timeout as error:
             who = f"engine {self.endpoint.index} at {self.url}"
-            raise WaitTimeout(who="client", whom=who, phase=f"{method} {path}", seconds=time.monotonic() - start, last=type(error).__name__) from error
+            raise WaitTimeout(
+                who="client",
+                whom=who,
+                phase=f"{method} {path}",
+                seconds=time.monotonic() - start,
+                last=type(error).__name__,
+            ) from error
         except requests.RequestException as error:
             raise EngineHttpError(f"{what} failed: {error}") from error
         if response.status_code >= 400:
             hint = " (is the API key right?)" if response.status_code == 401 else ""
-            raise EngineHttpError(f"{what} answered {response.status_code}{hint}: {response.text[:_BODY_HEAD_CHARS]}", response.status_code)
+            raise EngineHttpError(
+                f"{what} answered {response.status_code}{hint}: {response.text[:_BODY_HEAD_CHARS]}",
+                response.status_code,
+            )
         try:
             return response.json()
         except ValueError:

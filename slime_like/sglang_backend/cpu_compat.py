@@ -1,7 +1,8 @@
 """Lets an unmodified sglang 0.5.23 wheel be imported where there is no CUDA. Call `install()` before importing sglang.
 
-Each workaround names what it is for and when it can go. All are for sglang 0.5.23 with the CPU build of torch 2.13; none changes
-torch itself: replacing torch's constructors leaves transformers' rotary tables uninitialised and gives wrong log-probs.
+Each workaround names what it is for and when it can go. All are for sglang 0.5.23 with the CPU build of torch 2.13;
+none changes torch itself: replacing torch's constructors leaves transformers' rotary tables uninitialised and gives
+wrong log-probs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import os
 import sys
 import types
 
-#: Not installed on a CPU host. torchvision: the published wheel is built against CUDA torch and breaks transformers on import.
-#: Remove when sglang imports neither unless it uses it.
+#: Not installed on a CPU host. torchvision: the published wheel is built against CUDA torch and breaks transformers on
+#: import. Remove when sglang imports neither unless it uses it.
 _ABSENT = ("triton", "torchvision")
 
-#: Names that sglang imports from sgl_kernel (CUDA wheels only, no source distribution) although only speculative decoding calls them.
-#: Remove when sglang guards these imports, or when sgl_kernel has a CPU wheel.
+#: Names that sglang imports from sgl_kernel (CUDA wheels only, no source distribution) although only speculative
+#: decoding calls them. Remove when sglang guards these imports, or when sgl_kernel has a CPU wheel.
 _KERNELS = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -34,7 +35,8 @@ _KERNELS = (
 def install() -> None:
     """Put the stand-ins in place; does nothing for a package that is really installed."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # sglang's debug dumper imports megatron.core when it is installed: 0.7 s for nothing. Remove when that import is lazy.
+    # sglang's debug dumper imports megatron.core when it is installed: 0.7 s for nothing. Remove when that import is
+    # lazy.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     _install_absent_packages()
     _install_sgl_kernel()
@@ -58,7 +60,10 @@ class _Constexpr:
 
 
 class _AbsentModule(types.ModuleType):
-    """A module that is not there. CamelCase attributes are classes, others are submodules; calling one decorates nothing."""
+    """A module that is not there.
+
+    CamelCase attributes are classes, others are submodules; calling one decorates nothing.
+    """
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -152,8 +157,9 @@ def _install_sgl_kernel() -> None:
 
 
 def resolve(server_args) -> None:
-    """Fill in what the server's arguments leave open. Before it had resolve_once (0.5.17 has not), making the arguments did.
+    """Fill in what the server's arguments leave open.
 
+    Before it had resolve_once (0.5.17 has not), making the arguments did.
     Remove when setup.py's range is the only one that a CPU host may meet.
     """
     if hasattr(server_args, "resolve_once"):
@@ -161,9 +167,11 @@ def resolve(server_args) -> None:
 
 
 def keep_host_memory_pageable() -> None:
-    """Register an allocator for the device "cpu": sglang's default pins host memory with a call of the CUDA runtime (routed experts need it).
+    """Register an allocator for the device "cpu": sglang's default pins host memory with a call of the CUDA runtime
+    (routed experts need it).
 
-    Call after sglang is imported. Remove when sglang's table (0.5.23: mem_cache/pool_host/common.py) has a "cpu" of its own.
+    Call after sglang is imported. Remove when sglang's table (0.5.23: mem_cache/pool_host/common.py) has a "cpu" of its
+    own.
     """
     import torch
     from sglang.srt.mem_cache.pool_host import common
@@ -181,8 +189,12 @@ def _unavailable(name: str):
     return kernel
 
 
-def _assign_req_to_token_pool(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len) -> None:
-    """The one kernel that plain decoding calls: row `req_pool_indices[i]`, columns start..end, get the next cache locations."""
+def _assign_req_to_token_pool(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+) -> None:
+    """The one kernel that plain decoding calls: row `req_pool_indices[i]`, columns start..end, get the next cache
+    locations.
+    """
     taken = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)

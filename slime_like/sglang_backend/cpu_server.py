@@ -1,7 +1,9 @@
-"""`python -m slime_like.sglang_backend.cpu_server <SGLang server arguments>`: SGLang's own server where there is no CUDA, up in half the time.
+"""`python -m slime_like.sglang_backend.cpu_server <SGLang server arguments>`: SGLang's own server where there is no
+CUDA, up in half the time.
 
-Nearly all of SGLang's start-up is imports, paid in each of its three processes. Here the parent imports everything once and forks
-(safe without CUDA, and before any thread is started), and only the model files that the checkpoint needs are imported.
+Nearly all of SGLang's start-up is imports, paid in each of its three processes. Here the parent imports everything once
+and forks (safe without CUDA, and before any thread is started), and only the model files that the checkpoint needs are
+imported.
 """
 
 from __future__ import annotations
@@ -35,10 +37,18 @@ def model_modules(models_folder: str, architectures: list[str]) -> set[str]:
 
 
 def import_only_needed_models(model_path: str) -> None:
-    """Tell sglang's registry to leave out every model file but those of this checkpoint; all are imported when in doubt."""
+    """Tell sglang's registry to leave out every model file but those of this checkpoint.
+
+    All are imported when in doubt.
+    """
     config_path = os.path.join(model_path, "config.json")
     spec = importlib.util.find_spec("sglang")
-    if not os.path.isfile(config_path) or spec is None or spec.origin is None or "SGLANG_DISABLED_MODEL_ARCHS" in os.environ:
+    if (
+        not os.path.isfile(config_path)
+        or spec is None
+        or spec.origin is None
+        or "SGLANG_DISABLED_MODEL_ARCHS" in os.environ
+    ):
         return
     with open(config_path) as file:
         architectures = json.load(file).get("architectures") or []
@@ -46,11 +56,16 @@ def import_only_needed_models(model_path: str) -> None:
     needed = model_modules(folder, architectures)
     if needed:
         others = (name[:-3] for name in sorted(os.listdir(folder)) if name.endswith(".py"))
-        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(name for name in others if name not in needed and name != "registry")
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
+            name for name in others if name not in needed and name != "registry"
+        )
 
 
 def fork_children_after_imports() -> None:
-    """Import what the children need, and make sglang fork them. Raises RuntimeError if an import has started a thread."""
+    """Import what the children need, and make sglang fork them.
+
+    Raises RuntimeError if an import has started a thread.
+    """
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=True)
     import sglang.srt.entrypoints.http_server
@@ -81,7 +96,8 @@ def main(argv: list[str]) -> None:
 
     load_plugins()
     server_args = prepare_server_args(argv)
-    cpu_compat.resolve(server_args)  # reads the checkpoint's configuration: a bad one ends here, before the slow imports
+    # reads the checkpoint's configuration: a bad one ends here, before the slow imports
+    cpu_compat.resolve(server_args)
     fork_children_after_imports()
     cpu_compat.keep_host_memory_pageable()
     try:

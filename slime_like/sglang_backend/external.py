@@ -1,4 +1,5 @@
-"""Engines that somebody else started: what they serve, whether that is what the trainer needs, and whether they still live.
+"""Engines that somebody else started: what they serve, whether that is what the trainer needs, and whether they still
+live.
 
 Nothing here changes such a server: it is only asked.
 """
@@ -37,7 +38,8 @@ _SHAPE = (
 )
 _SAME_DTYPE = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 #: Answered by the HTTP process alone: in a millisecond, also while generation is paused and while weights are loaded.
-#: /health generates a token unless the server was told otherwise, and answers 503 after 20 s while generation is paused (0.5.23).
+#: /health generates a token unless the server was told otherwise, and answers 503 after 20 s while generation is paused
+#: (0.5.23).
 _LIVENESS_PATH = "/model_info"
 
 
@@ -57,13 +59,17 @@ class ExternalServer:
     model_type: str | None = None
     architectures: tuple[str, ...] = ()
     returns_routed_experts: bool = False  # whether a request may ask for them
-    hf_config: dict | None = None  # of the model it was started with, where it tells or its folder can be read from here
+    #: of the model it was started with, where it tells or its folder can be read from here
+    hf_config: dict | None = None
 
 
-def inspect_server(url: str, api_key: str | None, timeout_s: float, *, key_variable: str = DEFAULT_KEY_VARIABLE) -> ExternalServer:
+def inspect_server(
+    url: str, api_key: str | None, timeout_s: float, *, key_variable: str = DEFAULT_KEY_VARIABLE
+) -> ExternalServer:
     """Ask a running server what it serves.
 
-    Raises EngineError: it cannot be reached, wants another key (naming `key_variable`, never the key), or is no SGLang that generates.
+    Raises EngineError: it cannot be reached, wants another key (naming `key_variable`, never the key), or is no SGLang
+    that generates.
     """
     client = EngineClient(EngineEndpoint(index=0, url=url, api_key=api_key, external=True), timeout_s=timeout_s)
     try:
@@ -72,32 +78,46 @@ def inspect_server(url: str, api_key: str | None, timeout_s: float, *, key_varia
     except (EngineHttpError, WaitTimeout) as error:
         raise EngineError(_why_not(url, api_key, key_variable, error)) from error
     if not isinstance(model, dict) or not isinstance(info, dict) or "model_path" not in model or "tp_size" not in info:
-        raise EngineError(f"{url} answers, but not as an SGLang server does: no model_path in /model_info, or no tp_size in /server_info.")
+        raise EngineError(
+            f"{url} answers, but not as an SGLang server does: no model_path in /model_info, or no tp_size in"
+            " /server_info."
+        )
     if model.get("is_generation") is False:
-        raise EngineError(f"the SGLang server at {url} serves {model['model_path']}, which does not generate text (is_generation is false).")
+        raise EngineError(
+            f"the SGLang server at {url} serves {model['model_path']}, which does not generate text (is_generation is"
+            " false)."
+        )
     sizes = {name: int(info.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size")}
     # With attention data parallelism the copies live on the tensor parallel ranks; otherwise each has ranks of its own.
     copies = 1 if info.get("enable_dp_attention") else sizes["dp_size"]
-    # A weight update from disk moves /model_info's model_path to the folder of weights; /server_info keeps the one of the start.
+    # A weight update from disk moves /model_info's model_path to the folder of weights; /server_info keeps the one of
+    # the start.
     path = str(info.get("model_path") or model["model_path"])
     return ExternalServer(
-        url=url, model_path=path, dtype=_dtype(info.get("dtype")), context_length=_context_length(model, info, listed), **sizes,
+        url=url, model_path=path, dtype=_dtype(info.get("dtype")), context_length=_context_length(model, info, listed),
+        **sizes,
         num_gpus=sizes["tp_size"] * sizes["pp_size"] * copies, version=str(info.get("version") or "unknown"),
         returns_routed_experts=info.get("enable_return_routed_experts") is True,
-        model_type=model.get("model_type"), architectures=tuple(model.get("architectures") or ()), hf_config=_hf_config(path, model, info),
+        model_type=model.get("model_type"), architectures=tuple(model.get("architectures") or ()),
+        hf_config=_hf_config(path, model, info),
     )  # fmt: skip
 
 
-def disagreements(server: ExternalServer, *, hf_checkpoint: str, dtype: str | None, needed_context: int, routed_experts: bool = False) -> list[str]:
-    """Where a running server cannot serve this trainer: another network, another number format, too short a context. Empty: it can.
+def disagreements(
+    server: ExternalServer, *, hf_checkpoint: str, dtype: str | None, needed_context: int, routed_experts: bool = False
+) -> list[str]:
+    """Where a running server cannot serve this trainer: another network, another number format, too short a context.
 
-    Paths, hosts, ports and GPU ids are never compared: they differ between machines. dtype: the trainer's ("bfloat16", …), None if it is
-    not known yet. needed_context: tokens of the longest prompt and response. routed_experts: whether it will be asked for them.
-    Raises ConfigError if hf_checkpoint has no config.json.
+    Empty: it can.
+    Paths, hosts, ports and GPU ids are never compared: they differ between machines. dtype: the trainer's ("bfloat16",
+    …), None if it is not known yet. needed_context: tokens of the longest prompt and response. routed_experts: whether
+    it will be asked for them. Raises ConfigError if hf_checkpoint has no config.json.
     """
     ours = read_hf_config(hf_checkpoint)
     who = f"the external engine at {server.url}"
-    found = [_other_network(who, server, hf_checkpoint, difference) for difference in _network_differences(server, ours)]
+    found = [
+        _other_network(who, server, hf_checkpoint, difference) for difference in _network_differences(server, ours)
+    ]
     theirs = _served_dtype(server.dtype, ours)
     if dtype is not None and theirs is not None and theirs != _dtype(dtype):
         left_out = " (its --dtype was left out, and SGLang chose it)" if server.dtype == "auto" else ""
@@ -107,21 +127,24 @@ def disagreements(server: ExternalServer, *, hf_checkpoint: str, dtype: str | No
         )
     if server.context_length is not None and server.context_length < needed_context:
         found.append(
-            f"{who} takes {server.context_length} tokens of prompt and response, but {needed_context} are needed: --rollout-max-prompt-len, "
-            f"--rollout-max-response-len, --rollout-max-context-len. Fix: start the engine with --context-length {needed_context}, or ask for less."
+            f"{who} takes {server.context_length} tokens of prompt and response, but {needed_context} are needed:"
+            " --rollout-max-prompt-len, --rollout-max-response-len, --rollout-max-context-len. Fix: start the engine"
+            f" with --context-length {needed_context}, or ask for less."
         )
     if routed_experts and not server.returns_routed_experts:
         found.append(
-            f"{who} does not report the experts that it chose, which --use-rollout-routing-replay needs. Fix: start it with "
-            "--enable-return-routed-experts (on a GPU host), or drop the flag."
+            f"{who} does not report the experts that it chose, which --use-rollout-routing-replay needs. Fix: start it"
+            " with --enable-return-routed-experts (on a GPU host), or drop the flag."
         )
     return found
 
 
 class HealthWatch:
-    """Asks every engine each `interval_s` seconds, in a thread per engine; `failures` misses in a row mean that it is dead.
+    """Asks every engine each `interval_s` seconds, in a thread per engine; `failures` misses in a row mean that it is
+    dead.
 
-    An engine that was found dead stays dead, even should it answer again: one that was restarted holds its first weights, not ours.
+    An engine that was found dead stays dead, even should it answer again: one that was restarted holds its first
+    weights, not ours.
     """
 
     def __init__(self, endpoints: Sequence[EngineEndpoint], *, interval_s: float = 5.0, failures: int = 3):
@@ -129,7 +152,10 @@ class HealthWatch:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._dead: dict[str, str] = {}  # url -> what to say
-        self._threads = [threading.Thread(target=self._watch, args=(endpoint,), name=f"watch {endpoint.url}", daemon=True) for endpoint in endpoints]
+        self._threads = [
+            threading.Thread(target=self._watch, args=(endpoint,), name=f"watch {endpoint.url}", daemon=True)
+            for endpoint in endpoints
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -140,7 +166,10 @@ class HealthWatch:
                 raise EngineError("\n".join(self._dead.values()))
 
     def stop(self) -> None:
-        """End the watch. Harmless when called twice; a request under way is given one interval to end, then left to its own timeout."""
+        """End the watch.
+
+        Harmless when called twice; a request under way is given one interval to end, then left to its own timeout.
+        """
         self._stopped.set()
         for thread in self._threads:
             thread.join(timeout=self._interval_s)
@@ -167,8 +196,8 @@ class HealthWatch:
 def _death(endpoint: EngineEndpoint, since: float, last_answer: float, missed: int, error: Exception) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(since))
     return (
-        f"external engine {endpoint.index} at {endpoint.url} is dead: no answer since {clock} ({missed} requests of {_LIVENESS_PATH} failed; "
-        f"the last answer came {time.time() - last_answer:.0f} s ago). Last error: {error}"
+        f"external engine {endpoint.index} at {endpoint.url} is dead: no answer since {clock} ({missed} requests of"
+        f" {_LIVENESS_PATH} failed; the last answer came {time.time() - last_answer:.0f} s ago). Last error: {error}"
     )
 
 
@@ -177,7 +206,10 @@ def _why_not(url: str, api_key: str | None, key_variable: str, error: EngineHttp
     status = getattr(error, "status", None)
     if status in (401, 403):
         what = "refuses the API key in" if api_key else "asks for an API key, but none is in"
-        return f"the external engine at {url} {what} the environment variable {key_variable} ({status}). Fix: export {key_variable}=<the engine's --api-key>."
+        return (
+            f"the external engine at {url} {what} the environment variable {key_variable} ({status}). Fix: export"
+            f" {key_variable}=<the engine's --api-key>."
+        )
     if status is not None:
         return f"{url} answers, but is no SGLang server (or too old a one): {error}"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -185,8 +217,15 @@ def _why_not(url: str, api_key: str | None, key_variable: str, error: EngineHttp
             f"the certificate of the external engine at {url} is not trusted: {error}\n"
             "  Fix: export REQUESTS_CA_BUNDLE=<file with the certificate, or with that of its issuer>."
         )
-    hint = " It speaks plain http. Fix: http:// in --rollout-external-engine-addrs." if "WRONG_VERSION_NUMBER" in str(error) else ""
-    return f"the external engine at {url} cannot be reached: {error}.{hint or ' Is it started, and can this machine reach that address?'}"
+    hint = (
+        " It speaks plain http. Fix: http:// in --rollout-external-engine-addrs."
+        if "WRONG_VERSION_NUMBER" in str(error)
+        else ""
+    )
+    return (
+        f"the external engine at {url} cannot be reached:"
+        f" {error}.{hint or ' Is it started, and can this machine reach that address?'}"
+    )
 
 
 def _listed_models(client: EngineClient) -> dict:
@@ -218,7 +257,10 @@ def _hf_config(path: str, model: dict, info: dict) -> dict | None:
 
 def _network_differences(server: ExternalServer, ours: dict) -> list[str]:
     """`name: theirs, ours` for each part of the network that is known on both sides and differs."""
-    pairs = {"model_type": (server.model_type, ours.get("model_type")), "architectures": (list(server.architectures), ours.get("architectures"))}
+    pairs = {
+        "model_type": (server.model_type, ours.get("model_type")),
+        "architectures": (list(server.architectures), ours.get("architectures")),
+    }
     for name in _SHAPE:
         pairs[name] = ((server.hf_config or {}).get(name), ours.get(name))
     known = {name: pair for name, pair in pairs.items() if pair[0] not in (None, []) and pair[1] not in (None, [])}
@@ -226,7 +268,10 @@ def _network_differences(server: ExternalServer, ours: dict) -> list[str]:
 
 
 def _other_network(who: str, server: ExternalServer, hf_checkpoint: str, difference: str) -> str:
-    return f"{who} serves another model than --hf-checkpoint {hf_checkpoint}: {difference}. It was started with --model-path {server.model_path}."
+    return (
+        f"{who} serves another model than --hf-checkpoint {hf_checkpoint}: {difference}. It was started with"
+        f" --model-path {server.model_path}."
+    )
 
 
 def _dtype(name: object) -> str | None:
@@ -235,7 +280,9 @@ def _dtype(name: object) -> str | None:
 
 
 def _served_dtype(dtype: str | None, config: dict) -> str | None:
-    """What "auto" comes to: the checkpoint's own, but float16 for one in float32 (sglang 0.5.23, configs/model_config.py)."""
+    """What "auto" comes to: the checkpoint's own, but float16 for one in float32 (sglang 0.5.23,
+    configs/model_config.py).
+    """
     if dtype != "auto":
         return dtype
     own = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32")

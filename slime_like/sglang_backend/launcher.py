@@ -31,19 +31,24 @@ _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _KEY_FILE = "server.yaml"
 #: Arguments with which an engine on one machine is several worlds, which must not meet in one file.
 _SEVERAL_WORLDS = ("dp_size", "dp", "data_parallel_size")
-_CLOSE_GRACE_S = 1.0  # SGLang answers TERM with crash diagnostics, not with an orderly end: waiting longer gains nothing
+#: SGLang answers TERM with crash diagnostics, not with an orderly end: waiting longer gains nothing
+_CLOSE_GRACE_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What one engine is to be. extra_flags: underscored SGLang flag names -> value, list, or True; they win over our defaults."""
+    """What one engine is to be.
+
+    extra_flags: underscored SGLang flag names -> value, list, or True; they win over our defaults.
+    """
 
     index: int
     model_path: str
     tp_size: int = 1
     nnodes: int = 1  # machines of the engine; every one runs a server process, only rank 0's answers requests
     node_rank: int = 0
-    dist_init_addr: str | None = None  # host:port on rank 0's machine where the ranks meet; needed with several machines
+    #: host:port on rank 0's machine where the ranks meet; needed with several machines
+    dist_init_addr: str | None = None
     dtype: str | None = None  # None: as the checkpoint says
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one
@@ -84,16 +89,26 @@ class Engine:
         shutil.rmtree(self._private_dir, ignore_errors=True)
 
     def wait_healthy(self, timeout_s: float) -> None:
-        """Wait for /health. Raises EngineError the moment the server ends, WaitTimeout at the deadline, both with the tail of the log."""
+        """Wait for /health.
+
+        Raises EngineError the moment the server ends, WaitTimeout at the deadline, both with the tail of the log.
+        """
         client = EngineClient(self.endpoint, timeout_s=5.0)
         deadline = time.monotonic() + timeout_s
         while not client.health():
             self.check()
             if time.monotonic() > deadline:
                 last = self._process.log_tail(_LOG_LINES)
-                raise WaitTimeout(who="launcher", whom=f"engine {self.spec.index} at {self.endpoint.url}", phase="start", seconds=timeout_s, last=f"\n{last}")
+                raise WaitTimeout(
+                    who="launcher",
+                    whom=f"engine {self.spec.index} at {self.endpoint.url}",
+                    phase="start",
+                    seconds=timeout_s,
+                    last=f"\n{last}",
+                )
             time.sleep(0.05)
-        # Health is answered by whoever listens there: make sure that it is ours, with our key. Other node ranks answer nothing else.
+        # Health is answered by whoever listens there: make sure that it is ours, with our key. Other node ranks answer
+        # nothing else.
         self.check()
         if self.spec.node_rank == 0:
             client.model_info()
@@ -106,7 +121,10 @@ class Engine:
 
 
 def host_has_cuda() -> bool:
-    """Whether engines here run on CUDA: there is a device, and torch is a build that can use it. torch is not imported."""
+    """Whether engines here run on CUDA: there is a device, and torch is a build that can use it.
+
+    torch is not imported.
+    """
     if not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg")):
         return False
     try:
@@ -116,8 +134,9 @@ def host_has_cuda() -> bool:
 
 
 def launch_engine(spec: EngineSpec, timeout_s: float) -> Engine:
-    """Start a server and wait until it is healthy. It dies with this process, and always asks for a key that we make up.
+    """Start a server and wait until it is healthy.
 
+    It dies with this process, and always asks for a key that we make up.
     Raises EngineError (port taken, SGLang missing, server ended; with the tail of its log) or WaitTimeout.
     """
 
@@ -139,19 +158,36 @@ def start_engine(spec: EngineSpec) -> Engine:
     if spec.command is None and importlib.util.find_spec("sglang") is None:
         raise EngineError(f"engine {spec.index}: SGLang is not installed in {sys.prefix}.")
     if spec.port is not None and not port_is_free(spec.host, spec.port):
-        raise EngineError(f"engine {spec.index}: port {spec.port} on {spec.host} is taken. Fix: end the process that listens there, or choose another port.")
+        raise EngineError(
+            f"engine {spec.index}: port {spec.port} on {spec.host} is taken. Fix: end the process that listens there,"
+            " or choose another port."
+        )
     port = spec.port if spec.port is not None else free_port(spec.host)
     key = secrets.token_hex(24)
     private_dir = tempfile.mkdtemp(prefix="slime-like-engine-")
     endpoint = EngineEndpoint(index=spec.index, url=http_url(spec.host, port), api_key=key, tp_size=spec.tp_size)
     try:
-        argv = [*(spec.command or _command(cuda)), *_server_argv(spec, port, cuda), "--config", _write_key(private_dir, key)]
+        argv = [
+            *(spec.command or _command(cuda)),
+            *_server_argv(spec, port, cuda),
+            "--config",
+            _write_key(private_dir, key),
+        ]
         environment = _environment(spec, cuda) | _meeting(spec, port, private_dir)
-        process = start_guarded(argv, env=environment, log_path=spec.log_path, secrets=(key,), remove_mapped=_SHARED_FILES, remove_folder=private_dir)
+        process = start_guarded(
+            argv,
+            env=environment,
+            log_path=spec.log_path,
+            secrets=(key,),
+            remove_mapped=_SHARED_FILES,
+            remove_folder=private_dir,
+        )
     except BaseException as error:
         shutil.rmtree(private_dir, ignore_errors=True)
         if isinstance(error, OSError):
-            raise EngineError(f"engine {spec.index} at {host_port(spec.host, port)} could not be started: {error}") from error
+            raise EngineError(
+                f"engine {spec.index} at {host_port(spec.host, port)} could not be started: {error}"
+            ) from error
         raise
     return Engine(spec, process, endpoint, private_dir)
 
@@ -173,7 +209,13 @@ def _write_key(directory: str, key: str) -> str:
 
 def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
     """SGLang's command line without the key: what we decide, then our defaults, then the user's flags."""
-    fixed: dict = {"model_path": spec.model_path, "host": spec.host, "port": port, "tp_size": spec.tp_size, "random_seed": spec.seed}
+    fixed: dict = {
+        "model_path": spec.model_path,
+        "host": spec.host,
+        "port": port,
+        "tp_size": spec.tp_size,
+        "random_seed": spec.seed,
+    }
     if spec.nnodes > 1:
         assert spec.dist_init_addr, "an engine on several machines needs an address where its ranks meet"
         fixed |= {"nnodes": spec.nnodes, "node_rank": spec.node_rank, "dist_init_addr": spec.dist_init_addr}
@@ -209,9 +251,11 @@ def _cpu_defaults(context_length: int | None) -> dict:
 
 
 def _meeting(spec: EngineSpec, port: int, private_dir: str) -> dict[str, str]:
-    """Where the ranks of an engine on one machine meet: in a file that only we can reach. SGLang's own TCPStore listens on every interface, without a key.
+    """Where the ranks of an engine on one machine meet: in a file that only we can reach.
 
-    The second half: SGLang (0.5.23) names its CPU kernels' shared memory after these two, which it takes from the address that is not there now.
+    SGLang's own TCPStore listens on every interface, without a key.
+    The second half: SGLang (0.5.23) names its CPU kernels' shared memory after these two, which it takes from the
+    address that is not there now.
     """
     if spec.nnodes > 1 or any(name in spec.extra_flags for name in _SEVERAL_WORLDS) or _MEETING in os.environ:
         return {}

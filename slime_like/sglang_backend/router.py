@@ -29,8 +29,12 @@ _LOG_LINES = 30
 _REQUEST_TIMEOUT_S = 10.0
 #: Our names of levels -> the router's.
 _LOG_LEVELS = {"debug": "debug", "info": "info", "warning": "warn", "error": "error"}
-#: rustls, unlike OpenSSL, refuses a server certificate that says that it is an authority (`openssl req -x509` writes that by default).
-_HTTPS_HINT = "; over https it asks for a certificate with basicConstraints CA:FALSE, signed by (or being) one in REQUESTS_CA_BUNDLE"
+#: rustls, unlike OpenSSL, refuses a server certificate that says that it is an authority (`openssl req -x509` writes
+#: that by default).
+_HTTPS_HINT = (
+    "; over https it asks for a certificate with basicConstraints CA:FALSE, signed by (or being) one in"
+    " REQUESTS_CA_BUNDLE"
+)
 
 
 class Router:
@@ -55,14 +59,18 @@ class Router:
         """Raise EngineError with the tail of the log if our router has ended."""
         code = self.poll()
         if code is not None and self._process:
-            raise EngineError(f"the router at {self.url} ended with status {code}. End of {self._process.log_path}:\n{self._process.log_tail(_LOG_LINES)}")
+            raise EngineError(
+                f"the router at {self.url} ended with status {code}. End of"
+                f" {self._process.log_path}:\n{self._process.log_tail(_LOG_LINES)}"
+            )
 
     def register(self, endpoint: EngineEndpoint, timeout_s: float) -> None:
         """Add an engine and wait until the router calls it healthy. Raises EngineError or WaitTimeout."""
-        # The router asks only /health, which needs no key: with a wrong one it would route to the engine and get 401 for every request.
+        # The router asks only /health, which needs no key: with a wrong one it would route to the engine and get 401
+        # for every request.
         EngineClient(endpoint, timeout_s=_REQUEST_TIMEOUT_S).model_info()
-        # Registering is queued: with an older entry still listed, we would not see when the new one is in, and it could come after a
-        # deregister. The older entry may hold another key, too.
+        # Registering is queued: with an older entry still listed, we would not see when the new one is in, and it could
+        # come after a deregister. The older entry may hold another key, too.
         self.deregister(endpoint)
         body = {"url": endpoint.url, **({"api_key": endpoint.api_key} if endpoint.api_key else {})}
         answer = self._request("POST", "/workers", body)
@@ -77,7 +85,13 @@ class Router:
             self._workers[endpoint.url] = worker.get("id", endpoint.url)
             return None if worker.get("is_healthy") else f"the router says {worker}"
 
-        wait_until(probe, deadline_s=timeout_s, who=f"router at {self.url}", whom=f"engine {endpoint.index} at {endpoint.url}", phase="register")
+        wait_until(
+            probe,
+            deadline_s=timeout_s,
+            who=f"router at {self.url}",
+            whom=f"engine {endpoint.index} at {endpoint.url}",
+            phase="register",
+        )
 
     def deregister(self, endpoint: EngineEndpoint, timeout_s: float = 10.0) -> None:
         """Take an engine out and wait until the router no longer lists it. Harmless for one that is not registered."""
@@ -90,7 +104,13 @@ class Router:
         def probe() -> str | None:
             return "the router still lists it" if self._find(endpoint.url) else None
 
-        wait_until(probe, deadline_s=timeout_s, who=f"router at {self.url}", whom=f"engine {endpoint.index} at {endpoint.url}", phase="deregister")
+        wait_until(
+            probe,
+            deadline_s=timeout_s,
+            who=f"router at {self.url}",
+            whom=f"engine {endpoint.index} at {endpoint.url}",
+            phase="deregister",
+        )
         self._workers.pop(endpoint.url, None)
 
     def engine_urls(self) -> list[str]:
@@ -144,22 +164,39 @@ def launch_router(
     api_key: str | None = None,
     log_level: str = "warning",
 ) -> Router:
-    """Start sglang-router without engines and wait until it answers. It dies with us and asks for a key that we make up.
+    """Start sglang-router without engines and wait until it answers.
 
+    It dies with us and asks for a key that we make up.
     Raises EngineError (port taken, not installed, ended; with the tail of its log) or WaitTimeout.
     """
     if importlib.util.find_spec("sglang_router") is None:
         raise EngineError(f"sglang-router is not installed in {sys.prefix}. Fix: pip install sglang-router.")
     if port is not None and not port_is_free(host, port):
-        raise EngineError(f"the router's port {port} on {host} is taken. Fix: another --sglang-router-port, or none, which takes a free one.")
+        raise EngineError(
+            f"the router's port {port} on {host} is taken. Fix: another --sglang-router-port, or none, which takes a"
+            " free one."
+        )
     key = api_key or secrets.token_hex(24)
 
     def launch() -> Router:
         arguments = _arguments(policy, host, port if port is not None else free_port(host), request_timeout_s)
         arguments["log-level"] = _LOG_LEVELS[log_level]
-        argv = [sys.executable, "-m", "slime_like.sglang_backend.router_server", *(f"--{name}={value}" for name, value in arguments.items())]
-        env = {**os.environ, KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])}
-        router = Router(http_url(host, int(str(arguments["port"]))), key, start_guarded(argv, env=env, log_path=log_path, secrets=(key,)))
+        argv = [
+            sys.executable,
+            "-m",
+            "slime_like.sglang_backend.router_server",
+            *(f"--{name}={value}" for name, value in arguments.items()),
+        ]
+        env = {
+            **os.environ,
+            KEY_VARIABLE: key,
+            "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        router = Router(
+            http_url(host, int(str(arguments["port"]))),
+            key,
+            start_guarded(argv, env=env, log_path=log_path, secrets=(key,)),
+        )
         try:
             _wait_healthy(router, timeout_s)
         except BaseException:
@@ -189,7 +226,10 @@ def _arguments(policy: str, host: str, port: int, request_timeout_s: float) -> d
 
 
 def attach_router(url: str, *, timeout_s: float, api_key: str | None = None) -> Router:
-    """Use a router that already runs; `close` leaves it running, without our engines. Raises WaitTimeout if it does not answer."""
+    """Use a router that already runs; `close` leaves it running, without our engines.
+
+    Raises WaitTimeout if it does not answer.
+    """
     router = Router(url.rstrip("/"), api_key, None)
     _wait_healthy(router, timeout_s)
     return router

@@ -1,4 +1,5 @@
-"""`python -m slime_like.sglang_backend.router_server <sglang-router arguments>`: the real router, with its key from the environment.
+"""`python -m slime_like.sglang_backend.router_server <sglang-router arguments>`: the real router, with its key from the
+environment.
 
 sglang-router 0.3.2 takes its API key on the command line only, where every user of the host would see it.
 """

@@ -1,7 +1,8 @@
-"""SGLang's own list of server arguments, read from its source without importing it (an import takes seconds and needs torch).
+"""SGLang's own list of server arguments, read from its source without importing it (an import takes seconds and needs
+torch).
 
-sglang 0.5.23 declares them as annotated fields, `name: A[type, Arg(...)] = default`, in srt/arg_groups/fields/*.py (older versions: in
-srt/server_args.py), and a few with `parser.add_argument("--name", ...)`. Both forms are read.
+sglang 0.5.23 declares them as annotated fields, `name: A[type, Arg(...)] = default`, in srt/arg_groups/fields/*.py
+(older versions: in srt/server_args.py), and a few with `parser.add_argument("--name", ...)`. Both forms are read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _SHORT = {"tp": "tp_size", "dp": "dp_size", "pp": "pp_size"}
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One server argument: its field name, what values it takes, and the literal choices and number type if declared."""
+    """One server argument: its field name, what values it takes, and the literal choices and number
+    type if declared.
+    """
 
     field: str
     kind: str
@@ -54,7 +57,8 @@ class Argument:
 
 
 def check_flags(flags: dict[str, str | bool | list[str]]) -> tuple[list[str], list[str]]:
-    """(problems, notes) of `--sglang-<name>` flags, given as underscored name -> value, list of values, or True for a switch.
+    """(problems, notes) of `--sglang-<name>` flags, given as underscored name -> value, list of values, or True for a
+    switch.
 
     Without sglang installed nothing can be checked but the reserved names; a note says so.
     """
@@ -79,8 +83,13 @@ def check_flags(flags: dict[str, str | bool | list[str]]) -> tuple[list[str], li
 def present_names(flags: dict[str, str | bool | list[str]]) -> tuple[dict[str, str | bool | list[str]], list[str]]:
     """(the flags under the names that the installed SGLang has, a note for each that was renamed)."""
     known = known_arguments()
-    renamed = {name: _RENAMED[name] for name in flags if name in _RENAMED and name not in known and _RENAMED[name] in known}
-    notes = [f"--sglang-{_dashed(old)} is called --sglang-{_dashed(new)} by the SGLang installed here, and was taken as that" for old, new in renamed.items()]
+    renamed = {
+        name: _RENAMED[name] for name in flags if name in _RENAMED and name not in known and _RENAMED[name] in known
+    }
+    notes = [
+        f"--sglang-{_dashed(old)} is called --sglang-{_dashed(new)} by the SGLang installed here, and was taken as that"
+        for old, new in renamed.items()
+    ]
     return {renamed.get(name, name): value for name, value in flags.items()}, notes
 
 
@@ -171,7 +180,11 @@ def _collect(tree: ast.Module, known: dict[str, Argument]) -> None:
                     _collect_field(item.target.id, item.annotation, known)
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
-            names = [n.value for n in call.args if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value.startswith("--")]
+            names = [
+                n.value
+                for n in call.args
+                if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value.startswith("--")
+            ]
             keywords = {k.arg: k.value for k in call.keywords if k.arg}
             dest = _text(keywords.get("dest"))
             if names:
@@ -180,7 +193,11 @@ def _collect(tree: ast.Module, known: dict[str, Argument]) -> None:
 
 def _collect_field(name: str, annotation: ast.expr, known: dict[str, Argument]) -> None:
     """Add one `name: A[type, "help" or Arg(...)]`; other annotations are no command-line arguments."""
-    if not (isinstance(annotation, ast.Subscript) and isinstance(annotation.value, ast.Name) and annotation.value.id in ("A", "Annotated")):
+    if not (
+        isinstance(annotation, ast.Subscript)
+        and isinstance(annotation.value, ast.Name)
+        and annotation.value.id in ("A", "Annotated")
+    ):
         return
     if not isinstance(annotation.slice, ast.Tuple):
         return
@@ -201,7 +218,9 @@ def _collect_field(name: str, annotation: ast.expr, known: dict[str, Argument]) 
     _add(names, name, _kind(keywords, inner), keywords, known, _number(inner, keywords))
 
 
-def _add(names: list[str], field: str, kind: str, keywords: dict, known: dict[str, Argument], number: type | None = None) -> None:
+def _add(
+    names: list[str], field: str, kind: str, keywords: dict, known: dict[str, Argument], number: type | None = None
+) -> None:
     choices = [_text(item) for item in getattr(keywords.get("choices"), "elts", [])]
     argument = Argument(field, kind, tuple(choices) if choices and all(choices) else (), number)  # type: ignore[arg-type]
     for name in names:
@@ -222,7 +241,11 @@ def _kind(keywords: dict[str, ast.expr], inner: ast.expr | None) -> str:
         return MANY if nargs in ("*", "+") else ONE
     if action:
         return MANY  # a class of sglang's own, as for LoRA paths: how many it takes cannot be seen from here
-    if isinstance(inner, ast.Subscript) and getattr(inner.value, "id", "").lower() == "list" and "type_parser" not in keywords:
+    if (
+        isinstance(inner, ast.Subscript)
+        and getattr(inner.value, "id", "").lower() == "list"
+        and "type_parser" not in keywords
+    ):
         return MANY
     if isinstance(inner, ast.Name) and inner.id == "bool":
         return SWITCH
@@ -239,7 +262,12 @@ def _strip_optional(node: ast.expr) -> ast.expr:
     """`Optional[X]` and `X | None` -> X."""
     if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Optional":
         return node.slice
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and isinstance(node.right, ast.Constant) and node.right.value is None:
+    if (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.BitOr)
+        and isinstance(node.right, ast.Constant)
+        and node.right.value is None
+    ):
         return node.left
     return node
 

@@ -28,7 +28,10 @@ def make_shared_directory() -> str:
         os.mkdir(path, 0o700)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise WeightSyncError(f"{path} is not a folder of ours that only we can read (mode {info.st_mode:o}, owner {info.st_uid}). Fix: remove it.")
+        raise WeightSyncError(
+            f"{path} is not a folder of ours that only we can read (mode {info.st_mode:o}, owner {info.st_uid}). Fix:"
+            " remove it."
+        )
     return path
 
 
@@ -39,7 +42,10 @@ def drop_shared_directory() -> None:
 
 
 def remove_dead_sources() -> None:
-    """Remove what processes that were killed left in the folder: shared memory is memory until the machine restarts. Their names begin with the process id."""
+    """Remove what processes that were killed left in the folder: shared memory is memory until the machine restarts.
+
+    Their names begin with the process id.
+    """
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(shared_directory()):
             pid = name.partition("-")[0]
@@ -48,6 +54,8 @@ def remove_dead_sources() -> None:
 
 
 def tidy_shared_memory() -> None:
-    """What a run whose trainers were killed owes its host: their folders are removed, and the one above if no other run uses it."""
+    """What a run whose trainers were killed owes its host: their folders are removed, and the one above if no other run
+    uses it.
+    """
     remove_dead_sources()
     drop_shared_directory()

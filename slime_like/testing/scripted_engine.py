@@ -45,8 +45,9 @@ class ScriptedEngine:
     context_length: refuse prompts that leave too little of it, as SGLang does.
     faults: one for each /generate request in the order of arrival, None for a good answer; afterwards all are good.
     fault_for: called with the request's body, decides instead of the list. decode: ids -> text of the answer.
-    routing, to be set: input and output ids -> the experts of all but the last, [tokens - 1, layers, topk]; without it none are reported,
-    as by an engine without --enable-return-routed-experts. requests: bodies of all /generate requests. calls: (path, body) of every other POST.
+    routing, to be set: input and output ids -> the experts of all but the last, [tokens - 1, layers, topk]; without it
+    none are reported, as by an engine without --enable-return-routed-experts. requests: bodies of all /generate
+    requests. calls: (path, body) of every other POST.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class ScriptedEngine:
         try:
             asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=_START_S)
         except TimeoutError:
-            raise WaitTimeout(who="test", whom="the scripted engine", phase=phase, seconds=_START_S, last="nothing") from None
+            raise WaitTimeout(
+                who="test", whom="the scripted engine", phase=phase, seconds=_START_S, last="nothing"
+            ) from None
 
     async def _start(self) -> None:
         app = web.Application(middlewares=[self._authorize], client_max_size=1 << 30)
@@ -142,7 +145,9 @@ class ScriptedEngine:
         try:
             await site.start()
         except OSError as error:
-            raise EngineError(f"the scripted engine cannot listen on 127.0.0.1:{self._port}: {error.strerror}") from error
+            raise EngineError(
+                f"the scripted engine cannot listen on 127.0.0.1:{self._port}: {error.strerror}"
+            ) from error
         self._port = self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
@@ -155,7 +160,11 @@ class ScriptedEngine:
     @web.middleware
     async def _authorize(self, request: web.Request, handler) -> web.StreamResponse:
         open_paths = ("/health", "/health_generate")  # as in SGLang
-        if self._api_key and request.path not in open_paths and request.headers.get("Authorization") != f"Bearer {self._api_key}":
+        if (
+            self._api_key
+            and request.path not in open_paths
+            and request.headers.get("Authorization") != f"Bearer {self._api_key}"
+        ):
             return web.json_response({"error": "Unauthorized"}, status=401)
         if request.method == "POST" and request.path != "/generate":
             self.calls.append((request.path, await request.json() if request.can_read_body else {}))
@@ -165,23 +174,50 @@ class ScriptedEngine:
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": "scripted", "tokenizer_path": "scripted", "is_generation": True, "weight_version": self.weight_version})
+        return web.json_response(
+            {
+                "model_path": "scripted",
+                "tokenizer_path": "scripted",
+                "is_generation": True,
+                "weight_version": self.weight_version,
+            }
+        )
 
     async def _loads(self, _: web.Request) -> web.Response:
         running = len(self._in_flight) if self._resumed.is_set() else 0
-        return web.json_response({"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": len(self._in_flight) - running}]})
+        return web.json_response(
+            {"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": len(self._in_flight) - running}]}
+        )
 
     async def _server_info(self, _: web.Request) -> web.Response:
         reports = {"enable_return_routed_experts": self.routing is not None}
-        return web.json_response({"model_path": "scripted", "tp_size": 1, "dp_size": 1, "version": "scripted", "weight_version": self.weight_version} | reports)
+        return web.json_response(
+            {
+                "model_path": "scripted",
+                "tp_size": 1,
+                "dp_size": 1,
+                "version": "scripted",
+                "weight_version": self.weight_version,
+            }
+            | reports
+        )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
         if not isinstance(body.get("input_ids"), list) or not body["input_ids"]:
-            return web.json_response({"error": {"message": "input_ids is missing: the scripted engine takes one list of ids"}}, status=400)
+            return web.json_response(
+                {"error": {"message": "input_ids is missing: the scripted engine takes one list of ids"}}, status=400
+            )
         if self.context_length and len(body["input_ids"]) >= self.context_length - 6:
-            return web.json_response({"error": {"message": f"Input length ({len(body['input_ids'])} tokens) exceeds the maximum allowed length"}}, status=400)
+            return web.json_response(
+                {
+                    "error": {
+                        "message": f"Input length ({len(body['input_ids'])} tokens) exceeds the maximum allowed length"
+                    }
+                },
+                status=400,
+            )
         fault = (self._fault_for(body) if self._fault_for else next(self._faults, None)) or Fault()
         request_id = body.get("rid") or uuid.uuid4().hex
         aborted = self._in_flight[request_id] = asyncio.Event()
@@ -237,7 +273,9 @@ class ScriptedEngine:
             "weight_version": self.weight_version,
         }
         if body.get("return_logprob"):
-            meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=False)]
+            meta["output_token_logprobs"] = [
+                [logprob, token, None] for token, logprob in zip(ids, logprobs, strict=False)
+            ]
         if body.get("return_routed_experts") and self.routing is not None:
             experts = np.asarray(self.routing([*body["input_ids"], *ids]), dtype=np.int32)
             meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
@@ -290,7 +328,13 @@ class ScriptedEngine:
             for aborted in self._in_flight.values():
                 aborted.set()
         self.weight_version = str(body["new_version"])
-        return web.json_response({"success": True, "message": f"Weight version updated to {self.weight_version}", "new_version": self.weight_version})
+        return web.json_response(
+            {
+                "success": True,
+                "message": f"Weight version updated to {self.weight_version}",
+                "new_version": self.weight_version,
+            }
+        )
 
     async def _change_memory(self, _: web.Request) -> web.Response:
         return web.Response()

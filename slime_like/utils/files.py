@@ -72,7 +72,10 @@ class RunDirectory:
                 raise UserError(f"--run-dir {path}: is a file. Fix: another --run-dir.")
             for name in ("config.json", "metrics.jsonl"):
                 if (path / name).exists():
-                    raise UserError(f"--run-dir {path}: holds another run ({name}). Fix: another --run-dir, or none for runs/<time>-<name>.")
+                    raise UserError(
+                        f"--run-dir {path}: holds another run ({name}). Fix: another --run-dir, or none for"
+                        " runs/<time>-<name>."
+                    )
             path = _make(path, exist_ok=True)
         else:
             path = _make_new(Path(root) / f"{time.strftime('%Y%m%d-%H%M%S')}-{options.run_name}")

@@ -78,19 +78,29 @@ def start_guarded(
     remove_mapped: str | None = None,
     remove_folder: str | None = None,
 ) -> GuardedProcess:
-    """Start `argv` under a supervisor, in a process group of its own; output goes to `log_path`, with `secrets` replaced by ***.
+    """Start `argv` under a supervisor, in a process group of its own; output goes to `log_path`, with `secrets`
+    replaced by ***.
 
-    remove_mapped: prefix of files, such as those in shared memory, that are removed at the end if the group had them mapped.
+    remove_mapped: prefix of files, such as those in shared memory, that are removed at the end if the group had them
+    mapped.
     remove_folder: a folder that is removed at the end, however it came.
     Raises FileNotFoundError or PermissionError if the command cannot be executed.
     """
     os.makedirs(os.path.dirname(os.path.abspath(log_path)), exist_ok=True)
     control_read, control_write = os.pipe()
     status_read, status_write = os.pipe()
-    # -I -S: no site-packages and no script folder on sys.path, so it starts in about 20 ms and nothing can shadow the standard library.
+    # -I -S: no site-packages and no script folder on sys.path, so it starts in about 20 ms and nothing can shadow the
+    # standard library.
     command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(control_read), str(status_write)]
     try:
-        supervisor = subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(control_read, status_write))
+        supervisor = subprocess.Popen(
+            command,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(control_read, status_write),
+        )
     except BaseException:
         for fd in (control_write, status_read):
             os.close(fd)
@@ -99,7 +109,12 @@ def start_guarded(
         os.close(control_read)
         os.close(status_write)
     # Through the pipe, not the command line: other users can see command lines.
-    order = {"argv": argv, "log_path": os.path.abspath(log_path), "secrets": [s for s in secrets if s], "parent": os.getpid()}
+    order = {
+        "argv": argv,
+        "log_path": os.path.abspath(log_path),
+        "secrets": [s for s in secrets if s],
+        "parent": os.getpid(),
+    }
     order |= {"remove": remove_mapped, "folder": remove_folder}
     with contextlib.suppress(BrokenPipeError):
         _write_all(control_write, json.dumps(order).encode() + b"\n")
@@ -278,7 +293,9 @@ def _end_group(child: subprocess.Popen, grace_s: float, output: int, log: _Log) 
 
 
 def _kill_rest(group: int) -> None:
-    """KILL the rest of the group and every descendant, also those in groups of their own, until none is left (at most 5 s)."""
+    """KILL the rest of the group and every descendant, also those in groups of their own, until none is left (at most 5
+    s).
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     deadline = time.monotonic() + 5.0

@@ -12,7 +12,8 @@ FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def start_logging(level: str | None = None, *, line_format: str = FILE_FORMAT) -> None:
-    """Send log records to standard error: ours from `level` on (None: warning), those of other packages from warning on.
+    """Send log records to standard error: ours from `level` on (None: warning), those of other packages from warning
+    on.
 
     May be called again with another level; the format of the first call stays.
     """

@@ -34,13 +34,16 @@ def free_port(host: str = "127.0.0.1") -> int:
 def with_another_port(launch: Callable[[], _T], *, port_given: bool) -> _T:
     """What `launch` gives. Where somebody took the free port before the server could, launch again with another, twice.
 
-    port_given: the user chose the port, so there is no other. Status 3 is uvicorn's word for a port that it could not bind.
+    port_given: the user chose the port, so there is no other. Status 3 is uvicorn's word for a port that it could not
+    bind.
     """
     for _ in range(2):
         try:
             return launch()
         except EngineError as error:
-            if port_given or not any(sign in str(error).lower() for sign in ("address already in use", "ended with status 3")):
+            if port_given or not any(
+                sign in str(error).lower() for sign in ("address already in use", "ended with status 3")
+            ):
                 raise
     return launch()
 
@@ -48,7 +51,8 @@ def with_another_port(launch: Callable[[], _T], *, port_given: bool) -> _T:
 def port_is_free(host: str, port: int) -> bool:
     """Whether a server could listen at `host`:`port`."""
     with _bindable(host) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing connection does not count
+        # as servers do: a closing connection does not count
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((host, port))
             bound.listen(1)
@@ -58,7 +62,10 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def listener_uids(port: int) -> set[int] | None:
-    """The users whose processes listen on a TCP port of this machine, at whatever address; None where the system does not say (no Linux)."""
+    """The users whose processes listen on a TCP port of this machine, at whatever address.
+
+    None where the system does not say (no Linux).
+    """
     uids: set[int] = set()
     tables = [path for path in ("/proc/net/tcp", "/proc/net/tcp6") if os.path.exists(path)]
     for path in tables:
@@ -70,9 +77,11 @@ def listener_uids(port: int) -> set[int] | None:
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens at `host`:`port` and at no other address of this machine; port 0: a free one. Raises OSError.
+    """A socket that listens at `host`:`port` and at no other address of this machine; port 0: a free one.
 
-    A name that means the loopback interface only here (Debian's 127.0.1.1 for the machine's own name) stands for the address that others see.
+    Raises OSError.
+    A name that means the loopback interface only here (Debian's 127.0.1.1 for the machine's own name) stands for the
+    address that others see.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if host != "localhost" and is_loopback(str(address[0])) and not is_loopback(host):
@@ -123,7 +132,10 @@ def url_host(url: str) -> str:
 
 
 def certificates() -> str | None:
-    """The file or folder of certificates that the user trusts for https, from REQUESTS_CA_BUNDLE or SSL_CERT_FILE; None: the usual ones."""
+    """The file or folder of certificates that the user trusts for https, from REQUESTS_CA_BUNDLE or SSL_CERT_FILE.
+
+    None: the usual ones.
+    """
     return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or None
 
 
@@ -145,7 +157,10 @@ def is_own_address(host: str) -> bool:
 
 
 def own_address(peer: str = "192.0.2.1") -> str:
-    """The address of this machine that `peer` (an address or a name) would see; the loopback one without a network. Nothing is sent."""
+    """The address of this machine that `peer` (an address or a name) would see; the loopback one without a network.
+
+    Nothing is sent.
+    """
     try:
         family, *_, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -179,11 +194,21 @@ def _interfaces() -> dict[str, str]:
 
 
 def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface of this machine (Linux). Raises ConfigError listing those that have one."""
+    """The IPv4 address of a network interface of this machine (Linux).
+
+    Raises ConfigError listing those that have one.
+    """
     found = _interfaces()
     if name not in found:
         listed = ", ".join(f"{known} ({address})" for known, address in found.items())
-        raise ConfigError([f"--update-weight-interface {name}: {socket.gethostname()} has no such interface with an IPv4 address. It has: {listed}."])
+        raise ConfigError(
+            [
+                (
+                    f"--update-weight-interface {name}: {socket.gethostname()} has no such interface with an IPv4"
+                    f" address. It has: {listed}."
+                )
+            ]
+        )
     return found[name]
 
 
@@ -198,7 +223,9 @@ def _interface_of_ipv6(address: str) -> str | None:
     return None
 
 
-def wait_until(probe: Callable[[], str | None], *, deadline_s: float, who: str, whom: str, phase: str, interval_s: float = 0.1) -> None:
+def wait_until(
+    probe: Callable[[], str | None], *, deadline_s: float, who: str, whom: str, phase: str, interval_s: float = 0.1
+) -> None:
     """Call `probe` until it returns None; a string says what is still missing. Raises WaitTimeout with the last one."""
     end = time.monotonic() + deadline_s
     while (missing := probe()) is not None:

@@ -34,8 +34,15 @@ def load_function(path: str, *, num_positional: int, flag: str) -> Callable:
 
 def _split(path: str, flag: str) -> tuple[str, str]:
     module_path, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if not separator or not module_path or not name.isidentifier() or not all(part.isidentifier() for part in module_path.split(".")):
-        raise PluginError(f"{flag} {path}: is no path to a function. Fix: package.module.function or package.module:function.")
+    if (
+        not separator
+        or not module_path
+        or not name.isidentifier()
+        or not all(part.isidentifier() for part in module_path.split("."))
+    ):
+        raise PluginError(
+            f"{flag} {path}: is no path to a function. Fix: package.module.function or package.module:function."
+        )
     return module_path, name
 
 
@@ -47,7 +54,9 @@ def _import(module_path: str, path: str, flag: str) -> ModuleType:
         if module_path != missing and not module_path.startswith(missing + "."):
             # The module is there; something that it imports is not.
             raise PluginError(f"{flag} {path}: importing {module_path} failed: {error}") from error
-        raise PluginError(f"{flag} {path}: no module {missing!r}. Fix: the path, or add its folder to PYTHONPATH.") from None
+        raise PluginError(
+            f"{flag} {path}: no module {missing!r}. Fix: the path, or add its folder to PYTHONPATH."
+        ) from None
     except Exception as error:
         raise PluginError(f"{flag} {path}: importing {module_path} raised {type(error).__name__}: {error}") from error
 
@@ -60,4 +69,7 @@ def _check_signature(function: Callable, path: str, num_positional: int, flag: s
     try:
         signature.bind(*[None] * num_positional)
     except TypeError:
-        raise PluginError(f"{flag} {path}: will be called with {num_positional} positional arguments, but its signature is {signature}.") from None
+        raise PluginError(
+            f"{flag} {path}: will be called with {num_positional} positional arguments, but its signature is"
+            f" {signature}."
+        ) from None

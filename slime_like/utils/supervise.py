@@ -1,11 +1,14 @@
-"""A run that never ends without a word: `fork_driver()` splits train.py into a driver, which goes on, and a supervisor, which waits for it.
+"""A run that never ends without a word: `fork_driver()` splits train.py into a driver, which goes on, and a supervisor,
+which waits for it.
 
-The supervisor (the process that the user, SLURM or Kubernetes started) hands SIGINT, SIGTERM and SIGHUP on, and outlives the driver. It says what
-ended a driver that said no goodbye (os._exit in a user's function, a crash, SIGKILL by the kernel) and which of the user's functions ran
-just then; ends every process that the driver left; removes its temporary folders; and gives an exit status that is never 0 by accident.
-The driver dies with the supervisor (PR_SET_PDEATHSIG).
+The supervisor (the process that the user, SLURM or Kubernetes started) hands SIGINT, SIGTERM and SIGHUP on, and
+outlives the driver. It says what ended a driver that said no goodbye (os._exit in a user's function, a crash, SIGKILL
+by the kernel) and which of the user's functions ran just then; ends every process that the driver left; removes its
+temporary folders; and gives an exit status that is never 0 by accident. The driver dies with the supervisor
+(PR_SET_PDEATHSIG).
 
-Both share a piece of memory, where the driver writes what runs: a write that costs nothing, and that is still there when the driver is not.
+Both share a piece of memory, where the driver writes what runs: a write that costs nothing, and that is still there
+when the driver is not.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ _NUM_ENTRIES, _ENTRY_BYTES = 256, 512
 _RUNNING, _REMOVE, _GOODBYE = b"r", b"f", b"g"
 #: From a signal to the driver until it is killed. Schedulers wait less: Kubernetes 30 s, `ray job stop` 3 s.
 _DRIVER_GRACE_S = 120
-#: After the driver: until TERM to what it left, so that a process that is just ending ends as it would; and from there until KILL.
+#: After the driver: until TERM to what it left, so that a process that is just ending ends as it would; and from there
+#: until KILL.
 _LEAVE_S, _TERM_S = 1.0, 10.0
-#: Repeated interrupts within this time are one: a terminal sends Ctrl-C to supervisor and driver, and the supervisor hands it on.
+#: Repeated interrupts within this time are one: a terminal sends Ctrl-C to supervisor and driver, and the supervisor
+#: hands it on.
 _SAME_INTERRUPT_S = 1.0
 _LISTED = 8
 
@@ -63,9 +68,14 @@ class Board:
 
     def texts(self, kind: bytes) -> list[str]:
         """The entries of a kind."""
-        starts = [start for start in range(0, len(self._memory), _ENTRY_BYTES) if self._memory[start : start + 1] == kind]
+        starts = [
+            start for start in range(0, len(self._memory), _ENTRY_BYTES) if self._memory[start : start + 1] == kind
+        ]
         sizes = [struct.unpack("<H", self._memory[start + 1 : start + 3])[0] for start in starts]
-        return [self._memory[start + 3 : start + 3 + size].decode(errors="replace") for start, size in zip(starts, sizes, strict=True)]
+        return [
+            self._memory[start + 3 : start + 3 + size].decode(errors="replace")
+            for start, size in zip(starts, sizes, strict=True)
+        ]
 
 
 #: The driver's board and process id; None where nobody supervises.
@@ -73,18 +83,21 @@ _driver: tuple[Board, int] | None = None
 
 
 def fork_driver(tidy: Callable[[], None] = lambda: None) -> int | None:
-    """Returns None in the driver, a new process. In the supervisor: its exit status, once the driver and all that it started have ended.
+    """Returns None in the driver, a new process.
 
+    In the supervisor: its exit status, once the driver and all that it started have ended.
     tidy: what the supervisor does when all have ended, besides removing folders (`remove_at_end`).
     Call it before threads are started, and leave with sys.exit: what leaves in another way has not said goodbye.
-    The driver keeps the caller's SIGTERM handler, which a terminal that goes away (SIGHUP) calls too. What was ignored stays so (nohup, a shell's background).
+    The driver keeps the caller's SIGTERM handler, which a terminal that goes away (SIGHUP) calls too. What was ignored
+    stays so (nohup, a shell's background).
     """
     board = Board()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     passed_on = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     handed = {number for number in passed_on if signal.getsignal(number) is not signal.SIG_IGN}
-    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # one that comes now is delivered when both sides are ready for it
+    # one that comes now is delivered when both sides are ready for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     supervisor, driver = os.getpid(), os.fork()
     if driver == 0:
@@ -108,7 +121,10 @@ def running(what: str) -> Iterator[None]:
 
 
 def remove_at_end(folder: str) -> bool:
-    """Have the supervisor remove a folder after the driver and all that it started have ended, however they end. Returns False where nobody supervises."""
+    """Have the supervisor remove a folder after the driver and all that it started have ended, however they end.
+
+    Returns False where nobody supervises.
+    """
     return _put(_REMOVE, folder) is not None
 
 
@@ -187,7 +203,8 @@ def _verdict(code: int, board: Board, received: list[int]) -> tuple[int, str]:
     said_goodbye = bool(board.texts(_GOODBYE))
     if received and (code != 0 or not said_goodbye):
         late = (
-            f"RunError: the driver had not ended {_DRIVER_GRACE_S} s after {signal.Signals(received[0]).name}, and was killed."
+            f"RunError: the driver had not ended {_DRIVER_GRACE_S} s after {signal.Signals(received[0]).name}, and was"
+            " killed."
             if code == -signal.SIGKILL
             else ""
         )
@@ -196,19 +213,29 @@ def _verdict(code: int, board: Board, received: list[int]) -> tuple[int, str]:
         return code, ""
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-        how = f"was ended by {name}" + ("; if nobody sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else "")
+        how = f"was ended by {name}" + (
+            "; if nobody sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
+        )
     else:
         how = f"ended itself with status {code}, without an exception: os._exit, or a library that calls exit"
     during = board.texts(_RUNNING)
     more = f"\n  and {len(during) - _LISTED} more" if len(during) > _LISTED else ""
-    what = "while this code of the user's ran:\n  " + "\n  ".join(during[:_LISTED]) + more if during else "while no reward function of the user's ran"
-    return (128 - code if code < 0 else code or 1), f"RunError: the driver {how}; {what}\n  What the run had started is being ended."
+    what = (
+        "while this code of the user's ran:\n  " + "\n  ".join(during[:_LISTED]) + more
+        if during
+        else "while no reward function of the user's ran"
+    )
+    return (
+        128 - code if code < 0 else code or 1
+    ), f"RunError: the driver {how}; {what}\n  What the run had started is being ended."
 
 
 def _end_descendants() -> list[int]:
-    """Wait for what the driver left behind, whose heads, as orphans, are our children: TERM to those after a moment, at last KILL to all.
+    """Wait for what the driver left behind, whose heads, as orphans, are our children: TERM to those after a moment, at
+    last KILL to all.
 
-    Only to the heads: a guard (utils/guard.py) ends what it guards itself, and removes its files. Returns who is left all the same.
+    Only to the heads: a guard (utils/guard.py) ends what it guards itself, and removes its files. Returns who is left
+    all the same.
     """
     started, told = time.monotonic(), set()
     while left := _living_descendants():

@@ -1,6 +1,8 @@
-"""How fast bytes could go at best on this machine, measured in some 20 ms when a run connects: what a receipt's share refers to.
+"""How fast bytes could go at best on this machine, measured in some 20 ms when a run connects: what a receipt's share
+refers to.
 
-A glance and no benchmark (for those see benchmarks/weight_sync.py): other work on the machine at that moment makes the bound look lower.
+A glance and no benchmark (for those see benchmarks/weight_sync.py): other work on the machine at that moment makes the
+bound look lower.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ _REPEATS = 3
 
 
 def best_rate(options: PublisherOptions) -> float | None:
-    """Bytes a second of what bounds a transport: one copy in memory, a loopback connection (to engines on this machine), one write into
-    the folder. None where it cannot be known from here: on a GPU, with engines elsewhere, with deltas.
+    """Bytes a second of what bounds a transport: one copy in memory, a loopback connection (to engines on this
+    machine), one write into the folder. None where it cannot be known from here: on a GPU, with engines elsewhere, with
+    deltas.
     """
     measures: dict[str, Callable[[str | None], contextlib.AbstractContextManager[Callable[[], None]]]] = {
         "memory": _copy,
@@ -47,7 +50,8 @@ def best_rate(options: PublisherOptions) -> float | None:
                 start = time.perf_counter()
                 move()
                 seconds.append(time.perf_counter() - start)
-    except OSError as error:  # a full disk, say: a sync that fits must not fail for a number, and one that does not says so itself
+    # a full disk, say: a sync that fits must not fail for a number, and one that does not says so itself
+    except OSError as error:
         logger.warning("what bounds the %s transport is not known: %s", options.transport, error)
         return None
     return _NUM_BYTES / min(seconds)
@@ -77,7 +81,10 @@ def _write(directory: str | None) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def _loopback(directory: str | None) -> Iterator[Callable[[], None]]:
     data, into = bytes(_NUM_BYTES), bytearray(_NUM_BYTES)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5.0) as sender:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=5.0) as sender,
+    ):
         receiver, _ = server.accept()
 
         def move() -> None:

@@ -1,4 +1,6 @@
-"""What every transport has in common: the publisher protocol, which tensors may share a bucket, and the digest of what was sent."""
+"""What every transport has in common: the publisher protocol, which tensors may share a bucket, and the digest of what
+was sent.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from slime_like.weight_sync.transports.sources import Sources
 NamedTensor = tuple[str, torch.Tensor]
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-#: SGLang fuses these two while it loads, and forgets the first one if the second is not in the same request (0.5.23, cached_a_proj).
+#: SGLang fuses these two while it loads, and forgets the first one if the second is not in the same request (0.5.23,
+#: cached_a_proj).
 _WAITING, _AWAITED = ".self_attn.q_a_proj.", ".self_attn.kv_a_proj_with_mqa."
 
 
@@ -25,7 +28,8 @@ _WAITING, _AWAITED = ".self_attn.q_a_proj.", ".self_attn.kv_a_proj_with_mqa."
 class PublisherOptions:
     """Where one trainer source sends to. There is one source per pipeline stage; they send at the same time.
 
-    With the disk transport a stage has `num_writers` of them, which all see the same tensors, and each writes its share.
+    With the disk transport a stage has `num_writers` of them, which all see the same tensors, and each writes its
+    share.
     """
 
     transport: str  # ipc, broadcast or disk
@@ -73,10 +77,16 @@ class WeightPublisher(Protocol):
         """Get ready; may be called again and then does nothing. Sources connect one after another."""
 
     def begin(self, version: int) -> None:
-        """Before any source sends. Sources begin, send and finish at the same time, but none before all have done what comes before."""
+        """Before any source sends.
+
+        Sources begin, send and finish at the same time, but none before all have done what comes before.
+        """
 
     def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
-        """Send HF-named whole tensors; where the transport can, let engines digest what they load. Raises EngineError, WeightSyncError or WaitTimeout."""
+        """Send HF-named whole tensors; where the transport can, let engines digest what they load.
+
+        Raises EngineError, WeightSyncError or WaitTimeout.
+        """
 
     def finish(self, version: int) -> None:
         """After every source has sent."""
@@ -101,9 +111,10 @@ def is_expert(name: str) -> bool:
 class Cutter:
     """Decides where one bucket ends and the next begins.
 
-    A bucket holds at most `max_bytes`, or one tensor that is larger alone. Tensors of experts have buckets of their own: an engine with
-    expert parallelism keeps only some of them, and finds in them no other tensor that it must not skip. Each tensor begins at a
-    multiple of its element size, since receivers look at the bytes in place, and there are no gaps.
+    A bucket holds at most `max_bytes`, or one tensor that is larger alone. Tensors of experts have buckets of their
+    own: an engine with expert parallelism keeps only some of them, and finds in them no other tensor that it must not
+    skip. Each tensor begins at a multiple of its element size, since receivers look at the bytes in place, and there
+    are no gaps.
     """
 
     def __init__(self, max_bytes: int):
@@ -118,7 +129,9 @@ class Cutter:
         if not name.startswith(self._awaited.partition(".self_attn.")[0]):
             self._awaited = ""  # it never came: a transform renamed it, and SGLang has nothing to fuse either
         cuts = self._kind is not None and not self._awaited
-        cuts = cuts and (kind is not self._kind or self._size + size > self.max_bytes or self._size % tensor.element_size() != 0)
+        cuts = cuts and (
+            kind is not self._kind or self._size + size > self.max_bytes or self._size % tensor.element_size() != 0
+        )
         self._size = size if cuts else self._size + size
         self._kind = kind
         if name == self._awaited:
@@ -147,13 +160,17 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:
-    """8 bytes of a tensor's elements, computed where they are: xxh3_64 on the host, a weighted sum of its words on a GPU."""
+    """8 bytes of a tensor's elements, computed where they are: xxh3_64 on the host, a weighted sum of its words on a
+    GPU.
+    """
     flat = raw_bytes(tensor)
     return weighted_sum(flat) if flat.is_cuda else xxhash.xxh3_64_digest(flat.numpy())
 
 
 class Digest:
-    """Counts tensors and hashes them: the sum modulo 2**64 of xxh3_64 over (name, dtype, shape, digest of the elements), so the order does not matter."""
+    """Counts tensors and hashes them: the sum modulo 2**64 of xxh3_64 over (name, dtype, shape, digest of the
+    elements), so the order does not matter.
+    """
 
     def __init__(self) -> None:
         self._num_tensors = self._num_bytes = self.value = 0

@@ -86,7 +86,13 @@ class RankGroup:
         told: Any = None
         if self.place.is_lead:
             try:
-                run_together({what: act}, timeout_s=longest_s, who="trainer source 0", phase=what, watch=lambda: self._tell(_BUSY))
+                run_together(
+                    {what: act},
+                    timeout_s=longest_s,
+                    who="trainer source 0",
+                    phase=what,
+                    watch=lambda: self._tell(_BUSY),
+                )
             except Exception as raised:  # noqa: BLE001 - raised below, once every rank was told
                 error = raised
             told = self._tell(_portable(error))

@@ -160,8 +160,13 @@ class WeightSender:
         compared = self._group.on_gatherers("verify", compare, in_turn=True)
         if self.route.finds_unsent:
             layouts = {layout for _, parameters, _ in compared for layout in parameters}
-            sent = {layout: set().union(*(parameters.get(layout, ()) for _, parameters, _ in compared)) for layout in layouts}
-            self._group.on_gatherers("verify", lambda: None if receipt is None else never_sent(receipt, sent, timeout_s), in_turn=True)
+            sent = {
+                layout: set().union(*(parameters.get(layout, ()) for _, parameters, _ in compared))
+                for layout in layouts
+            }
+            self._group.on_gatherers(
+                "verify", lambda: None if receipt is None else never_sent(receipt, sent, timeout_s), in_turn=True
+            )
         return min((count for count, _, _ in compared), default=0), sum(unknown for _, _, unknown in compared)
 
     def close(self) -> None:
@@ -246,7 +251,9 @@ class WeightSender:
             names=names,
             delta=report.delta,
             best_rate=self._best_rate,
-            transformed=None if transform is None else transform.made(self._place.stage, is_source=self._place.is_source),
+            transformed=None
+            if transform is None
+            else transform.made(self._place.stage, is_source=self._place.is_source),
         )
 
     def _watched(self, tensors: Iterator[NamedTensor], names: list[str], digest: Digest) -> Iterator[NamedTensor]:

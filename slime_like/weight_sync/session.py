@@ -1,6 +1,6 @@
 """One weight sync, whole: begin -> send -> prove -> continue. No torch: the driver only gives the order.
 
-    driver      receipt = trainer.publish(PublishOrder(...))    # one call for all of it; after a failure: abandon(order.endpoints)
+    driver      receipt = trainer.publish(PublishOrder(...))  # one call; after a failure: abandon(order.endpoints)
     every rank  receipt = run_session(order, ranks)             # ranks: sender.WeightSender
 
 All ranks run the session together. Each source sends; the first one, the lead, also steers the engines for all.
@@ -139,7 +139,9 @@ def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
         if engines.transport.loads_from is not None:
             on_lead("open for digests", engines.open)
         proven, left_out = ranks.prove()
-        receipt = dataclasses.replace(receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=time.monotonic() - started)
+        receipt = dataclasses.replace(
+            receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=time.monotonic() - started
+        )
     on_lead("finish", engines.finish)
     return receipt
 
@@ -182,7 +184,9 @@ class EngineSide:
             return
         if loads_from == SHARED_FOLDER:
             if order.directory is None:
-                raise WeightSyncError(f"the {order.transport} transport needs its folder. Fix: --update-weight-disk-dir.")
+                raise WeightSyncError(
+                    f"the {order.transport} transport needs its folder. Fix: --update-weight-disk-dir."
+                )
             check_whole(version_directory(order.directory, order.weights.version))
         self._on_all(self._load_one, "load weights from disk")
 
@@ -202,7 +206,10 @@ class EngineSide:
         reported = self._on_all(lambda client: client.weight_version(), "read the weight version back")
         wrong = {name: got for name, got in reported.items() if got != str(version)}
         if wrong:
-            raise WeightSyncError(f"weight version {version} was sent, but " + ", ".join(f"{name} reports {got!r}" for name, got in wrong.items()))
+            raise WeightSyncError(
+                f"weight version {version} was sent, but "
+                + ", ".join(f"{name} reports {got!r}" for name, got in wrong.items())
+            )
         if self.transport.needs_pause:
             self._on_all(lambda client: client.continue_generation(), "continue generation")
 
@@ -218,18 +225,24 @@ class EngineSide:
             client.pause_generation(mode)
         except EngineHttpError as error:
             if error.status == 422:
-                raise WeightSyncError(f"this SGLang does not know --update-weight-pause-mode {mode}. Fix: abort. ({error})") from error
+                raise WeightSyncError(
+                    f"this SGLang does not know --update-weight-pause-mode {mode}. Fix: abort. ({error})"
+                ) from error
             if error.status != 404:
                 raise
             if mode != "abort":
-                raise WeightSyncError(f"this SGLang cannot pause, so --update-weight-pause-mode {mode} is impossible. Fix: abort.") from error
+                raise WeightSyncError(
+                    f"this SGLang cannot pause, so --update-weight-pause-mode {mode} is impossible. Fix: abort."
+                ) from error
             client.abort_all()  # end what runs, and rely on nobody sending more
 
     def _load_one(self, client: EngineClient) -> None:
         order, endpoint = self._order, client.endpoint
         if self.transport.loads_from == RECEIVER:
             assert endpoint.receiver_url is not None, "the trainer has sent to it"
-            folder = ReceiverClient(endpoint.receiver_url, endpoint.receiver_key, order.timeout_s).folder_of(order.weights.version)
+            folder = ReceiverClient(endpoint.receiver_url, endpoint.receiver_key, order.timeout_s).folder_of(
+                order.weights.version
+            )
         else:
             folder = version_directory(order.directory or "", order.weights.version)
         client.update_weights_from_disk(folder, timeout_s=order.timeout_s)
@@ -248,14 +261,14 @@ class EngineSide:
             _flush_beside_retracted(client, _FLUSH_SHARE * timeout_s)
         elif not client.try_flush_cache():
             logger.warning(
-                "engine %d at %s: requests are running, so prefixes computed with the old weights stay in its cache, for new requests too. "
-                "Fix: --update-weight-pause-mode retract, or --sglang-disable-radix-cache.",
+                "engine %d at %s: requests are running, so prefixes computed with the old weights stay in its cache,"
+                " for new requests too. Fix: --update-weight-pause-mode retract, or --sglang-disable-radix-cache.",
                 client.endpoint.index,
                 client.url,
             )
 
     def _on_all(self, action: Callable, phase: str) -> dict:
-        tasks = {f"engine {c.endpoint.index} at {c.url}": (lambda c=c: action(c)) for c in self._clients}
+        tasks = {f"engine {c.endpoint.index} at {c.url}": lambda c=c: action(c) for c in self._clients}
         return run_together(tasks, timeout_s=self._order.timeout_s, who="trainer source 0", phase=phase)
 
 
@@ -263,4 +276,7 @@ def _flush_beside_retracted(client: EngineClient, deadline_s: float) -> None:
     try:
         client.flush_cache(deadline_s)
     except WaitTimeout as error:
-        raise WeightSyncError(f"{error}. SGLang 0.5.17 does not flush while retracted requests wait. Fix: --update-weight-pause-mode abort.") from error
+        raise WeightSyncError(
+            f"{error}. SGLang 0.5.17 does not flush while retracted requests wait. Fix: --update-weight-pause-mode"
+            " abort."
+        ) from error

@@ -14,11 +14,19 @@ from slime_like.errors import WaitTimeout
 _WATCH_S = 1.0
 
 
-def run_together(tasks: Mapping[str, Callable[[], Any]], *, timeout_s: float, who: str, phase: str, watch: Callable[[], None] | None = None) -> dict[str, Any]:
+def run_together(
+    tasks: Mapping[str, Callable[[], Any]],
+    *,
+    timeout_s: float,
+    who: str,
+    phase: str,
+    watch: Callable[[], None] | None = None,
+) -> dict[str, Any]:
     """Run every task in a thread of its own; name -> result.
 
-    Raises the first failure at once, without waiting for the others, or WaitTimeout naming those that are late. Such threads are
-    left behind: a broadcast that waits for a dead engine ends only at its own deadline. watch: asked each second; what it raises ends the wait.
+    Raises the first failure at once, without waiting for the others, or WaitTimeout naming those that are late. Such
+    threads are left behind: a broadcast that waits for a dead engine ends only at its own deadline. watch: asked each
+    second; what it raises ends the wait.
     """
     done: queue.SimpleQueue = queue.SimpleQueue()
 

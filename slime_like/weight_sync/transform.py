@@ -1,6 +1,8 @@
-"""The user's hook in the weight stream, between the HF name and the bucket (--custom-weight-transform-path): quantisation, another type, other names.
+"""The user's hook in the weight stream, between the HF name and the bucket (--custom-weight-transform-path):
+quantisation, another type, other names.
 
-What leaves it is what is sent, hashed and compared with the engines. What enters it is what must be every tensor of the model.
+What leaves it is what is sent, hashed and compared with the engines. What enters it is what must be every tensor of the
+model.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def to_bf16(args: Any, name: str, tensor: torch.Tensor) -> list[NamedTensor]:
 
 
 def load_transform(sync: SyncConfig) -> Callable | None:
-    """The user's (args, name, tensor) -> (name, tensor) pairs; None without the flag. Raises PluginError naming the flag, the path and what was found."""
+    """The user's (args, name, tensor) -> (name, tensor) pairs; None without the flag.
+
+    Raises PluginError naming the flag, the path and what was found.
+    """
     path = sync.custom_weight_transform_path
     return load_function(path, num_positional=3, flag=FLAG) if path else None
 
@@ -61,10 +66,17 @@ class WeightTransform:
     def of(config: RunConfig) -> WeightTransform | None:
         """None without the flag. Raises PluginError."""
         function = load_transform(config.sync)
-        return None if function is None else WeightTransform(function, config.plugin_args(), str(config.sync.custom_weight_transform_path))
+        return (
+            None
+            if function is None
+            else WeightTransform(function, config.plugin_args(), str(config.sync.custom_weight_transform_path))
+        )
 
     def over(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """What the function makes of each, in order. Forgets what was made before. Raises WeightSyncError naming flag, function and tensor."""
+        """What the function makes of each, in order. Forgets what was made before.
+
+        Raises WeightSyncError naming flag, function and tensor.
+        """
         self._names, self._summary = [], xxhash.xxh3_128()
         for name, tensor in tensors:
             made = self._make(name, tensor)
@@ -81,12 +93,15 @@ class WeightTransform:
         return Made(stage, tuple(self._names) if is_source else (), self._summary.hexdigest())
 
     def check(self, made: Sequence[Made]) -> None:
-        """All ranks of a stage must make the same, and no name twice; something must be left. Raises WeightSyncError."""
+        """All ranks of a stage must make the same, and no name twice; something must be left.
+
+        Raises WeightSyncError.
+        """
         for stage in sorted({one.stage for one in made}):
             if len({one.summary for one in made if one.stage == stage}) > 1:
                 raise WeightSyncError(
-                    f"{self._where}: ranks of pipeline stage {stage} made other names, types or shapes of the same tensors, of which each writes a share. "
-                    "Fix: a function of nothing but its arguments."
+                    f"{self._where}: ranks of pipeline stage {stage} made other names, types or shapes of the same"
+                    " tensors, of which each writes a share. Fix: a function of nothing but its arguments."
                 )
         seen: set[str] = set()
         for name in (name for one in made for name in one.names):
@@ -108,13 +123,20 @@ class WeightTransform:
         try:
             with torch.no_grad():
                 answer = self._function(self._args, name, tensor)
-                made = answer if isinstance(answer, str) or not isinstance(answer, Iterable) else list(answer)  # a generator raises here
+                # a generator raises here
+                made = answer if isinstance(answer, str) or not isinstance(answer, Iterable) else list(answer)
         except Exception as error:
             raise WeightSyncError(f"{where}: the function raised {type(error).__name__}: {error}") from error
         if tensor._version != changes:
-            raise WeightSyncError(f"{where}: the function changed the tensor in place, which may be the trainer's own. Fix: return another one.")
+            raise WeightSyncError(
+                f"{where}: the function changed the tensor in place, which may be the trainer's own. Fix: return"
+                " another one."
+            )
         if not isinstance(made, list):
-            raise WeightSyncError(f"{where}: the function gave a {type(made).__name__}, no iterable of (name, tensor). Fix: return [(name, tensor)].")
+            raise WeightSyncError(
+                f"{where}: the function gave a {type(made).__name__}, no iterable of (name, tensor). Fix: return"
+                " [(name, tensor)]."
+            )
         return [_checked(pair, where) for pair in made]
 
 
@@ -124,13 +146,27 @@ def _checked(pair: object, where: str) -> NamedTensor:
 
     from slime_like.weight_sync.transports.disk import TYPES
 
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0] or not isinstance(pair[1], torch.Tensor):
-        found = f"({', '.join(type(part).__name__ for part in pair)})" if isinstance(pair, (tuple, list)) else f"a {type(pair).__name__}"
-        raise WeightSyncError(f"{where}: among what the function gave is {found} instead of (name, tensor). Fix: return [(name, tensor)].")
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not isinstance(pair[0], str)
+        or not pair[0]
+        or not isinstance(pair[1], torch.Tensor)
+    ):
+        found = (
+            f"({', '.join(type(part).__name__ for part in pair)})"
+            if isinstance(pair, (tuple, list))
+            else f"a {type(pair).__name__}"
+        )
+        raise WeightSyncError(
+            f"{where}: among what the function gave is {found} instead of (name, tensor). Fix: return [(name, tensor)]."
+        )
     name, tensor = pair
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
         raise WeightSyncError(f"{where}: {name} is a {kind} tensor, whose bytes cannot be sent.")
     if str(tensor.dtype).removeprefix("torch.") not in TYPES:
-        raise WeightSyncError(f"{where}: {name} has type {tensor.dtype}, which cannot be sent. Fix: view its bytes as uint8.")
+        raise WeightSyncError(
+            f"{where}: {name} has type {tensor.dtype}, which cannot be sent. Fix: view its bytes as uint8."
+        )
     return name, tensor

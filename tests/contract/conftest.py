@@ -35,7 +35,13 @@ def model_folder(models, tmp_path_factory) -> Path:
 
 def _serve(model_folder: Path, log_path: Path, tp_size: int, flags: dict) -> Iterator[Served]:
     spec = EngineSpec(
-        index=tp_size, model_path=str(model_folder), tp_size=tp_size, dtype="float32", log_path=str(log_path), context_length=1024, extra_flags=flags
+        index=tp_size,
+        model_path=str(model_folder),
+        tp_size=tp_size,
+        dtype="float32",
+        log_path=str(log_path),
+        context_length=1024,
+        extra_flags=flags,
     )
     engine = launch_engine(spec, timeout_s=120)
     try:

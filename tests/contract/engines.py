@@ -27,7 +27,8 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
     """The tiny Qwen3 with fp32 weights from a seed, large enough that predictions are far from uniform."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
         max_position_embeddings=1024, tie_word_embeddings=False, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).float().eval()
@@ -53,7 +54,9 @@ def prompt_logprobs(client: EngineClient, tokens: list[int]) -> torch.Tensor:
 
 def largest_difference(client: EngineClient, model: Qwen3ForCausalLM) -> float:
     """Between engine and transformers, over the tokens of two prompts."""
-    return max((prompt_logprobs(client, prompt(seed)) - hf_logprobs(model, prompt(seed))).abs().max().item() for seed in (1, 2))
+    return max(
+        (prompt_logprobs(client, prompt(seed)) - hf_logprobs(model, prompt(seed))).abs().max().item() for seed in (1, 2)
+    )
 
 
 @dataclasses.dataclass
@@ -67,17 +70,33 @@ class Served:
 
 
 def options(
-    served: list[Served], transport: str, *, source: int = 0, num_sources: int = 1, directory: Path | None = None, timeout_s: float = 30
+    served: list[Served],
+    transport: str,
+    *,
+    source: int = 0,
+    num_sources: int = 1,
+    directory: Path | None = None,
+    timeout_s: float = 30,
 ) -> PublisherOptions:
     """Small buckets, so that there are several."""
     endpoints = tuple(one.engine.endpoint for one in served)
-    return PublisherOptions(transport, endpoints, source, num_sources, 50_000, timeout_s, str(directory) if directory else None, "127.0.0.1")
+    return PublisherOptions(
+        transport, endpoints, source, num_sources, 50_000, timeout_s, str(directory) if directory else None, "127.0.0.1"
+    )
 
 
-def order_of(endpoints: Sequence[EngineEndpoint], transport: str, version: int, *, directory: Path | None = None, pause_mode: str = "abort") -> PublishOrder:
+def order_of(
+    endpoints: Sequence[EngineEndpoint],
+    transport: str,
+    version: int,
+    *,
+    directory: Path | None = None,
+    pause_mode: str = "abort",
+) -> PublishOrder:
     """What the engines' side of a sync is told."""
     return PublishOrder(
-        weights=WeightsRef(version=version), endpoints=tuple(endpoints), transport=transport, timeout_s=30, pause_mode=pause_mode,
+        weights=WeightsRef(version=version), endpoints=tuple(endpoints), transport=transport, timeout_s=30,
+        pause_mode=pause_mode,
         directory=str(directory) if directory else None,
     )  # fmt: skip
 
@@ -88,7 +107,13 @@ def two_sources() -> list[Sources]:
     return [host, Sources("127.0.0.1", host.port, is_host=False, who="trainer source 1", timeout_s=30)]
 
 
-def sync(served: list[Served], model: Qwen3ForCausalLM, publishers: list[WeightPublisher], transport: str, directory: Path | None = None) -> list[SentReport]:
+def sync(
+    served: list[Served],
+    model: Qwen3ForCausalLM,
+    publishers: list[WeightPublisher],
+    transport: str,
+    directory: Path | None = None,
+) -> list[SentReport]:
     """One whole weight sync: each publisher sends its share of the model's tensors, all at the same time."""
     version = max(one.version for one in served) + 1
     update = EngineSide(order_of([one.client.endpoint for one in served], transport, version, directory=directory))
@@ -98,7 +123,12 @@ def sync(served: list[Served], model: Qwen3ForCausalLM, publishers: list[WeightP
     for publisher in publishers:
         publisher.begin(version)
     with ThreadPoolExecutor() as pool:
-        reports = list(pool.map(lambda i: publishers[i].send(iter(tensors[i * share : (i + 1) * share]), version), range(len(publishers))))
+        reports = list(
+            pool.map(
+                lambda i: publishers[i].send(iter(tensors[i * share : (i + 1) * share]), version),
+                range(len(publishers)),
+            )
+        )
     for publisher in publishers:
         publisher.finish(version)
     update.load()

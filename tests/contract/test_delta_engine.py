@@ -1,4 +1,6 @@
-"""Deltas through a receiver process into real engines: what they generate with is what transformers computes, version after version."""
+"""Deltas through a receiver process into real engines: what they generate with is what transformers computes, version
+after version.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,19 @@ def receiver(tmp_path):
 
 
 def test_three_versions_by_delta(tp1, tp2, models, model_folder, receiver, tmp_path):
-    """One receiver serves engines of one and of two ranks. Everything, then a step's small changes, then a version of which nothing changed."""
+    """One receiver serves engines of one and of two ranks.
+
+    Everything, then a step's small changes, then a version of which nothing changed.
+    """
     engines = [tp1, tp2]
-    endpoints = tuple(dataclasses.replace(one.engine.endpoint, receiver_url=receiver.url, receiver_key=receiver.key) for one in engines)
+    endpoints = tuple(
+        dataclasses.replace(one.engine.endpoint, receiver_url=receiver.url, receiver_key=receiver.key)
+        for one in engines
+    )
     clients = [EngineClient(endpoint, timeout_s=30) for endpoint in endpoints]
-    publisher = make_publisher(dataclasses.replace(options(engines, "delta", directory=tmp_path / "trainer"), endpoints=endpoints))
+    publisher = make_publisher(
+        dataclasses.replace(options(engines, "delta", directory=tmp_path / "trainer"), endpoints=endpoints)
+    )
     receipt = Receipt(model_from_hf(read_hf_config(str(model_folder)), ModelConfig()), clients, "test")
     stepped = make_model(2)
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +66,10 @@ def test_three_versions_by_delta(tp1, tp2, models, model_folder, receiver, tmp_p
             assert one.client.weight_version() == str(version)
     assert [len(count.full_engines) for count in sizes] == [2, 0, 0]
     pairs = list(zip(models[2].state_dict().values(), stepped.state_dict().values(), strict=True))
-    assert [count.num_changed for count in sizes[1:]] == [sum(int((before != after).sum()) for before, after in pairs), 0]
+    assert [count.num_changed for count in sizes[1:]] == [
+        sum(int((before != after).sum()) for before, after in pairs),
+        0,
+    ]
     assert sizes[1].num_elements == sum(tensor.numel() for tensor, _ in pairs)
     # One in twenty changed, to a position and 4 bytes each; at last only digests.
     assert sizes[1].num_bytes < 0.1 * sizes[0].num_bytes and sizes[2].num_bytes < 0.01 * sizes[0].num_bytes

@@ -114,7 +114,11 @@ def test_binds_its_own_address_only(tp1):
     """The HTTP port is on loopback alone."""
     port = int(tp1.client.url.rpartition(":")[2])
     with open("/proc/net/tcp") as file:
-        listening = [line.split()[1] for line in file.readlines()[1:] if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")]
+        listening = [
+            line.split()[1]
+            for line in file.readlines()[1:]
+            if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+        ]
     assert listening == [f"0100007F:{port:04X}"]
 
 
@@ -136,19 +140,34 @@ def test_idle_engine_costs_nothing(served):
 def test_bad_model_path_ends_with_the_log(tmp_path):
     start = time.monotonic()
     with pytest.raises(EngineError) as caught:
-        launch_engine(EngineSpec(index=0, model_path=str(tmp_path / "no-model"), log_path=str(tmp_path / "log"), extra_flags=FLAGS), timeout_s=60)
+        launch_engine(
+            EngineSpec(
+                index=0, model_path=str(tmp_path / "no-model"), log_path=str(tmp_path / "log"), extra_flags=FLAGS
+            ),
+            timeout_s=60,
+        )
     assert time.monotonic() - start < 15
-    assert "no-model" in str(caught.value) and "ended with status" in str(caught.value) and "OSError" in str(caught.value)
+    assert (
+        "no-model" in str(caught.value) and "ended with status" in str(caught.value) and "OSError" in str(caught.value)
+    )
 
 
 def test_taken_port(tp1, model_folder, tmp_path):
     port = int(tp1.client.url.rpartition(":")[2])
     with pytest.raises(EngineError, match=f"port {port} on 127.0.0.1 is taken"):
-        launch_engine(EngineSpec(index=0, model_path=str(model_folder), port=port, log_path=str(tmp_path / "log")), timeout_s=60)
+        launch_engine(
+            EngineSpec(index=0, model_path=str(model_folder), port=port, log_path=str(tmp_path / "log")), timeout_s=60
+        )
 
 
 def test_nothing_survives_when_the_process_that_started_it_is_killed(model_folder, tmp_path, no_process_left):
-    arguments = {"index": 0, "model_path": str(model_folder), "dtype": "float32", "log_path": str(tmp_path / "log"), "extra_flags": FLAGS}
+    arguments = {
+        "index": 0,
+        "model_path": str(model_folder),
+        "dtype": "float32",
+        "log_path": str(tmp_path / "log"),
+        "extra_flags": FLAGS,
+    }
     code = f"""
 import time
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine

@@ -53,7 +53,9 @@ class Trainer:
     def send(self, weights):
         if self.during_send is not None:
             self.during_send()
-        return SyncReceipt(weights=weights, transport="broadcast", num_tensors=1, num_bytes=4, seconds=0.1, digest=self.digest)
+        return SyncReceipt(
+            weights=weights, transport="broadcast", num_tensors=1, num_bytes=4, seconds=0.1, digest=self.digest
+        )
 
     def prove(self):
         if not self.proves:
@@ -83,22 +85,36 @@ class World:
         session = requests.Session()
         session.trust_env = False
         headers = {"Authorization": f"Bearer {self.fleet.router.api_key}"}
-        return session.post(f"{self.fleet.router.url}/generate", json={"input_ids": prompt, "sampling_params": {}}, headers=headers, timeout=30)
+        return session.post(
+            f"{self.fleet.router.url}/generate",
+            json={"input_ids": prompt, "sampling_params": {}},
+            headers=headers,
+            timeout=30,
+        )
 
 
 @pytest.fixture
 def world(tmp_path) -> Iterator[World]:
     with contextlib.ExitStack() as stack:
         engines = [
-            stack.enter_context(ScriptedEngine(lambda _: ([7], [-0.1]), fault_for=lambda body: Fault(delay_s=SLOW_S) if body["input_ids"] == SLOW else None))
+            stack.enter_context(
+                ScriptedEngine(
+                    lambda _: ([7], [-0.1]),
+                    fault_for=lambda body: Fault(delay_s=SLOW_S) if body["input_ids"] == SLOW else None,
+                )
+            )
             for _ in range(3)
         ]
         config = RunConfig(
-            placement=PlacementConfig(rollout_external=True, rollout_external_engine_addrs=[engine.url for engine in engines[:2]]),
+            placement=PlacementConfig(
+                rollout_external=True, rollout_external_engine_addrs=[engine.url for engine in engines[:2]]
+            ),
             engine=EngineConfig(engine_start_timeout_s=20.0, sglang_router_policy="round_robin"),
             sync=SyncConfig(update_weight_timeout_s=10.0),
         )
-        plans = tuple(EnginePlan(index=i, bundles=(), tp=1, external_url=engine.url) for i, engine in enumerate(engines[:2]))
+        plans = tuple(
+            EnginePlan(index=i, bundles=(), tp=1, external_url=engine.url) for i, engine in enumerate(engines[:2])
+        )
         fleet = EngineFleet(config, SimpleNamespace(engines=plans, transport="broadcast"), None, str(tmp_path))
         stack.callback(fleet.close)
         fleet.start()
@@ -133,7 +149,10 @@ def test_weights_that_are_not_the_fleets_any_more_let_nobody_in(world):
     """The trainer has trained since the last sync: what it would send under that version is something else."""
     world.fleet.sync(FIRST, world.trainer)
     world.trainer.digest = "b"
-    with pytest.raises(WeightSyncError, match="engine 2 at .* got weights with digest b, but base@1 of the fleet has a: the trainer has gone on since"):
+    with pytest.raises(
+        WeightSyncError,
+        match="engine 2 at .* got weights with digest b, but base@1 of the fleet has a: the trainer has gone on since",
+    ):
         world.fleet.add(world.third(), world.trainer)
     assert world.states() == {0: "serving", 1: "serving"} and world.routed() == [0, 1]
 
@@ -161,20 +180,34 @@ def test_a_failed_sync_closes_sessions_and_leaves_the_proof_as_it_was(world):
     with pytest.raises(WeightSyncError, match="is not what was sent"):
         world.fleet.sync(SECOND, world.trainer)
     assert world.fleet.membership.present == FIRST
-    assert all(engine.calls[-1][0] == "/end_weight_update" and engine.weight_version == "1" for engine in world.engines[:2])
+    assert all(
+        engine.calls[-1][0] == "/end_weight_update" and engine.weight_version == "1" for engine in world.engines[:2]
+    )
 
 
 def test_drained_is_who_has_ended_what_it_began(world):
     answers: list = []
-    threads = [threading.Thread(target=lambda: answers.append(world.ask(SLOW))) for _ in range(2)]  # in turn: one to each
+    # in turn: one to each
+    threads = [threading.Thread(target=lambda: answers.append(world.ask(SLOW))) for _ in range(2)]
     for thread in threads:
         thread.start()
     busy = world.fleet.clients[0]
-    wait_until(lambda: None if busy.num_requests() else "idle", deadline_s=10, who="test", whom="engine 0", phase="start", interval_s=0.02)
-    with pytest.raises(WaitTimeout, match="waited 0 s for engine 0 at .* during drain. Last heard: 1 requests are left"):
+    wait_until(
+        lambda: None if busy.num_requests() else "idle",
+        deadline_s=10,
+        who="test",
+        whom="engine 0",
+        phase="start",
+        interval_s=0.02,
+    )
+    with pytest.raises(
+        WaitTimeout, match="waited 0 s for engine 0 at .* during drain. Last heard: 1 requests are left"
+    ):
         world.fleet.drain(0, timeout_s=0.2)
     assert world.states() == {0: "draining", 1: "serving"} and world.routed() == [1]
-    wait_until(lambda: "busy" if busy.num_requests() else None, deadline_s=10, who="test", whom="engine 0", phase="drain")
+    wait_until(
+        lambda: "busy" if busy.num_requests() else None, deadline_s=10, who="test", whom="engine 0", phase="drain"
+    )
     before = len(world.engines[0].requests)
     assert [world.ask([1, 2]).status_code for _ in range(4)] == [200] * 4 and len(world.engines[0].requests) == before
     for thread in threads:

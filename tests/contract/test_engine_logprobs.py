@@ -1,4 +1,6 @@
-"""SGLang's log-probs are those of transformers, at every temperature and layout: what the trainer divides by is what the engine divides by."""
+"""SGLang's log-probs are those of transformers, at every temperature and layout: what the trainer divides by is what
+the engine divides by.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,13 @@ def test_sampled_tokens(served, models, temperature):
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.5}, {"top_k": 3}])
 def test_what_top_p_and_top_k_cut_off_is_not_in_the_log_probs(served, models, cut):
-    """SGLang reports the whole distribution's log-prob, the trainer's too, and draws from another one: why --rollout-top-p is refused for training."""
+    """SGLang reports the whole distribution's log-prob, the trainer's too, and draws from another one: why
+    --rollout-top-p is refused for training.
+    """
     tokens = prompt(4)
-    answer = served.client.generate(tokens, {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True, **cut}, return_logprob=True)
+    answer = served.client.generate(
+        tokens, {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True, **cut}, return_logprob=True
+    )
     reported = torch.tensor([item[0] for item in answer["meta_info"]["output_token_logprobs"]])
     whole = [*tokens, *answer["output_ids"]]
     assert (reported - hf_logprobs(models[1], whole)[-16:]).abs().max() < 1e-4

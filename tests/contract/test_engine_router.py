@@ -24,14 +24,20 @@ from tests.contract.engines import TINY, hf_logprobs, prompt
 @pytest.fixture(scope="module")
 def router(tmp_path_factory) -> Iterator[Router]:
     """One router; nothing of it is left afterwards."""
-    router = launch_router(policy="cache_aware", log_path=str(tmp_path_factory.mktemp("logs") / "router.log"), timeout_s=30)
+    router = launch_router(
+        policy="cache_aware", log_path=str(tmp_path_factory.mktemp("logs") / "router.log"), timeout_s=30
+    )
     yield router
     router.close()
     assert router.poll() is not None and group_members(router._process.pid) == []
 
 
 def generate(router: Router, key: str | None) -> requests.Response:
-    body = {"input_ids": prompt(1), "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}, "return_logprob": True}
+    body = {
+        "input_ids": prompt(1),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+        "return_logprob": True,
+    }
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     session = requests.Session()
     session.trust_env = False
@@ -62,7 +68,12 @@ def test_text_has_the_stop_string_that_ended_it(router, served):
             free = await client.generate(asked.tokens, greedy.request(asked, 0))
             stop = re.search(r"[!-~]+", free.text[3:])[0][:3]
             params = dataclasses.replace(greedy, stop=[stop]).request(asked, 0)
-            return free, stop, await client.generate(asked.tokens, params), await client.generate(asked.tokens, params | {"no_stop_trim": False})
+            return (
+                free,
+                stop,
+                await client.generate(asked.tokens, params),
+                await client.generate(asked.tokens, params | {"no_stop_trim": False}),
+            )
         finally:
             await client.close()
 

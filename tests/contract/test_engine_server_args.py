@@ -1,4 +1,5 @@
 """Our reading of SGLang's source finds exactly the arguments that SGLang's own parser has."""
+
 # Covers slime_like.sglang_backend.cpu_compat too, which it does not import itself.
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser(add_help=False)
 ServerArgs.add_cli_args(parser)
 print(json.dumps({
-    option[2:].replace("-", "_"): [a.dest, isinstance(a, argparse.BooleanOptionalAction), a.nargs, [str(c) for c in a.choices or []]]
+    option[2:].replace("-", "_"): [
+        a.dest, isinstance(a, argparse.BooleanOptionalAction), a.nargs, [str(c) for c in a.choices or []]
+    ]
     for a in parser._actions for option in a.option_strings
 }))
 """

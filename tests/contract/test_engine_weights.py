@@ -1,4 +1,6 @@
-"""Every transport changes the weights of a real engine to exactly those sent, at one and two ranks, and to several engines at once."""
+"""Every transport changes the weights of a real engine to exactly those sent, at one and two ranks, and to several
+engines at once.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ def test_weights_become_those_of_another_seed(tp1, tp2, models, tmp_path, transp
 def test_two_sources_send_at_the_same_time_with_many_buckets(tp1, tp2, models, tmp_path, transport):
     both = [tp1, tp2]
     publishers = [
-        make_publisher(dataclasses.replace(options(both, transport, source=i, num_sources=2, directory=tmp_path), sources=known, buffer_bytes=20_000))
+        make_publisher(
+            dataclasses.replace(
+                options(both, transport, source=i, num_sources=2, directory=tmp_path),
+                sources=known,
+                buffer_bytes=20_000,
+            )
+        )
         for i, known in enumerate(two_sources())
     ]
     for publisher in publishers:
@@ -63,7 +71,11 @@ def test_two_sources_send_at_the_same_time_with_many_buckets(tp1, tp2, models, t
 def test_a_source_that_fails_in_the_middle_lets_engines_go_at_once(served, models, transport):
     """Every engine answers, the other source hears why, and the next sync works over the same engines."""
     publishers = [
-        make_publisher(dataclasses.replace(options([served], transport, source=i, num_sources=2), sources=known, buffer_bytes=20_000))
+        make_publisher(
+            dataclasses.replace(
+                options([served], transport, source=i, num_sources=2), sources=known, buffer_bytes=20_000
+            )
+        )
         for i, known in enumerate(two_sources())
     ]
     for publisher in publishers:
@@ -78,7 +90,10 @@ def test_a_source_that_fails_in_the_middle_lets_engines_go_at_once(served, model
     update = EngineSide(order_of([served.client.endpoint], transport, 99))
     update.begin()
     with ThreadPoolExecutor() as pool:
-        first, second = pool.submit(publishers[0].send, iter(tensors), 99), pool.submit(publishers[1].send, broken(), 99)
+        first, second = (
+            pool.submit(publishers[0].send, iter(tensors), 99),
+            pool.submit(publishers[1].send, broken(), 99),
+        )
         with pytest.raises(RuntimeError, match="no memory"):
             second.result(20)
         with pytest.raises(WeightSyncError, match="no memory|gave up|went away"):
@@ -94,11 +109,17 @@ def test_a_source_that_fails_in_the_middle_lets_engines_go_at_once(served, model
 
 
 def test_engines_without_our_loader_get_a_request_for_every_bucket(tp1, tp2, models, monkeypatch):
-    """Two sources with many buckets each, in threads: without turns the two engines could begin with one of each, and wait for ever."""
+    """Two sources with many buckets each, in threads: without turns the two engines could begin with one of each, and
+    wait for ever.
+    """
     monkeypatch.setattr(broadcast, "takes_streams", lambda client: False)
     both = [tp1, tp2]
     publishers = [
-        make_publisher(dataclasses.replace(options(both, "broadcast", source=i, num_sources=2), sources=known, buffer_bytes=20_000, interface="lo"))
+        make_publisher(
+            dataclasses.replace(
+                options(both, "broadcast", source=i, num_sources=2), sources=known, buffer_bytes=20_000, interface="lo"
+            )
+        )
         for i, known in enumerate(two_sources())
     ]
     for publisher in publishers:
@@ -161,7 +182,10 @@ def tensor_bucket(monkeypatch):
 
 @pytest.mark.usefixtures("tensor_bucket")
 def test_flat_bytes_with_their_description_as_a_gpu_would_send_them(served, models):
-    """The request of device_ipc. Here the handle is the bytes themselves; everything else is what a CUDA handle goes through."""
+    """The request of device_ipc.
+
+    Here the handle is the bytes themselves; everything else is what a CUDA handle goes through.
+    """
     client = served.client
     client.begin_weight_update()
     try:
@@ -184,12 +208,27 @@ def num_running(client) -> int:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_running_requests_go_on_after_the_sync(served, models, mode):
-    """A request that runs while weights change is neither ended nor begun anew; retract's later tokens come from the new weights alone."""
+    """A request that runs while weights change is neither ended nor begun anew.
+
+    retract's later tokens come from the new weights alone.
+    """
     client, version = served.client, served.version + 1
     length = 600
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(client.generate, prompt(1), {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}, return_logprob=True)
-        wait_until(lambda: None if num_running(client) else "it does not run", deadline_s=20, who="test", whom="the request", phase="start", interval_s=0.02)
+        running = pool.submit(
+            client.generate,
+            prompt(1),
+            {"temperature": 0, "max_new_tokens": length, "ignore_eos": True},
+            return_logprob=True,
+        )
+        wait_until(
+            lambda: None if num_running(client) else "it does not run",
+            deadline_s=20,
+            who="test",
+            whom="the request",
+            phase="start",
+            interval_s=0.02,
+        )
         publisher = make_publisher(options([served], "ipc"))
         update = EngineSide(order_of([client.endpoint], "ipc", version, pause_mode=mode))
         update.begin()

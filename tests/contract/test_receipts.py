@@ -1,4 +1,6 @@
-"""A receipt agrees with what a real engine holds, at one and two ranks, and names the first tensor that is not what was sent."""
+"""A receipt agrees with what a real engine holds, at one and two ranks, and names the first tensor that is not what was
+sent.
+"""
 
 from __future__ import annotations
 
@@ -86,11 +88,26 @@ LAYER = "model.layers.1."
 FAULTS = {
     "a dropped tensor": (LAYER + "mlp.down_proj.weight", dropped(LAYER + "mlp.down_proj.weight")),
     "one bit": (LAYER + "self_attn.o_proj.weight", changed(LAYER + "self_attn.o_proj.weight", flip_last_bit)),
-    "one bit in the embedding's last row": ("model.embed_tokens.weight", changed("model.embed_tokens.weight", flip_last_bit)),
-    "a square matrix transposed": (LAYER + "self_attn.q_proj.weight", changed(LAYER + "self_attn.q_proj.weight", lambda t: t.T.contiguous())),
-    "k and v exchanged": (LAYER + "self_attn.k_proj.weight", exchanged(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight")),
-    "gate and up exchanged": (LAYER + "mlp.gate_proj.weight", exchanged(LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight")),
-    "a norm of another layer": (LAYER + "input_layernorm.weight", exchanged("model.layers.0.input_layernorm.weight", LAYER + "input_layernorm.weight")),
+    "one bit in the embedding's last row": (
+        "model.embed_tokens.weight",
+        changed("model.embed_tokens.weight", flip_last_bit),
+    ),
+    "a square matrix transposed": (
+        LAYER + "self_attn.q_proj.weight",
+        changed(LAYER + "self_attn.q_proj.weight", lambda t: t.T.contiguous()),
+    ),
+    "k and v exchanged": (
+        LAYER + "self_attn.k_proj.weight",
+        exchanged(LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"),
+    ),
+    "gate and up exchanged": (
+        LAYER + "mlp.gate_proj.weight",
+        exchanged(LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight"),
+    ),
+    "a norm of another layer": (
+        LAYER + "input_layernorm.weight",
+        exchanged("model.layers.0.input_layernorm.weight", LAYER + "input_layernorm.weight"),
+    ),
 }
 
 
@@ -118,8 +135,9 @@ def test_an_engine_without_our_loader_is_said_to_be_unproven(served, model_confi
     assert receipt.verify(timeout_s=5) == 0
 
 
-#: DeepSeek's attention with and without compressed queries (SGLang loads it without CUDA, but cannot compute it there: no log-probs here), experts with
-#: a shared one and a bias for choosing, gate and up as one tensor, an output layer that is the embedding.
+#: DeepSeek's attention with and without compressed queries (SGLang loads it without CUDA, but cannot compute it there:
+#: no log-probs here), experts with a shared one and a bias for choosing, gate and up as one tensor, an output layer
+#: that is the embedding.
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _SGLANG_READS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 FAMILIES = {
@@ -130,13 +148,30 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=() if name in ("deepseek_v3", "glm4_moe") else pytest.mark.long_run) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("deepseek_v3", "glm4_moe") else pytest.mark.long_run)
+        for name in FAMILIES
+    ],
+)
 def test_the_layout_of_other_families(family, tmp_path):
-    """An engine that has loaded a folder holds what the folder says, all of it; and not what differs in the last bit."""
+    """An engine that has loaded a folder holds what the folder says, all of it.
+
+    And not what differs in the last bit.
+    """
     tp_size, more = FAMILIES[family]
     folder = make_tiny_model(str(tmp_path / family), family, num_layers=2, **more)
     tensors = load_file(f"{folder}/model.safetensors")
-    spec = EngineSpec(index=tp_size, model_path=folder, tp_size=tp_size, dtype="float32", log_path=f"{tmp_path}/log", context_length=256, extra_flags=FLAGS)
+    spec = EngineSpec(
+        index=tp_size,
+        model_path=folder,
+        tp_size=tp_size,
+        dtype="float32",
+        log_path=f"{tmp_path}/log",
+        context_length=256,
+        extra_flags=FLAGS,
+    )
     engine = launch_engine(spec, timeout_s=120)
     try:
         client = EngineClient(engine.endpoint, timeout_s=30)

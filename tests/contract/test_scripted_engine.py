@@ -36,25 +36,35 @@ class Server:
 
     def post(self, path, body=None, key=None, timeout=30):
         key = self.endpoint.api_key if key is None else key
-        return requests.post(self.endpoint.url + path, json=body or {}, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
+        return requests.post(
+            self.endpoint.url + path, json=body or {}, headers={"Authorization": f"Bearer {key}"}, timeout=timeout
+        )
 
     def get(self, path):
-        return requests.get(self.endpoint.url + path, headers={"Authorization": f"Bearer {self.endpoint.api_key}"}, timeout=30)
+        return requests.get(
+            self.endpoint.url + path, headers={"Authorization": f"Bearer {self.endpoint.api_key}"}, timeout=30
+        )
 
     def generate(self, **params):
         return self.post("/generate", {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
 
 
-@pytest.fixture(scope="module", params=["scripted", pytest.param("sglang", marks=[pytest.mark.contract, pytest.mark.slow])])
+@pytest.fixture(
+    scope="module", params=["scripted", pytest.param("sglang", marks=[pytest.mark.contract, pytest.mark.slow])]
+)
 def server(request, tmp_path_factory):
     if request.param == "scripted":
         # As long as any test asks for; a real engine would take its time over 400 tokens.
-        with ScriptedEngine(lambda _: ([7] * 400, [-0.5] * 400), api_key="key", fault_for=_slow_if_long, context_length=CONTEXT) as engine:
+        with ScriptedEngine(
+            lambda _: ([7] * 400, [-0.5] * 400), api_key="key", fault_for=_slow_if_long, context_length=CONTEXT
+        ) as engine:
             yield Server(EngineEndpoint(index=0, url=engine.url, api_key="key"))
         return
     folder = tmp_path_factory.mktemp("engine")
     make_model(folder / "model", seed=0)
-    spec = EngineSpec(index=0, model_path=str(folder / "model"), context_length=CONTEXT, seed=1, log_path=str(folder / "engine.log"))
+    spec = EngineSpec(
+        index=0, model_path=str(folder / "model"), context_length=CONTEXT, seed=1, log_path=str(folder / "engine.log")
+    )
     engine = launch_engine(spec, timeout_s=120)
     try:
         yield Server(engine.endpoint)
@@ -82,7 +92,14 @@ def test_the_answer_to_generate(server):
     answer = server.generate(max_new_tokens=5, temperature=1.0, ignore_eos=True).json()
     assert {"text", "output_ids", "meta_info"} <= answer.keys()
     meta = answer["meta_info"]
-    assert {"id", "finish_reason", "prompt_tokens", "completion_tokens", "weight_version", "output_token_logprobs"} <= meta.keys()
+    assert {
+        "id",
+        "finish_reason",
+        "prompt_tokens",
+        "completion_tokens",
+        "weight_version",
+        "output_token_logprobs",
+    } <= meta.keys()
     assert meta["finish_reason"] == {"type": "length", "length": 5}
     assert meta["prompt_tokens"] == len(PROMPT) and meta["completion_tokens"] == len(answer["output_ids"]) == 5
     assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
@@ -92,7 +109,10 @@ def test_the_answer_to_generate(server):
 def test_stop_token_ids_end_the_answer_and_are_part_of_it(server):
     first = server.generate(max_new_tokens=5, temperature=0.0, ignore_eos=True).json()["output_ids"][0]
     answer = server.generate(max_new_tokens=5, temperature=0.0, stop_token_ids=[first]).json()
-    assert answer["output_ids"] == [first] and answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": first}
+    assert answer["output_ids"] == [first] and answer["meta_info"]["finish_reason"] == {
+        "type": "stop",
+        "matched": first,
+    }
 
 
 def test_log_probs_only_on_request(server):
@@ -117,10 +137,23 @@ def test_it_counts_the_requests_that_it_has(server):
     assert client.num_requests() == 0
     thread = threading.Thread(target=lambda: server.generate(**ENDLESS))
     thread.start()
-    wait_until(lambda: None if client.num_requests() == 1 else "none", deadline_s=10, who="test", whom="the request", phase="start", interval_s=0.02)
+    wait_until(
+        lambda: None if client.num_requests() == 1 else "none",
+        deadline_s=10,
+        who="test",
+        whom="the request",
+        phase="start",
+        interval_s=0.02,
+    )
     client.abort_all()
     thread.join()
-    wait_until(lambda: f"{client.num_requests()} are left" if client.num_requests() else None, deadline_s=10, who="test", whom="it", phase="end")
+    wait_until(
+        lambda: f"{client.num_requests()} are left" if client.num_requests() else None,
+        deadline_s=10,
+        who="test",
+        whom="it",
+        phase="end",
+    )
 
 
 def test_closing_a_session_that_is_not_open_is_harmless(server):
@@ -131,7 +164,9 @@ def test_closing_a_session_that_is_not_open_is_harmless(server):
 
 
 def test_weights_need_a_session_and_versions_are_reported(server):
-    refused = server.post("/update_weights_from_tensor", {"serialized_named_tensors": [""], "load_format": None, "flush_cache": False})
+    refused = server.post(
+        "/update_weights_from_tensor", {"serialized_named_tensors": [""], "load_format": None, "flush_cache": False}
+    )
     assert refused.status_code == 400
     for path in ("/begin_weight_update", "/end_weight_update"):
         assert server.post(path).json()["success"] is True
@@ -172,11 +207,19 @@ def test_memory_can_be_released_and_taken_again(server):
 
 def test_our_client_makes_a_sample_of_the_answer(server):
     """All that we send is taken, and the answer is long enough to train on."""
-    rollout = RolloutConfig(rollout_max_response_len=6, rollout_top_p=0.9, rollout_top_k=20, rollout_stop=["\n\n"], rollout_stop_token_ids=[299])
+    rollout = RolloutConfig(
+        rollout_max_response_len=6,
+        rollout_top_p=0.9,
+        rollout_top_k=20,
+        rollout_stop=["\n\n"],
+        rollout_stop_token_ids=[299],
+    )
     prompt = Prompt(index=0, text="", tokens=np.array(PROMPT, dtype=np.int32))
 
     async def run():
-        client = GenerationClient(server.endpoint.url, server.endpoint.api_key, rollout, concurrency=4, weight_version=lambda: 5)
+        client = GenerationClient(
+            server.endpoint.url, server.endpoint.api_key, rollout, concurrency=4, weight_version=lambda: 5
+        )
         try:
             params = Sampling.for_training(rollout, max_context_tokens=CONTEXT, seed="1").request(prompt, 0)
             return await client.generate(prompt.tokens, params)
@@ -209,7 +252,10 @@ def test_the_router_takes_the_scripted_engine_and_our_sampling(tmp_path):
             engine.weight_version = "4"
             router.register(EngineEndpoint(index=0, url=engine.url, api_key="key"), timeout_s=30)
             answers = asyncio.run(run(router))
-            assert all((answer.tokens, answer.logprobs, answer.weight_version) == ([7, 8], [-0.5, -0.25], 4) for answer in answers)
+            assert all(
+                (answer.tokens, answer.logprobs, answer.weight_version) == ([7, 8], [-0.5, -0.25], 4)
+                for answer in answers
+            )
             body = engine.requests[-1]
             assert body["input_ids"] == PROMPT and body["return_logprob"] is True
             # sglang-router 0.3.2 drops this one field; fast tokenizers decode the same without it.

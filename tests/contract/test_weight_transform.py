@@ -1,4 +1,6 @@
-"""A transform in the weight stream, before real engines of one and two ranks: what it made is what they hold, by every transport."""
+"""A transform in the weight stream, before real engines of one and two ranks: what it made is what they hold, by every
+transport.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_engines_hold_what_the_transform_made(tp1, tp2, models, model_folder, tm
     beside = {} if receiver is None else {"receiver_url": receiver.url, "receiver_key": receiver.key}
     endpoints = tuple(dataclasses.replace(one.engine.endpoint, **beside) for one in engines)
     clients = [EngineClient(endpoint, timeout_s=30) for endpoint in endpoints]
-    publisher = make_publisher(dataclasses.replace(options(engines, transport, directory=tmp_path / "trainer"), endpoints=endpoints))
+    publisher = make_publisher(
+        dataclasses.replace(options(engines, transport, directory=tmp_path / "trainer"), endpoints=endpoints)
+    )
     receipt = Receipt(model_from_hf(read_hf_config(str(model_folder)), ModelConfig()), clients, "test")
     transform = WeightTransform(to_bf16_and_one_more, None, "mine")
 
@@ -82,7 +86,10 @@ def test_engines_hold_what_the_transform_made(tp1, tp2, models, model_folder, tm
             one.version = version
         if not fault:
             state = models[2].state_dict()
-            assert (report.num_tensors, report.num_bytes) == (len(state) + 1, sum(t.numel() * (4 if "norm" in name else 2) for name, t in state.items()) + 32)
+            assert (report.num_tensors, report.num_bytes) == (
+                len(state) + 1,
+                sum(t.numel() * (4 if "norm" in name else 2) for name, t in state.items()) + 32,
+            )
             assert max(largest_difference(one.client, rounded) for one in engines) < 1e-5
             assert min(largest_difference(one.client, models[2]) for one in engines) > 1e-3
     publisher.close()

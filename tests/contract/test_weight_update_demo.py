@@ -1,4 +1,6 @@
-"""scripts/weight_update_demo.py on the smallest model: every method's syncs are proven on a real engine, and what it writes adds up."""
+"""scripts/weight_update_demo.py on the smallest model: every method's syncs are proven on a real engine, and what it
+writes adds up.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ PARTS = ("begin_s", "send_s", "load_s", "verify_s", "finish_s")
 
 def test_all_methods_side_by_side(repo_root: Path, tmp_path: Path, no_process_left: None):
     picture = tmp_path / "folder" / "demo.png"
-    command = [sys.executable, str(repo_root / "scripts" / "weight_update_demo.py"), "--size-mb", "1", "--repeats", "2", "--output", str(picture)]
+    command = [
+        sys.executable,
+        str(repo_root / "scripts" / "weight_update_demo.py"),
+        "--size-mb",
+        "1",
+        "--repeats",
+        "2",
+        "--output",
+        str(picture),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -25,7 +36,9 @@ def test_all_methods_side_by_side(repo_root: Path, tmp_path: Path, no_process_le
     assert 0.8e6 < found["bytes"] < 1.2e6 and set(found["bounds_s"]) == {"memcpy", "socket", "disk"}
     for method, row in rows.items():
         assert row["total_s"] == pytest.approx(sum(row["times"][part] for part in PARTS))
-        assert row["share_of_bound"] == pytest.approx(found["bounds_s"][row["bound"]] / (row["times"]["send_s"] + row["times"]["load_s"]))
+        assert row["share_of_bound"] == pytest.approx(
+            found["bounds_s"][row["bound"]] / (row["times"]["send_s"] + row["times"]["load_s"])
+        )
         assert len(row["totals_s"]) == 2 and min(row["totals_s"]) > 0 and row["times"]["verify_s"] > 0
         assert (row["times"]["load_s"] > 0.001) == (method in ("disk", "delta"))
     # base64 makes 4 bytes of 3; the others' requests only say where the weights are

@@ -53,14 +53,18 @@ def started_cluster(folder: Path, *, num_gpus: int) -> Iterator[Cluster]:
     """A cluster whose log lies in `folder`; it ends with the block."""
     port, dashboard, agent, agent_grpc = free_ports(4)
     command = [
-        str(Path(sys.executable).parent / "ray"), "start", "--head", "--num-gpus", str(num_gpus), "--node-ip-address", "127.0.0.1", "--port", str(port),
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--num-gpus", str(num_gpus), "--node-ip-address",
+        "127.0.0.1", "--port", str(port),
         "--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard), "--disable-usage-stats", "--block",
-        # At its default port the agent, which takes jobs, may meet one of a cluster that is just ending, and then goes on without listening.
+        # At its default port the agent, which takes jobs, may meet one of a cluster that is just ending, and then goes
+        # on without listening.
         "--dashboard-agent-listen-port", str(agent), "--dashboard-agent-grpc-port", str(agent_grpc),
     ]  # fmt: skip
     before = our_processes()
     with open(folder / "ray.log", "w") as log:
-        process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         cluster = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         wait_for_dashboard(cluster, process, folder / "ray.log")
@@ -87,7 +91,9 @@ def wait_for_dashboard(cluster: Cluster, process: subprocess.Popen, log: Path) -
 def wait_for_agents(before: dict[int, str], log: Path) -> None:
     """Wait for the last processes of the cluster, so that they do not pass for something that a run has left behind."""
     deadline = time.monotonic() + 60
-    while not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {line.strip() for pid, line in our_processes().items() if pid not in before}:
+    while not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {
+        line.strip() for pid, line in our_processes().items() if pid not in before
+    }:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
 

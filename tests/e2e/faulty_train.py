@@ -1,10 +1,10 @@
-"""train.py in whose trainer something goes wrong during one weight sync: python tests/e2e/faulty_train.py <JSON> <flags of train.py>.
+"""train.py in whose trainer something goes wrong during one weight sync: python tests/e2e/faulty_train.py <JSON> <flags
+of train.py>.
 
-JSON: {"version": the sync, "rank": of the trainer, "mark": a file that comes to be when that sync begins, "what": of the following}
-    {"kind", "names"}: a fault of tests.helpers.sync_faults between receipt and transport
-    "trainer": this rank is killed after some tensors were gathered
-    "engine", "engine hangs": so is the last rank of the last engine; or it is stopped
-    "disk": this rank may write no file of more than 40 kB from then on
+JSON: {"version": the sync, "rank": of the trainer, "mark": a file that comes to be when that sync begins, "what": of
+    the following} {"kind", "names"}: a fault of tests.helpers.sync_faults between receipt and transport "trainer": this
+    rank is killed after some tensors were gathered "engine", "engine hangs": so is the last rank of the last engine; or
+    it is stopped "disk": this rank may write no file of more than 40 kB from then on
 """
 
 from __future__ import annotations
@@ -57,14 +57,19 @@ class FaultyActor(train_group.TrainActor):
         elif what == "disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         else:
-            pids, number = [] if what == "trainer" else schedulers(engine)[-1:], signal.SIGSTOP if what == "engine hangs" else signal.SIGKILL
+            pids, number = (
+                [] if what == "trainer" else schedulers(engine)[-1:],
+                signal.SIGSTOP if what == "engine hangs" else signal.SIGKILL,
+            )
             sync_faults.arm_kill(self._worker, pids, AFTER, number)
 
 
 def schedulers(engine: EngineEndpoint) -> list[int]:
     """SGLang's scheduler processes of an engine of this machine, by rank: the server starts them first."""
     port = f"--port={engine.url.rpartition(':')[2]}"
-    server = next(process for process in psutil.Process(os.getppid()).children(recursive=True) if port in process.cmdline())
+    server = next(
+        process for process in psutil.Process(os.getppid()).children(recursive=True) if port in process.cmdline()
+    )
     pids = sorted(process.pid for process in server.children())
     assert len(pids) == engine.tp_size + 1, f"{pids}: the detokenizer is started last"
     return pids[:-1]

@@ -1,5 +1,6 @@
-"""Two machines on one: network namespaces joined by a cable (veth). Each has its own loopback and one address that the other sees.
+"""Two machines on one: network namespaces joined by a cable (veth).
 
+Each has its own loopback and one address that the other sees.
 They share files, process ids and memory. Nothing outside them is reached, and nothing outside reaches them.
 """
 
@@ -44,17 +45,23 @@ class Machine:
     def start(self, argv: list, *, env: dict[str, str], log: Path) -> subprocess.Popen:
         """A process on this machine, in a session of its own."""
         with open(log, "w") as output:
-            return subprocess.Popen(self.command(argv), env=env, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            return subprocess.Popen(
+                self.command(argv), env=env, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def ask(self, url: str, body: dict | None = None, key: str | None = None) -> dict:
         """A request from this machine; its JSON answer. Raises CalledProcessError if it is refused."""
         command = self.command([sys.executable, "-I", "-S", "-c", _ASK])
-        done = subprocess.run(command, input=json.dumps([url, body, key]), capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command, input=json.dumps([url, body, key]), capture_output=True, text=True, timeout=60, check=True
+        )
         return json.loads(done.stdout)
 
     def pids(self) -> list[int]:
         """The processes on this machine."""
-        done = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=30, check=True
+        )
         return [int(pid) for pid in done.stdout.split()]
 
     def remove(self) -> None:

@@ -37,7 +37,12 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and "proxy" not in k.lower()}
     return (
         kept
-        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONUNBUFFERED": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": "local",
+        }
         | RAY_TOKEN
         | extra
     )
@@ -67,14 +72,26 @@ class Finished:
 def run_train(*flags, run_dir: Path, timeout: float = 180, env: dict | None = None) -> Finished:
     """`python train.py` with a deadline; output is standard output and error together."""
     command = [sys.executable, str(ROOT / "train.py"), *map(str, flags), "--run-dir", str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env or environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
     return Finished(done.returncode, done.stdout, run_dir)
 
 
 def start_train(*flags, run_dir: Path) -> subprocess.Popen:
-    """`python train.py` in the background, for tests that interrupt it: it listens to SIGINT, also where the tests, in a background themselves, do not."""
+    """`python train.py` in the background, for tests that interrupt it: it listens to SIGINT, also where the tests, in
+    a background themselves, do not.
+    """
     command = [sys.executable, str(ROOT / "train.py"), *map(str, flags), "--run-dir", str(run_dir)]
-    listening = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    listening = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     with open(run_dir.parent / f"{run_dir.name}.out", "w") as output:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", listening, *command],
@@ -89,13 +106,16 @@ def start_train(*flags, run_dir: Path) -> subprocess.Popen:
 def our_processes() -> dict[int, str]:
     """Engines, routers, trainers, guards and Ray processes that these tests started: pid -> command line.
 
-    Known by the token in their environment. SGLang's children overwrite theirs with a title: they count by a parent of ours,
-    or when they are orphans.
+    Known by the token in their environment. SGLang's children overwrite theirs with a title: they count by a parent of
+    ours, or when they are orphans.
     """
     found = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
         line = " ".join(process.info["cmdline"] or [])
-        if any(word in line for word in ("sglang", "slime_like", "train.py", "ray::", "raylet", "gcs_server")) and "pytest" not in line:
+        if (
+            any(word in line for word in ("sglang", "slime_like", "train.py", "ray::", "raylet", "gcs_server"))
+            and "pytest" not in line
+        ):
             orphan = line.startswith("sglang::") and process.info["ppid"] == 1
             if orphan or any(has_token(relative) for relative in (process, *_parents(process))):
                 found[process.pid] = line[:200]
@@ -137,7 +157,9 @@ def wait_for(path: Path, text: str, seconds: float, process: subprocess.Popen | 
         content = path.read_text(errors="replace") if path.exists() else ""
         if text in content:
             return content
-        assert process is None or process.poll() is None, f"ended with {process.returncode} before {text!r}:\n{content[-3000:]}"
+        assert process is None or process.poll() is None, (
+            f"ended with {process.returncode} before {text!r}:\n{content[-3000:]}"
+        )
         time.sleep(0.2)
     raise AssertionError(f"{text!r} not in {path} after {seconds} s:\n{content[-3000:]}")
 

@@ -11,7 +11,16 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def base(tiny_model_dir, tiny_data_dir):
-    return [*SMALL_RUN, "--hf-checkpoint", tiny_model_dir, "--prompt-data", f"{tiny_data_dir}/train.jsonl", "--actor-num-gpus-per-node", "1", "--colocate"]
+    return [
+        *SMALL_RUN,
+        "--hf-checkpoint",
+        tiny_model_dir,
+        "--prompt-data",
+        f"{tiny_data_dir}/train.jsonl",
+        "--actor-num-gpus-per-node",
+        "1",
+        "--colocate",
+    ]
 
 
 def replaced(flags, name, value):
@@ -44,7 +53,13 @@ def test_missing_key_names_the_keys_there_are(base, tmp_path):
 def test_wrong_paths_and_unknown_reward_come_together(base, tmp_path):
     flags = replaced(replaced(base, "--hf-checkpoint", "/nowhere"), "--prompt-data", "/nowhere/x.jsonl")
     flags[flags.index("--custom-rm-path")] = "--rm-type"
-    refused(flags, tmp_path, "--hf-checkpoint /nowhere: no such folder", "/nowhere/x.jsonl: no such file", "--rm-type tests.e2e.rewards.even_tokens is unknown")
+    refused(
+        flags,
+        tmp_path,
+        "--hf-checkpoint /nowhere: no such folder",
+        "/nowhere/x.jsonl: no such file",
+        "--rm-type tests.e2e.rewards.even_tokens is unknown",
+    )
 
 
 def test_plugin_that_does_not_exist(base, tmp_path):
@@ -56,7 +71,12 @@ def test_batch_sizes_that_do_not_divide(base, tmp_path):
 
 
 def test_too_few_gpus_is_said_at_once(base, tmp_path, ray_cluster):
-    run = run_train(*replaced(base, "--actor-num-gpus-per-node", "8"), run_dir=tmp_path / "run", timeout=60, env=ray_cluster.environment)
+    run = run_train(
+        *replaced(base, "--actor-num-gpus-per-node", "8"),
+        run_dir=tmp_path / "run",
+        timeout=60,
+        env=ray_cluster.environment,
+    )
     assert run.returncode == 2, run.output
     assert "the plan needs 8 GPUs, but the Ray cluster has 4" in run.output and "Fix:" in run.output
 
@@ -83,7 +103,9 @@ def test_port_taken_is_named(base, tmp_path):
 
 def test_reward_that_raises_names_the_sample(base, tmp_path):
     before = our_processes()
-    run = run_train(*replaced(base, "--custom-rm-path", "tests.e2e.rewards.raises"), run_dir=tmp_path / "run", timeout=120)
+    run = run_train(
+        *replaced(base, "--custom-rm-path", "tests.e2e.rewards.raises"), run_dir=tmp_path / "run", timeout=120
+    )
     assert run.returncode == 1, run.output
     assert "RewardError" in run.output and "no such key in the label" in run.output and "prompt" in run.output
     assert_nothing_left(before)

@@ -38,7 +38,8 @@ def attempt(name, function):
         function()
         found[name] = "no error"
     except Exception as error:
-        found[name] = f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error} {getattr(error, '__notes__', '')}"
+        notes = getattr(error, "__notes__", "")
+        found[name] = f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error} {notes}"
 
 class Actor:
     def work(self, what):
@@ -60,12 +61,14 @@ found["session"], found["sockets"] = session, os.listdir(session + "/sockets")
 if os.geteuid() == 0:  # only root can be another user
     listing = subprocess.run(["ls", session], user=65534, group=65534, extra_groups=[], capture_output=True, text=True)
     found["another user"] = [listing.returncode, listing.stdout, listing.stderr]
-plan = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2)))
+two_and_two = PlacementConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2)
+plan = make_plan(dataclasses.replace(RunConfig(), placement=two_and_two))
 bundles = reserve(plan, 60)
 found["slots"], found["on one host"] = [slot.gpu_id for slot in bundles.slots], bundles.on_one_host()
 attempt("held", lambda: reserve(plan, 2))
 bundles.close()
-large = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1)))
+five_and_one = PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1)
+large = make_plan(dataclasses.replace(RunConfig(), placement=five_and_one))
 attempt("impossible", lambda: reserve(large, 60))
 again = reserve(plan, 60)
 remote = ray.remote(Actor).options(num_cpus=0)
@@ -77,7 +80,8 @@ refs = {"rank 0": remote.remote().work.remote("fine"), "rank 7": remote.remote()
 attempt("late", lambda: Wait(5, whom="the trainer", phase="train").gather(refs))
 found["in order"] = Wait(20, whom="x", phase="y").gather({name: remote.remote().work.remote(name) for name in "abc"})
 stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-code = f"import ray; ray.init(address={ray.get_runtime_context().gcs_address!r}, logging_level='ERROR'); print('JOINED')"
+address = ray.get_runtime_context().gcs_address
+code = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); print('JOINED')"
 done = subprocess.run([sys.executable, "-c", code], env=stranger, capture_output=True, text=True, timeout=60)
 found["stranger refused"] = done.returncode != 0 and "JOINED" not in done.stdout
 with open(sys.argv[1], "w") as file:
@@ -88,7 +92,14 @@ with open(sys.argv[1], "w") as file:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     file = tmp_path_factory.mktemp("cluster") / "found.json"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(file)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(file.read_text())
 
@@ -99,7 +110,12 @@ def test_reserved_bundles_are_sorted_and_given_back(found):
 
 def test_gpus_held_by_another_end_at_the_deadline_with_numbers(found):
     line = found["held"]
-    assert "PlacementError after" in line and "4 GPUs and" in line and "0 of 4 GPUs free" in line and "--placement-timeout 2" in line
+    assert (
+        "PlacementError after" in line
+        and "4 GPUs and" in line
+        and "0 of 4 GPUs free" in line
+        and "--placement-timeout 2" in line
+    )
 
 
 def test_what_can_never_be_placed_is_said_at_once(found):
@@ -107,7 +123,11 @@ def test_what_can_never_be_placed_is_said_at_once(found):
 
 
 def test_first_failure_wins_over_a_rank_that_hangs(found):
-    assert "DataError after" in found["user error"] and "line 3 is bad" in found["user error"] and "rank 0 during train" in found["user error"]
+    assert (
+        "DataError after" in found["user error"]
+        and "line 3 is bad" in found["user error"]
+        and "rank 0 during train" in found["user error"]
+    )
     assert "RunError" in found["bug"] and "rank 0 failed during train: KeyError: 'missing'" in found["bug"]
     assert "RunError" in found["death"] and "rank 0 died during train" in found["death"]
 
@@ -138,10 +158,18 @@ def test_its_folder_is_gone_with_the_process_and_the_signal_handler_is_ours(foun
 
 @needs_root
 def test_the_run_scripts_start_a_ray_of_ours_beside_another_users(tmp_path):
-    """The real `ray start` and `ray job submit`: another user holds the job port, is not spoken to, and cannot enter what ours keeps."""
+    """The real `ray start` and `ray job submit`: another user holds the job port, is not spoken to, and cannot enter
+    what ours keeps.
+    """
     before = {process.pid for process in psutil.process_iter()}
-    with tempfile.TemporaryDirectory(prefix="slt", dir="/tmp") as folder, stranger_listening() as (port, pipe):  # pytest's own are too long for sockets
-        env = environment(RAY_TMPDIR=folder, RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}", RAY=f"{Path(sys.executable).parent}/ray", PYTHON=sys.executable)
+    # pytest's own are too long for sockets
+    with tempfile.TemporaryDirectory(prefix="slt", dir="/tmp") as folder, stranger_listening() as (port, pipe):
+        env = environment(
+            RAY_TMPDIR=folder,
+            RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}",
+            RAY=f"{Path(sys.executable).parent}/ray",
+            PYTHON=sys.executable,
+        )
         del env["RAY_ADDRESS"]
         (tmp_path / "job.py").write_text("import os\nfrom slime_like.cluster.ray_trust import recorded_cluster\n"
                                          "print('joins', os.environ['RAY_ADDRESS'], recorded_cluster())\n")  # fmt: skip

@@ -17,8 +17,9 @@ READY = "ready to roll"
 def test_log_level_and_a_config_given_back(tiny_model_dir, tiny_data_dir, tmp_path):
     before = our_processes()
     (tmp_path / "run.toml").write_text(
-        f'[checkpoint]\nhf-checkpoint = "{tiny_model_dir}"\n[data]\nprompt-data = "{tiny_data_dir}/train.jsonl"\nnum-rollout = 9\n'
-        '[placement]\nactor-num-gpus-per-node = 1\ncolocate = true\n[observability]\nlog-level = "debug"\n'
+        f'[checkpoint]\nhf-checkpoint = "{tiny_model_dir}"\n[data]\nprompt-data ='
+        f' "{tiny_data_dir}/train.jsonl"\nnum-rollout = 9\n[placement]\nactor-num-gpus-per-node = 1\ncolocate ='
+        ' true\n[observability]\nlog-level = "debug"\n'
     )
     flags = [*SMALL_RUN, "--config", tmp_path / "run.toml"]
     flags[flags.index("--num-rollout") + 1] = "1"
@@ -38,7 +39,9 @@ def test_log_level_and_a_config_given_back(tiny_model_dir, tiny_data_dir, tmp_pa
     logs = tmp_path / "second/logs"
     assert "INFO" not in second.output and "slime_like.cluster" not in (logs / "actor-0.log").read_text()
     assert READY not in (logs / "engine-0.log").read_text() and "INFO" not in (logs / "router-0.log").read_text()
-    old, new = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "first", tmp_path / "second"))
+    old, new = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "first", tmp_path / "second")
+    )
     assert {new["observability"].pop(name) for name in ("run_dir", "log_level")} == {str(tmp_path / "second"), "error"}
     assert {old["observability"].pop(name) for name in ("run_dir", "log_level")} == {str(tmp_path / "first"), "debug"}
     assert old == new

@@ -14,7 +14,16 @@ def test_context_parallel_trainer_and_one_engine(tiny_model_dir, tiny_data_dir, 
     before = our_processes()
     flags = [*SMALL_RUN, "--prompt-data", tiny_data_dir / "train.jsonl"]
     flags[flags.index("--num-rollout") + 1] = "2"
-    placement = ["--actor-num-nodes", "1", "--actor-num-gpus-per-node", "2", "--context-parallel-size", "2", "--rollout-num-gpus", "1"]
+    placement = [
+        "--actor-num-nodes",
+        "1",
+        "--actor-num-gpus-per-node",
+        "2",
+        "--context-parallel-size",
+        "2",
+        "--rollout-num-gpus",
+        "1",
+    ]
     run = run_train("--hf-checkpoint", tiny_model_dir, *placement, *flags, run_dir=tmp_path / "run", timeout=240)
     assert run.returncode == 0, run.logs()
     train, sync = run.metrics("train"), run.metrics("sync")

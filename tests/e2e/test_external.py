@@ -1,4 +1,6 @@
-"""Engines of somebody else: https, IPv6, keys, a router that is not ours, the wrong model, one that hangs and one that dies."""
+"""Engines of somebody else: https, IPv6, keys, a router that is not ours, the wrong model, one that hangs and one that
+dies.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ import requests
 from slime_like.sglang_backend.router import Router, launch_router
 from slime_like.utils.net import host_port
 from tests.e2e.conftest import free_ports
-from tests.e2e.runs import ROOT, SMALL_RUN, assert_nothing_left, environment, our_processes, run_train, start_train, stop_group, wait_for
+from tests.e2e.runs import (
+    ROOT,
+    SMALL_RUN,
+    assert_nothing_left,
+    environment,
+    our_processes,
+    run_train,
+    start_train,
+    stop_group,
+    wait_for,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -71,7 +83,8 @@ def servers(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     # CA:FALSE: the router takes no authority's certificate for a server's own.
     extensions = ["-addext", "subjectAltName=IP:::1", "-addext", "basicConstraints=critical,CA:FALSE"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=test",
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+        "-days", "2", "-subj", "/CN=test",
                *extensions, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=30)
     ports = free_ports(2)
@@ -81,13 +94,22 @@ def servers(tiny_model_dir, tmp_path_factory):
     try:
         for (name, host, more), port in zip([("safe", "::1", tls), ("plain", "127.0.0.1", [])], ports, strict=True):
             command = [
-                sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", tiny_model_dir, "--host", host, "--port", port, *more,
-                "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle",
+                sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", tiny_model_dir, "--host",
+                host, "--port", port, *more,
+                "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens",
+                "4096", "--sleep-on-idle",
                 "--disable-overlap-schedule", "--skip-server-warmup",
             ]  # fmt: skip
             with open(folder / f"{name}.log", "w") as log:
                 env = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-                process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                process = subprocess.Popen(
+                    list(map(str, command)),
+                    cwd=ROOT,
+                    env=env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             scheme = "https" if more else "http"
             secret = (KEY, folder / "cert.pem") if more else (None, None)
             found.append(Server(f"{scheme}://{host_port(host, port)}", process, folder / f"{name}.log", *secret))
@@ -124,7 +146,9 @@ def test_https_ipv6_and_key(servers, base, tmp_path):
     run = run_train(*base, "--rollout-external-engine-addrs", safe.url, run_dir=tmp_path / "run", env=env)
     assert run.returncode == 0, run.logs()
     assert max(line["train/logprob_abs_diff_max"] for line in run.metrics("train")) <= 1e-4
-    assert [(line["sync/transport"], line["sync/engines_proven"]) for line in run.metrics("sync")] == [("broadcast", 1)] * 4
+    assert [(line["sync/transport"], line["sync/engines_proven"]) for line in run.metrics("sync")] == [
+        ("broadcast", 1)
+    ] * 4
     assert safe.get("/model_info").json()["weight_version"] == "4", "it lives on, with the last weights"
     left = [path for path in run.run_dir.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert KEY not in run.output and not left, "the key is written nowhere"
@@ -136,7 +160,9 @@ def test_wrong_key_is_refused_before_anything_starts(servers, base, tmp_path):
     env = environment(MY_KEY="wrong-one", REQUESTS_CA_BUNDLE=str(safe.certificate))
     flags = ["--rollout-external-engine-addrs", safe.url, "--rollout-external-api-key-env", "MY_KEY"]
     run = run_train(*base, *flags, run_dir=tmp_path / "run", env=env)
-    assert run.returncode in (1, 2) and "environment variable MY_KEY" in run.output and safe.url in run.output, run.logs()
+    assert run.returncode in (1, 2) and "environment variable MY_KEY" in run.output and safe.url in run.output, (
+        run.logs()
+    )
     assert "wrong-one" not in run.output
     assert not list(tmp_path.rglob("actor-*.log")), "no trainer was started"
 
@@ -148,7 +174,9 @@ def test_another_model_is_refused_before_anything_starts(servers, base, tmp_path
     model = Path(flags[flags.index("--hf-checkpoint") + 1])
     for path in model.iterdir():
         (other / path.name).write_bytes(path.read_bytes())
-    (other / "config.json").write_text((model / "config.json").read_text().replace('"hidden_size": 128', '"hidden_size": 64'))
+    (other / "config.json").write_text(
+        (model / "config.json").read_text().replace('"hidden_size": 128', '"hidden_size": 64')
+    )
     flags[flags.index("--hf-checkpoint") + 1] = other
     run = run_train(*flags, "--rollout-external-engine-addrs", plain.url, run_dir=tmp_path / "run")
     assert run.returncode == 2, run.logs()
@@ -158,7 +186,9 @@ def test_another_model_is_refused_before_anything_starts(servers, base, tmp_path
 
 @pytest.fixture
 def router_of_somebody_else(tmp_path):
-    router = launch_router(policy="round_robin", log_path=f"{tmp_path}/router.log", timeout_s=60, api_key="key-of-the-router")
+    router = launch_router(
+        policy="round_robin", log_path=f"{tmp_path}/router.log", timeout_s=60, api_key="key-of-the-router"
+    )
     yield router
     router.close()
 
@@ -166,10 +196,19 @@ def router_of_somebody_else(tmp_path):
 def test_a_router_that_is_not_ours(servers, base, tmp_path, router_of_somebody_else: Router):
     plain, router = servers["plain"], router_of_somebody_else
     port = router.url.rsplit(":", 1)[1]
-    flags = ["--rollout-external-engine-addrs", plain.url, "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", port]
+    flags = [
+        "--rollout-external-engine-addrs",
+        plain.url,
+        "--sglang-router-ip",
+        "127.0.0.1",
+        "--sglang-router-port",
+        port,
+    ]
     env = environment(SLIME_LIKE_ROUTER_API_KEY="key-of-the-router")
     plain.post("/pause_generation", {"mode": "abort"})  # as a run that failed inside a sync leaves it
-    run = run_train(*base, *flags, "--num-rollout", "1", "--update-weight-transport", "disk", run_dir=tmp_path / "run", env=env)
+    run = run_train(
+        *base, *flags, "--num-rollout", "1", "--update-weight-transport", "disk", run_dir=tmp_path / "run", env=env
+    )
     assert run.returncode == 0, run.logs()
     assert not list((run.run_dir / "logs").glob("router-*")), "no router of our own beside it"
     router.check()
@@ -177,7 +216,9 @@ def test_a_router_that_is_not_ours(servers, base, tmp_path, router_of_somebody_e
     assert plain.get("/model_info").json()["weight_version"] == "2"
 
 
-def assert_named_and_over(process: subprocess.Popen, output: Path, words: str, before: dict[int, str], seconds: float) -> None:
+def assert_named_and_over(
+    process: subprocess.Popen, output: Path, words: str, before: dict[int, str], seconds: float
+) -> None:
     """The run ends by itself with status 1, says which engine, and leaves nothing."""
     assert process.wait(seconds) == 1, output.read_text()[-3000:]
     text = output.read_text()
@@ -186,7 +227,9 @@ def assert_named_and_over(process: subprocess.Popen, output: Path, words: str, b
     assert_nothing_left(before)
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGSTOP, "is dead: no answer since"), (signal.SIGKILL, "")], ids=["hangs", "dies"])
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGSTOP, "is dead: no answer since"), (signal.SIGKILL, "")], ids=["hangs", "dies"]
+)
 def test_engine_that_hangs_or_dies_in_mid_run_is_named(servers, base, tmp_path, number, words):
     """In whatever phase it happens. The one that dies comes last: it does not come back."""
     plain, before = servers["plain"], our_processes()
@@ -194,7 +237,9 @@ def test_engine_that_hangs_or_dies_in_mid_run_is_named(servers, base, tmp_path, 
     try:
         wait_for(tmp_path / "run.out", "rollout 2/1000", 120, process)
         plain.signal(number)
-        assert_named_and_over(process, tmp_path / "run.out", f"external engine 0 at {plain.url} {words}", before, seconds=60)
+        assert_named_and_over(
+            process, tmp_path / "run.out", f"external engine 0 at {plain.url} {words}", before, seconds=60
+        )
     finally:
         if number == signal.SIGSTOP:
             plain.signal(signal.SIGCONT)

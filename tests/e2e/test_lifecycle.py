@@ -21,7 +21,16 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def base(tiny_model_dir, tiny_data_dir):
-    return [*SMALL_RUN, "--hf-checkpoint", str(tiny_model_dir), "--prompt-data", f"{tiny_data_dir}/train.jsonl", "--actor-num-gpus-per-node", "1", "--colocate"]
+    return [
+        *SMALL_RUN,
+        "--hf-checkpoint",
+        str(tiny_model_dir),
+        "--prompt-data",
+        f"{tiny_data_dir}/train.jsonl",
+        "--actor-num-gpus-per-node",
+        "1",
+        "--colocate",
+    ]
 
 
 def with_rollouts(flags, count):
@@ -57,7 +66,9 @@ def test_a_driver_that_is_killed_is_named_and_leaves_nothing(base, tmp_path, fil
     process = start_train(*with_rollouts(base, 1000), run_dir=tmp_path / "run")
     try:
         wait_for(tmp_path / "run.out", "run directory" if when == "starting" else "rollout 2/1000", 120, process)
-        (driver,) = [child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())]
+        (driver,) = [
+            child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())
+        ]
         driver.kill()
         assert process.wait(60) == 137
         assert_nothing_left(before, seconds=1)
@@ -82,7 +93,9 @@ def test_a_reward_that_ends_the_process_is_named_and_is_no_success(base, tmp_pat
 
 @pytest.fixture
 def files_left(monkeypatch, request):
-    """What lies in Ray's temporary folder, which is the test's own, and in shared memory of what processes of the test had mapped there."""
+    """What lies in Ray's temporary folder, which is the test's own, and in shared memory of what processes of the test
+    had mapped there.
+    """
     seen: set[str] = set()
     over = threading.Event()
 
@@ -108,10 +121,16 @@ def _mapped(pid: int) -> set[str]:
 
 
 def _weights_of_the_dead() -> set[str]:
-    """Folders `<pid>-...` of processes that have ended, in the user's one folder for weights: other tests use it at the same time."""
+    """Folders `<pid>-...` of processes that have ended, in the user's one folder for weights: other tests use it at the
+    same time.
+    """
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(shared_directory())
-        return {name for name in names if name.partition("-")[0].isdigit() and not psutil.pid_exists(int(name.partition("-")[0]))}
+        return {
+            name
+            for name in names
+            if name.partition("-")[0].isdigit() and not psutil.pid_exists(int(name.partition("-")[0]))
+        }
     return set()
 
 
@@ -128,11 +147,30 @@ def test_resume_continues_step_data_and_optimizer(base, tmp_path):
 
 
 def test_train_only_replays_saved_rollouts_to_the_same_losses(base, tmp_path):
-    """Samples saved by a full run, trained on without engines, give the very same losses: also the reference and its KL."""
-    flags = [*base, "--use-kl-loss", "--kl-loss-coef", "0.05", "--kl-loss-type", "low_var_kl", "--ref-load", base[base.index("--hf-checkpoint") + 1]]
-    full = run_train(*flags, "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "full")
+    """Samples saved by a full run, trained on without engines, give the very same losses: also the reference and its
+    KL.
+    """
+    flags = [
+        *base,
+        "--use-kl-loss",
+        "--kl-loss-coef",
+        "0.05",
+        "--kl-loss-type",
+        "low_var_kl",
+        "--ref-load",
+        base[base.index("--hf-checkpoint") + 1],
+    ]
+    full = run_train(
+        *flags, "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "full"
+    )
     assert full.returncode == 0, full.logs()
-    replay = run_train(*flags, "--debug-train-only", "--load-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "replay")
+    replay = run_train(
+        *flags,
+        "--debug-train-only",
+        "--load-debug-rollout-data",
+        f"{tmp_path}/samples/{{rollout_id}}.npz",
+        run_dir=tmp_path / "replay",
+    )
     assert replay.returncode == 0, replay.logs()
     for name in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
         theirs, ours = ([line[name] for line in run.metrics("train")] for run in (full, replay))
@@ -141,7 +179,8 @@ def test_train_only_replays_saved_rollouts_to_the_same_losses(base, tmp_path):
 
 
 def test_rollout_only_evaluates_and_filters(base, tiny_data_dir, tmp_path):
-    flags = ["--debug-rollout-only", "--rollout-num-gpus", "1", "--eval-prompt-data", "held_out", f"{tiny_data_dir}/eval.jsonl@[0:8]", "--eval-interval", "2",
+    flags = ["--debug-rollout-only", "--rollout-num-gpus", "1", "--eval-prompt-data", "held_out",
+        f"{tiny_data_dir}/eval.jsonl@[0:8]", "--eval-interval", "2",
              "--dynamic-sampling-filter-path", "slime_like.rollout.filters.reward_nonzero_std"]  # fmt: skip
     run = run_train(*[f for f in base if f != "--colocate"], *flags, run_dir=tmp_path / "run")
     assert run.returncode == 0, run.logs()

@@ -29,7 +29,8 @@ def test_experts_on_two_ranks_reach_the_engine(moe_model_dir, tiny_data_dir, tmp
     before = our_processes()
     run = run_train(
         *SMALL_RUN, "--hf-checkpoint", moe_model_dir, "--prompt-data", f"{tiny_data_dir}/train.jsonl",
-        "--actor-num-gpus-per-node", 2, "--expert-model-parallel-size", 2, "--rollout-num-gpus", 1, "--moe-router-dtype", "fp32",
+        "--actor-num-gpus-per-node", 2, "--expert-model-parallel-size", 2, "--rollout-num-gpus", 1,
+        "--moe-router-dtype", "fp32",
         "--use-rollout-routing-replay",
         "--save", tmp_path / "save", "--save-interval", 1, "--save-hf", f"{tmp_path}/hf/{{rollout_id}}",
         "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "run",
@@ -41,7 +42,8 @@ def test_experts_on_two_ranks_reach_the_engine(moe_model_dir, tiny_data_dir, tmp
     assert max(differences) <= 1e-4, differences
     assert [line["sync/version"] for line in sync] == [1, 2, 3, 4]
     assert len({line["sync/digest"] for line in sync}) == 4
-    # Samples of the last rollout were generated after two trainings: HF with those weights agrees, HF with the first does not.
+    # Samples of the last rollout were generated after two trainings: HF with those weights agrees, HF with the first
+    # does not.
     assert largest_difference(tmp_path / "hf/2", tmp_path / "samples/2.npz") <= 1e-4
     assert largest_difference(moe_model_dir, tmp_path / "samples/2.npz") > 1e-2
     assert_nothing_left(before)

@@ -1,4 +1,7 @@
-"""Placement on a Ray cluster of several (logical) machines: what the plan says is where Ray puts it; an engine over two of them."""
+"""Placement on a Ray cluster of several (logical) machines: what the plan says is where Ray puts it.
+
+An engine over two of them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ assert connect(0) is False
 def planned(*, loss=(), checkpoint=(), **placement):
     base = RunConfig()
     parts = {"loss": dict(loss), "checkpoint": dict(checkpoint), "placement": {"num_gpus_per_node": 2} | placement}
-    made = make_plan(dataclasses.replace(base, **{name: dataclasses.replace(getattr(base, name), **values) for name, values in parts.items()}))
+    groups = {name: dataclasses.replace(getattr(base, name), **values) for name, values in parts.items()}
+    made = make_plan(dataclasses.replace(base, **groups))
     assert not made.problems, made.problems
     return made
 
@@ -52,7 +56,8 @@ def compare(name, plan):
         for role, share in bundle.roles.items():
             if share:
                 refs[f"{role} {bundle.index}"] = seats.options(**bundles.options(bundle.index, share)).remote()
-    found = dict(zip(refs, Wait(60, whom="seats", phase="test").gather({key: actor.where.remote() for key, actor in refs.items()})))
+    asked = {key: actor.where.remote() for key, actor in refs.items()}
+    found = dict(zip(refs, Wait(60, whom="seats", phase="test").gather(asked)))
     order = list(dict.fromkeys(slot.node_id for slot in bundles.slots))
     real = {key: (order.index(node), int(gpus[0])) for key, (node, gpus) in found.items()}
     want = {f"{role} {b.index}": (b.node, b.gpu) for b in plan.bundles for role, share in b.roles.items() if share}
@@ -69,22 +74,31 @@ def attempt(name, function):
     except Exception as error:
         said[name] = f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error}"
 
-compare("colocated", planned(actor_num_nodes=4, actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus_per_engine=2))
-compare("disaggregated", planned(actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4))
+compare(
+    "colocated",
+    planned(actor_num_nodes=4, actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus_per_engine=2),
+)
+compare(
+    "disaggregated",
+    planned(actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4),
+)
 granular = planned(
-    loss={"advantage_estimator": "ppo", "use_kl_loss": True}, checkpoint={"reward_load": "r"}, colocate_policy_ref=False, actor_num_gpus_per_node=2,
+    loss={"advantage_estimator": "ppo", "use_kl_loss": True}, checkpoint={"reward_load": "r"},
+    colocate_policy_ref=False, actor_num_gpus_per_node=2,
     colocate_critic_reward=True, rollout_num_gpus=2,
 )
 compare("granular", granular)
 compare("all training", planned(
-    loss={"advantage_estimator": "ppo", "use_kl_loss": True}, checkpoint={"reward_load": "r"}, colocate_training=True, colocate=True, actor_num_gpus_per_node=1,
+    loss={"advantage_estimator": "ppo", "use_kl_loss": True}, checkpoint={"reward_load": "r"},
+    colocate_training=True, colocate=True, actor_num_gpus_per_node=1,
     actor_num_nodes=1, num_gpus_per_node=1,
 ))
 held = reserve(planned(actor_num_nodes=3, actor_num_gpus_per_node=2, rollout_num_gpus=1), 60)
 attempt("held", lambda: reserve(planned(actor_num_gpus_per_node=2, rollout_num_gpus=2), 2))
 held.close()
 attempt("too many", lambda: reserve(planned(actor_num_nodes=4, actor_num_gpus_per_node=2, rollout_num_gpus=1), 60))
-attempt("too large", lambda: reserve(planned(num_gpus_per_node=8, actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=4), 60))
+too_large = planned(num_gpus_per_node=8, actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
+attempt("too large", lambda: reserve(too_large, 60))
 # The plan believes in machines of 8, so whether Ray tears an engine is chance; in either case nothing stays reserved.
 odd = planned(num_gpus_per_node=8, actor_num_gpus_per_node=1, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
 attempt("perhaps torn", lambda: reserve(odd, 60).close())
@@ -100,12 +114,22 @@ with open(sys.argv[1], "w") as file:
 def said(tmp_path_factory):
     """What the script found; in a file, for Ray's threads write to stdout too, in the middle of a line."""
     file = tmp_path_factory.mktemp("multinode") / "said.json"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(file)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize(("name", "seats", "machines"), [("colocated", 16, 4), ("disaggregated", 8, 4), ("granular", 10, 4), ("all training", 4, 1)])
+@pytest.mark.parametrize(
+    ("name", "seats", "machines"),
+    [("colocated", 16, 4), ("disaggregated", 8, 4), ("granular", 10, 4), ("all training", 4, 1)],
+)
 def test_roles_sit_where_the_plan_says(said, name, seats, machines):
     assert said[name] == f"SAME {seats} seats on {machines} machines"
 
@@ -122,7 +146,10 @@ def test_more_gpus_than_the_cluster_has(said):
 
 def test_enough_gpus_but_no_machine_large_enough_for_an_engine(said):
     line = said["too large"]
-    assert "PlacementError after 0 s: each engine needs 4 GPUs on one machine, but no machine has them, though there are 8 GPUs in all" in line
+    assert (
+        "PlacementError after 0 s: each engine needs 4 GPUs on one machine, but no machine has them, though there are 8"
+        " GPUs in all" in line
+    )
     assert line.count("of 2 GPUs free") == 4 and "--rollout-num-gpus-per-engine 4" in line
 
 
@@ -138,7 +165,9 @@ cluster = Cluster()
 for number in range(3):
     cluster.add_node(num_cpus=2, num_gpus=1, include_dashboard=False)
 cluster.wait_for_nodes(60)
-status = subprocess.run([sys.executable, "train.py", *sys.argv[1:]], env=os.environ | {"RAY_ADDRESS": cluster.address}).returncode
+status = subprocess.run(
+    [sys.executable, "train.py", *sys.argv[1:]], env=os.environ | {"RAY_ADDRESS": cluster.address}
+).returncode
 cluster.shutdown()
 sys.exit(status)
 """
@@ -147,11 +176,19 @@ sys.exit(status)
 def test_one_engine_over_two_machines_is_trained_and_synced(tiny_model_dir, tiny_data_dir, tmp_path):
     before = our_processes()
     flags = [
-        *SMALL_RUN, "--hf-checkpoint", tiny_model_dir, "--prompt-data", tiny_data_dir / "train.jsonl", "--num-gpus-per-node", "1",
-        "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--run-dir", tmp_path / "run",
+        *SMALL_RUN, "--hf-checkpoint", tiny_model_dir, "--prompt-data", tiny_data_dir / "train.jsonl",
+        "--num-gpus-per-node", "1",
+        "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--run-dir",
+        tmp_path / "run",
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, flags)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+        [sys.executable, "-c", RUN, *map(str, flags)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
     )
     run = Finished(done.returncode, done.stdout, tmp_path / "run")
     assert run.returncode == 0, run.logs()

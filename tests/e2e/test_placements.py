@@ -1,4 +1,5 @@
 """The three placements on the real stack, started as users start them, and proven against HF transformers."""
+
 # Covers slime_like.job.build and slime_like.loops.sync_loop too, which it does not import itself.
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ source scripts/models/tiny-qwen3.sh
 CKPT_ARGS=(--hf-checkpoint {model} --save {run_dir}-save --save-interval 1 --save-hf {run_dir}-hf/{{rollout_id}})
 ROLLOUT_ARGS=({rollout} --prompt-data {data}/train.jsonl --save-debug-rollout-data {run_dir}-samples/{{rollout_id}}.npz)
 PLACE_ARGS=({place})
-ray job submit --address {dashboard} -- python train.py "${{MODEL_ARGS[@]}}" "${{CKPT_ARGS[@]}}" "${{ROLLOUT_ARGS[@]}}" "${{PLACE_ARGS[@]}}" --run-dir {run_dir}
+ray job submit --address {dashboard} -- python train.py "${{MODEL_ARGS[@]}}" "${{CKPT_ARGS[@]}}" \\
+  "${{ROLLOUT_ARGS[@]}}" "${{PLACE_ARGS[@]}}" --run-dir {run_dir}
 """
 
 
@@ -36,7 +38,12 @@ def submit(ray_cluster, tiny_model_dir, tiny_data_dir, tmp_path):
     def run(place: str) -> Finished:
         run_dir = tmp_path / "run"
         text = SCRIPT.format(
-            model=tiny_model_dir, run_dir=run_dir, rollout=shlex.join(SMALL_RUN), data=tiny_data_dir, place=place, dashboard=ray_cluster.dashboard
+            model=tiny_model_dir,
+            run_dir=run_dir,
+            rollout=shlex.join(SMALL_RUN),
+            data=tiny_data_dir,
+            place=place,
+            dashboard=ray_cluster.dashboard,
         )
         (tmp_path / "run.sh").write_text(text)
         done = subprocess.run(
@@ -65,10 +72,16 @@ def check_run(run: Finished, model: Path, transport: str, *, engines_proven: int
     assert len({line["sync/digest"] for line in sync}) == 4
     assert {(line["sync/engines_proven"], line["sync/tensors_unproven"]) for line in sync} == {(engines_proven, 0)}
     assert all(0 < line["sync/verify_seconds"] < line["sync/seconds"] for line in sync)
-    assert ["sync/probe_logprob_abs_diff" in line for line in sync] == [True, False, False, False], "the first, and then every tenth"
+    assert ["sync/probe_logprob_abs_diff" in line for line in sync] == [
+        True,
+        False,
+        False,
+        False,
+    ], "the first, and then every tenth"
     assert sync[0]["sync/probe_logprob_abs_diff"] <= 1e-5 and sync[0]["sync/probe_seconds"] > 0
     assert all(line["train/grad_norm"] > 0 for line in train)
-    # Samples of the last rollout were generated after two trainings: HF with those weights agrees, HF with the first does not.
+    # Samples of the last rollout were generated after two trainings: HF with those weights agrees, HF with the first
+    # does not.
     samples = Path(f"{run.run_dir}-samples/2.npz")
     assert largest_difference(Path(f"{run.run_dir}-hf/2"), samples) <= 1e-4
     assert largest_difference(model, samples) > 1e-2
@@ -76,7 +89,10 @@ def check_run(run: Finished, model: Path, transport: str, *, engines_proven: int
 
 def test_colocate_two_ranks_two_engines(submit, tiny_model_dir):
     before = our_processes()
-    run = submit("--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate --rollout-num-gpus-per-engine 1 --update-weight-buffer-size 500000")
+    run = submit(
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --colocate --rollout-num-gpus-per-engine 1"
+        " --update-weight-buffer-size 500000"
+    )
     check_run(run, tiny_model_dir, "ipc", engines_proven=2)
     assert_nothing_left(before)
 
@@ -94,7 +110,10 @@ def test_disaggregated_tp2_trainer_tp2_engine(submit, tiny_model_dir):
 
 def test_disaggregated_pp2_trainer_over_disk(submit, tiny_model_dir):
     before = our_processes()
-    run = submit("--actor-num-nodes 1 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --rollout-num-gpus 1 --update-weight-transport disk")
+    run = submit(
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --rollout-num-gpus 1"
+        " --update-weight-transport disk"
+    )
     check_run(run, tiny_model_dir, "disk", engines_proven=1)
     assert_nothing_left(before)
 
@@ -102,7 +121,10 @@ def test_disaggregated_pp2_trainer_over_disk(submit, tiny_model_dir):
 def test_disaggregated_pp2_trainer_by_delta(submit, tiny_model_dir):
     """Only what changed travels, from two sources to the receiver beside the engine."""
     before = our_processes()
-    run = submit("--actor-num-nodes 1 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --rollout-num-gpus 1 --update-weight-mode delta")
+    run = submit(
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --rollout-num-gpus 1"
+        " --update-weight-mode delta"
+    )
     check_run(run, tiny_model_dir, "delta", engines_proven=1)
     sync = run.metrics("sync")
     assert [line["sync/full_engines"] for line in sync] == [1, 0, 0, 0]
@@ -119,12 +141,21 @@ def external_server(tiny_model_dir, tmp_path):
     """A server started by hand: SGLang's own command line behind the CPU shim, no key, not ours."""
     (port,) = free_ports(1)
     command = [
-        sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir), "--host", "127.0.0.1", "--port", str(port),
-        "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle",
+        sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir), "--host",
+        "127.0.0.1", "--port", str(port),
+        "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096",
+        "--sleep-on-idle",
         "--disable-overlap-schedule", "--skip-server-warmup",
     ]  # fmt: skip
     with open(tmp_path / "external.log", "w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(OMP_NUM_THREADS="1"),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 90
     while True:
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "external.log").read_text()[-3000:]
@@ -168,6 +199,10 @@ def test_cluster_is_free_afterwards(ray_cluster):
     join = "import ray, os, time; ray.init(address=os.environ['RAY_ADDRESS'], logging_level='ERROR'); time.sleep(1)"
     script = f"{join}; print('free ' + str(ray.available_resources().get('GPU')))"
     done = subprocess.run(
-        [sys.executable, "-c", script], env=ray_cluster.environment | {"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script],
+        env=ray_cluster.environment | {"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert "free 4.0" in done.stdout, done.stdout + done.stderr

@@ -13,7 +13,16 @@ import pytest
 
 from slime_like.records import Prompt, Sample, SampleGroup
 from slime_like.rollout.debug_data import save_rollout
-from tests.e2e.runs import ROOT, SMALL_RUN, assert_nothing_left, our_processes, run_train, start_train, stop_group, wait_for
+from tests.e2e.runs import (
+    ROOT,
+    SMALL_RUN,
+    assert_nothing_left,
+    our_processes,
+    run_train,
+    start_train,
+    stop_group,
+    wait_for,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +32,8 @@ def sample(prompt: int, index: int, rng: np.random.Generator) -> Sample:
     mask = np.r_[np.zeros(4, np.int8), np.ones(length - 4, np.int8)]
     tokens = rng.integers(1, 300, length).astype(np.int32)
     return Sample(
-        prompt_index=prompt, sample_index=index, tokens=tokens, loss_mask=mask, engine_logprobs=-mask.astype(np.float32),
+        prompt_index=prompt, sample_index=index, tokens=tokens, loss_mask=mask,
+        engine_logprobs=-mask.astype(np.float32),
         weight_versions=mask.astype(np.int32), response="", reward=float(rng.integers(0, 2)),
     )  # fmt: skip
 
@@ -53,8 +63,10 @@ def other_model(tmp_path_factory):
 def test_reference_on_its_own_gpus_gives_the_swapped_losses(tiny_model_dir, other_model, saved_rollouts, tmp_path):
     before = our_processes()
     flags = [
-        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", saved_rollouts, "--hf-checkpoint", tiny_model_dir, "--load", tiny_model_dir,
-        "--ref-load", other_model, "--use-kl-loss", "--kl-loss-coef", "0.2", "--kl-loss-type", "low_var_kl", "--actor-num-gpus-per-node", "2",
+        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", saved_rollouts, "--hf-checkpoint",
+        tiny_model_dir, "--load", tiny_model_dir,
+        "--ref-load", other_model, "--use-kl-loss", "--kl-loss-coef", "0.2", "--kl-loss-type", "low_var_kl",
+        "--actor-num-gpus-per-node", "2",
     ]  # fmt: skip
     swapped = run_train(*flags, run_dir=tmp_path / "swapped")
     layout = ["--no-colocate-policy-ref", "--ref-num-gpus-per-node", "1"]
@@ -62,7 +74,9 @@ def test_reference_on_its_own_gpus_gives_the_swapped_losses(tiny_model_dir, othe
     assert swapped.returncode == 0, swapped.logs()
     assert apart.returncode == 0, apart.logs()
     plan = json.loads((apart.run_dir / "plan.json").read_text())
-    assert plan["num_gpus"] == 3 and plan["roles"]["ref"]["bundles"] == [2] and plan["bundles"][2]["roles"] == {"ref": 1.0}
+    assert (
+        plan["num_gpus"] == 3 and plan["roles"]["ref"]["bundles"] == [2] and plan["bundles"][2]["roles"] == {"ref": 1.0}
+    )
     assert (apart.run_dir / "logs/ref-0.log").exists() and not (swapped.run_dir / "logs/ref-0.log").exists()
     for ours, theirs in zip(apart.metrics("train"), swapped.metrics("train"), strict=True):
         for name in ("train/loss", "train/kl", "train/kl_loss", "train/grad_norm"):
@@ -72,12 +86,16 @@ def test_reference_on_its_own_gpus_gives_the_swapped_losses(tiny_model_dir, othe
     assert_nothing_left(before)
 
 
-def test_critic_and_reference_on_their_own_gpus_give_the_shared_losses(tiny_model_dir, other_model, saved_rollouts, tmp_path):
+def test_critic_and_reference_on_their_own_gpus_give_the_shared_losses(
+    tiny_model_dir, other_model, saved_rollouts, tmp_path
+):
     """Two data parallel ranks beside the policy's, or one elsewhere: values, returns and advantages are the same."""
     before = our_processes()
     flags = [
-        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", saved_rollouts, "--hf-checkpoint", tiny_model_dir, "--load", tiny_model_dir,
-        "--ref-load", other_model, "--kl-coef", "0.05", "--advantage-estimator", "ppo", "--gamma", "0.99", "--lambd", "0.9",
+        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", saved_rollouts, "--hf-checkpoint",
+        tiny_model_dir, "--load", tiny_model_dir,
+        "--ref-load", other_model, "--kl-coef", "0.05", "--advantage-estimator", "ppo", "--gamma", "0.99", "--lambd",
+        "0.9",
         "--normalize-advantages", "--critic-lr", "3e-4", "--critic-load", other_model, "--actor-num-gpus-per-node", "2",
     ]  # fmt: skip
     shared = run_train(*flags, "--colocate-training", run_dir=tmp_path / "shared")
@@ -86,10 +104,19 @@ def test_critic_and_reference_on_their_own_gpus_give_the_shared_losses(tiny_mode
     assert shared.returncode == 0, shared.logs()
     assert apart.returncode == 0, apart.logs()
     plan = json.loads((apart.run_dir / "plan.json").read_text())
-    assert plan["num_gpus"] == 4 and plan["roles"]["critic"]["bundles"] == [2] and plan["roles"]["ref"]["bundles"] == [3]
+    assert (
+        plan["num_gpus"] == 4 and plan["roles"]["critic"]["bundles"] == [2] and plan["roles"]["ref"]["bundles"] == [3]
+    )
     assert len(list((shared.run_dir / "logs").glob("critic-*.log"))) == 2
     for ours, theirs in zip(apart.metrics("train"), shared.metrics("train"), strict=True):
-        for name in ("train/value_loss", "train/value_mean", "train/return_mean", "train/critic_grad_norm", "train/pg_loss", "train/grad_norm"):
+        for name in (
+            "train/value_loss",
+            "train/value_mean",
+            "train/return_mean",
+            "train/critic_grad_norm",
+            "train/pg_loss",
+            "train/grad_norm",
+        ):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-4, rel=1e-3), name
     assert_nothing_left(before)
 
@@ -101,7 +128,8 @@ def test_a_rank_that_dies_while_training_is_named_at_once(tiny_model_dir, saved_
     for step in range(1000):
         (tmp_path / f"rollouts/{step}.npz").symlink_to(saved_rollouts.replace("{rollout_id}", "0"))
     flags = [
-        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", tmp_path / "rollouts/{rollout_id}.npz", "--hf-checkpoint", tiny_model_dir,
+        *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", tmp_path / "rollouts/{rollout_id}.npz",
+        "--hf-checkpoint", tiny_model_dir,
         "--actor-num-gpus-per-node", "2", "--num-rollout", "1000",
     ]  # fmt: skip
     process = start_train(*flags, run_dir=tmp_path / "run")

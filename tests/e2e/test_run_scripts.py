@@ -1,4 +1,7 @@
-"""The examples under scripts/ run as they stand: tiny models, a CPU host. run-*.sh submit jobs to a Ray that is there, run_example.sh has its own."""
+"""The examples under scripts/ run as they stand: tiny models, a CPU host.
+
+run-*.sh submit jobs to a Ray that is there, run_example.sh has its own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,15 @@ DEBUG_EXAMPLES = ("debug-rollout-only", "debug-train-only")
 def finish(command: list[str], run_dir: Path, **variables: str) -> Finished:
     """Run a script of scripts/ to its end."""
     command = ["bash", str(ROOT / "scripts" / command[0]), *command[1:]]
-    done = subprocess.run(command, cwd=ROOT, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
     return Finished(done.returncode, done.stdout, run_dir)
 
 
@@ -68,7 +79,12 @@ def cluster(tmp_path_factory):
 def test_script_submits_a_job_that_runs(cluster, tmp_path_factory, tmp_path, script):
     tiny = tmp_path_factory.getbasetemp() / "tiny"
     before = our_processes()
-    variables = {"RAY_ADDRESS": cluster.dashboard, "RAY_JOB_ADDRESS": cluster.dashboard, "TINY": str(tiny), "RUN_DIR": str(tmp_path / "run")}
+    variables = {
+        "RAY_ADDRESS": cluster.dashboard,
+        "RAY_JOB_ADDRESS": cluster.dashboard,
+        "TINY": str(tiny),
+        "RUN_DIR": str(tmp_path / "run"),
+    }
     run = finish([script], tmp_path / "run", **variables)
     assert_three_rollouts(run, SCRIPTS[script], "train/kl_loss")
     assert_nothing_left(before)
@@ -76,7 +92,9 @@ def test_script_submits_a_job_that_runs(cluster, tmp_path_factory, tmp_path, scr
 
 def test_every_example_has_its_row():
     """Each folder, and each file that is laid over its run.toml."""
-    there = {f"{path.parent.name} {path.stem}".removesuffix(" run") for path in (ROOT / "scripts/examples").glob("*/*.toml")}
+    there = {
+        f"{path.parent.name} {path.stem}".removesuffix(" run") for path in (ROOT / "scripts/examples").glob("*/*.toml")
+    }
     assert there == {*EXAMPLES, *DEBUG_EXAMPLES}
 
 
@@ -85,7 +103,11 @@ def test_example_runs_as_it_stands(tmp_path, example):
     name, _, overlay = example.partition(" ")
     flags = ["--config", f"scripts/examples/{name}/{overlay}.toml"] if overlay else []
     before = our_processes()
-    run = finish(["run_example.sh", name, *flags, "--run-dir", str(tmp_path / "run")], tmp_path / "run", PORT=str(free_ports(1)[0]))
+    run = finish(
+        ["run_example.sh", name, *flags, "--run-dir", str(tmp_path / "run")],
+        tmp_path / "run",
+        PORT=str(free_ports(1)[0]),
+    )
     assert_three_rollouts(run, *EXAMPLES[example])
     assert_nothing_left(before)
 
@@ -93,9 +115,29 @@ def test_example_runs_as_it_stands(tmp_path, example):
 def test_kept_rollouts_are_trained_on_without_engines(tmp_path):
     samples = str(tmp_path / "samples/{rollout_id}.npz")
     before = our_processes()
-    kept = finish(["run_example.sh", DEBUG_EXAMPLES[0], "--save-debug-rollout-data", samples, "--run-dir", str(tmp_path / "first")], tmp_path / "first")
+    kept = finish(
+        [
+            "run_example.sh",
+            DEBUG_EXAMPLES[0],
+            "--save-debug-rollout-data",
+            samples,
+            "--run-dir",
+            str(tmp_path / "first"),
+        ],
+        tmp_path / "first",
+    )
     assert kept.returncode == 0, kept.logs()
-    trained = finish(["run_example.sh", DEBUG_EXAMPLES[1], "--load-debug-rollout-data", samples, "--run-dir", str(tmp_path / "second")], tmp_path / "second")
+    trained = finish(
+        [
+            "run_example.sh",
+            DEBUG_EXAMPLES[1],
+            "--load-debug-rollout-data",
+            samples,
+            "--run-dir",
+            str(tmp_path / "second"),
+        ],
+        tmp_path / "second",
+    )
     assert trained.returncode == 0, trained.logs()
     assert len(list((tmp_path / "samples").glob("*.npz"))) == len(trained.metrics("train")) == 3
     assert not list((tmp_path / "second/logs").glob("engine*"))

@@ -1,4 +1,7 @@
-"""Weight syncs inside whole runs: what goes wrong there ends the run with its cause; streams from two stages, and deltas to engines of others."""
+"""Weight syncs inside whole runs: what goes wrong there ends the run with its cause.
+
+Streams from two stages, and deltas to engines of others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,16 @@ from slime_like.rollout.debug_data import load_rollout
 from slime_like.sglang_backend.shared_memory import shared_directory
 from tests.e2e.conftest import free_ports
 from tests.e2e.hf_oracle import largest_difference
-from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, environment, our_processes, run_train, stop_group
+from tests.e2e.runs import (
+    ROOT,
+    SMALL_RUN,
+    Finished,
+    assert_nothing_left,
+    environment,
+    our_processes,
+    run_train,
+    stop_group,
+)
 from tests.helpers.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -69,14 +81,21 @@ class Faulty(Finished):
         """One rollout, all of it with version 1; then none."""
         assert [line["step"] for line in self.metrics("rollout")] == [0]
         assert [line["sync/version"] for line in self.metrics("sync")] == [1]
-        versions = {int(v) for group in load_rollout(samples, 0) for sample in group.samples for v in sample.weight_versions}
+        versions = {
+            int(v) for group in load_rollout(samples, 0) for sample in group.samples for v in sample.weight_versions
+        }
         assert versions == {-1, 1}
         assert not Path(samples.replace("{rollout_id}", "1")).exists()
 
 
 def buckets_left() -> list[str]:
-    """Folders in shared memory of processes that are gone; those of earlier runs are removed by each run that needs some."""
-    return [path.name for path in SHARED.glob("*-source-*") if not Path(f"/proc/{path.name.partition('-')[0]}").exists()]
+    """Folders in shared memory of processes that are gone.
+
+    Those of earlier runs are removed by each run that needs some.
+    """
+    return [
+        path.name for path in SHARED.glob("*-source-*") if not Path(f"/proc/{path.name.partition('-')[0]}").exists()
+    ]
 
 
 @pytest.fixture
@@ -88,19 +107,30 @@ def faulty(tiny_data_dir, tmp_path):
         told = json.dumps({"version": 2, "rank": rank, "mark": str(mark), "what": what})
         samples = f"{tmp_path}/samples/{{rollout_id}}.npz"
         command = [
-            sys.executable, ROOT / "tests/e2e/faulty_train.py", told, *SMALL_RUN, "--hf-checkpoint", model, "--prompt-data", f"{tiny_data_dir}/train.jsonl",
-            "--update-weight-transport", transport, "--update-weight-timeout-s", DEADLINE_S, "--verify-weight-sync-interval", 0,
+            sys.executable, ROOT / "tests/e2e/faulty_train.py", told, *SMALL_RUN, "--hf-checkpoint", model,
+            "--prompt-data", f"{tiny_data_dir}/train.jsonl",
+            "--update-weight-transport", transport, "--update-weight-timeout-s", DEADLINE_S,
+            "--verify-weight-sync-interval", 0,
             "--update-weight-buffer-size", 200_000, "--save-debug-rollout-data", samples, "--run-dir", run_dir, *flags,
         ]  # fmt: skip
         env = environment(PYTHONPATH=str(ROOT))
-        done = subprocess.run(list(map(str, command)), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
         ended = time.time()
         (tmp_path / "run.out").write_text(done.stdout)
         finished = Finished(done.returncode, done.stdout, run_dir)
         assert mark.exists(), f"it did not come to the second sync:\n{finished.logs()}"
         found = Faulty(done.returncode, done.stdout, run_dir, seconds=ended - float(mark.read_text()))
         assert_nothing_left(before, seconds=10)
-        if transport == "ipc" and what not in ("trainer", "engine hangs"):  # who cannot be asked leaves them, to the next run that needs some
+        # who cannot be asked leaves them, to the next run that needs some
+        if transport == "ipc" and what not in ("trainer", "engine hangs"):
             assert buckets_left() == []
         found.assert_nothing_generated(samples)
         return found
@@ -122,16 +152,32 @@ def test_a_full_disk_ends_the_run(faulty, tiny_model_dir, tmp_path):
     with small_disk(folder, size * 3 // 2) as what:
         flags = ("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 1, "--update-weight-disk-dir", folder)
         run = faulty(tiny_model_dir, what, *flags, transport="disk")
-        assert [path.name for path in folder.iterdir()] == ["version-00000001"], "what was written of the second one is gone"
-    run.assert_ended_by(f"WeightSyncError: {folder} cannot be written to", "bytes are free", "--update-weight-disk-dir", "Engines keep the weights")
+        assert [path.name for path in folder.iterdir()] == ["version-00000001"], (
+            "what was written of the second one is gone"
+        )
+    run.assert_ended_by(
+        f"WeightSyncError: {folder} cannot be written to",
+        "bytes are free",
+        "--update-weight-disk-dir",
+        "Engines keep the weights",
+    )
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[str | dict]:
-    """A file system of so many bytes where that is allowed (root), else a trainer that may write no large files; what the run is to do about it."""
+    """A file system of so many bytes where that is allowed (root), else a trainer that may write no large files.
+
+    What the run is to do about it.
+    """
     folder.mkdir()
     nothing = {"kind": "flipped", "names": []}
-    if os.getuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode == 0:
+    if (
+        os.getuid() == 0
+        and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True
+        ).returncode
+        == 0
+    ):
         try:
             yield nothing
         finally:
@@ -143,7 +189,17 @@ def small_disk(folder: Path, size: int) -> Iterator[str | dict]:
 #: How trainer and engine are cut, and how they are placed by transport.
 SIZES = {
     1: ("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 1),
-    2: ("--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--rollout-num-gpus", 2, "--rollout-num-gpus-per-engine", 2),
+    2: (
+        "--actor-num-gpus-per-node",
+        2,
+        "--tensor-model-parallel-size",
+        2,
+        "--sequence-parallel",
+        "--rollout-num-gpus",
+        2,
+        "--rollout-num-gpus-per-engine",
+        2,
+    ),
 }
 PLACES = {"ipc": ("--colocate",), "broadcast": ()}
 
@@ -152,20 +208,36 @@ PLACES = {"ipc": ("--colocate",), "broadcast": ()}
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_engine_with_experts_that_is_killed_is_named(faulty, moe_model_dir, transport, tp):
-    run = faulty(moe_model_dir, "engine", *SIZES[tp], *PLACES[transport], "--moe-router-dtype", "fp32", transport=transport)
+    run = faulty(
+        moe_model_dir, "engine", *SIZES[tp], *PLACES[transport], "--moe-router-dtype", "fp32", transport=transport
+    )
     run.assert_ended_by("EngineError: ", "engine 0 ")
 
 
 #: Two trainer ranks, a pipeline stage each, and two engines.
-TWO_STAGES = ("--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 2, "--rollout-num-gpus-per-engine", 1)
+TWO_STAGES = (
+    "--actor-num-gpus-per-node",
+    2,
+    "--pipeline-model-parallel-size",
+    2,
+    "--rollout-num-gpus",
+    2,
+    "--rollout-num-gpus-per-engine",
+    1,
+)
 
 
 @LONG
-@pytest.mark.parametrize(("transport", "what"), [("broadcast", "engine"), ("ipc", "engine hangs"), ("broadcast", "engine hangs")])
+@pytest.mark.parametrize(
+    ("transport", "what"), [("broadcast", "engine"), ("ipc", "engine hangs"), ("broadcast", "engine hangs")]
+)
 def test_one_of_two_engines_that_dies_or_hangs_is_named(faulty, tiny_model_dir, transport, what):
-    run = faulty(tiny_model_dir, what, *TWO_STAGES, *PLACES[transport], "--update-weight-timeout-s", 15, transport=transport)
+    run = faulty(
+        tiny_model_dir, what, *TWO_STAGES, *PLACES[transport], "--update-weight-timeout-s", 15, transport=transport
+    )
     run.assert_ended_by("engine 1 ")
-    if (transport, what) == ("broadcast", "engine hangs"):  # a broadcast waits for all of them; who answers afterwards tells
+    # a broadcast waits for all of them; who answers afterwards tells
+    if (transport, what) == ("broadcast", "engine hangs"):
         assert "abandoned weight update: client waited 5 s for engine 1 at" in run.output
         assert "for engine 0" not in run.output.partition("abandoned")[2].splitlines()[0]
     else:
@@ -198,15 +270,19 @@ def test_two_stages_stream_at_once(tiny_model_dir, tiny_data_dir, tmp_path, tran
     """Three trainings; engines that have one request a sync, and prove all that they hold."""
     before = our_processes()
     run = run_train(
-        *SMALL_RUN, "--hf-checkpoint", tiny_model_dir, "--prompt-data", f"{tiny_data_dir}/train.jsonl", *PLACES[transport],
-        "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 2, "--rollout-num-gpus-per-engine", 1,
+        *SMALL_RUN, "--hf-checkpoint", tiny_model_dir, "--prompt-data", f"{tiny_data_dir}/train.jsonl",
+        *PLACES[transport],
+        "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 2,
+        "--rollout-num-gpus-per-engine", 1,
         "--update-weight-transport", transport, "--update-weight-buffer-size", 200_000, "--verify-weight-sync", "full",
         "--save", tmp_path / "save", "--save-interval", 1, "--save-hf", f"{tmp_path}/hf/{{rollout_id}}",
         "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "run", timeout=240,
     )  # fmt: skip
     assert run.returncode == 0, run.logs()
     check_weights(run, tiny_model_dir, tmp_path, transport, engines=2)
-    assert all(line["sync/probe_logprob_abs_diff"] <= 1e-5 for line in run.metrics("sync")), "full: each sync was probed"
+    assert all(line["sync/probe_logprob_abs_diff"] <= 1e-5 for line in run.metrics("sync")), (
+        "full: each sync was probed"
+    )
     for number in range(2):
         log = (run.run_dir / f"logs/engine-{number}.log").read_text()
         assert "/update_weights_from_distributed" not in log, "that is one request for every bucket"
@@ -220,11 +296,13 @@ def check_weights(run: Finished, model: Path, folder: Path, transport: str, *, e
     train, sync = run.metrics("train"), run.metrics("sync")
     assert [line["step"] for line in train] == [0, 1, 2]
     assert max(line["train/logprob_abs_diff_max"] for line in train) <= 1e-4
-    assert [(line["sync/version"], line["sync/transport"], line["sync/engines_proven"], line["sync/tensors_unproven"]) for line in sync] == [
-        (version, transport, engines, 0) for version in (1, 2, 3, 4)
-    ]
+    assert [
+        (line["sync/version"], line["sync/transport"], line["sync/engines_proven"], line["sync/tensors_unproven"])
+        for line in sync
+    ] == [(version, transport, engines, 0) for version in (1, 2, 3, 4)]
     assert len({line["sync/digest"] for line in sync}) == 4
-    # Samples of the last rollout were generated after two trainings: HF with those weights agrees, HF with the first does not.
+    # Samples of the last rollout were generated after two trainings: HF with those weights agrees, HF with the first
+    # does not.
     assert largest_difference(folder / "hf/2", folder / "samples/2.npz") <= 1e-4
     assert largest_difference(model, folder / "samples/2.npz") > 1e-2
 
@@ -239,20 +317,28 @@ def two_engines(tiny_model_dir, tmp_path) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         for number, port in enumerate(free_ports(2)):
             command = [
-                sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir), "--host", "127.0.0.1", "--port", str(port),
-                "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096", "--sleep-on-idle",
+                sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir),
+                "--host", "127.0.0.1", "--port", str(port),
+                "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens",
+                "4096", "--sleep-on-idle",
                 "--disable-overlap-schedule", "--skip-server-warmup", "--api-key", KEY,
                 "--custom-weight-loader", "slime_like.weight_sync.in_engine.shm_loader.load",
             ]  # fmt: skip
             with open(tmp_path / f"external-{number}.log", "w") as log:
                 env = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
+                processes.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                )
             stack.callback(stop_group, processes[-1], grace_s=0)
             urls.append(f"http://127.0.0.1:{port}")
         deadline = time.monotonic() + 120
         for number, (url, process) in enumerate(zip(urls, processes, strict=True)):
             while not served_version(url):
-                assert process.poll() is None and time.monotonic() < deadline, (tmp_path / f"external-{number}.log").read_text()[-3000:]
+                assert process.poll() is None and time.monotonic() < deadline, (
+                    tmp_path / f"external-{number}.log"
+                ).read_text()[-3000:]
                 time.sleep(0.3)
         yield urls
 
@@ -268,17 +354,25 @@ def served_version(url: str) -> str | None:
 
 @LONG
 def test_deltas_to_engines_and_receivers_of_somebody_else(two_engines, tiny_model_dir, tiny_data_dir, tmp_path):
-    """A receiver beside each of two engines, both started by hand with one key; the first sync is whole, the others are deltas."""
+    """A receiver beside each of two engines, both started by hand with one key.
+
+    The first sync is whole, the others are deltas.
+    """
     before, key = our_processes(), "key-of-the-receivers-0123456789"
     with contextlib.ExitStack() as stack:
-        receivers = [stack.enter_context(hand_started_receiver(tmp_path / f"receiver-{number}", key)) for number in range(2)]
+        receivers = [
+            stack.enter_context(hand_started_receiver(tmp_path / f"receiver-{number}", key)) for number in range(2)
+        ]
         run = run_train(
             *SMALL_RUN, "--hf-checkpoint", tiny_model_dir, "--prompt-data", f"{tiny_data_dir}/train.jsonl",
-            "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2, "--update-weight-mode", "delta", "--update-weight-buffer-size", 200_000,
-            "--rollout-external", "--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in two_engines),
+            "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2, "--update-weight-mode", "delta",
+            "--update-weight-buffer-size", 200_000,
+            "--rollout-external", "--rollout-external-engine-addrs",
+            *(url.removeprefix("http://") for url in two_engines),
             "--rollout-external-receiver-addrs", *receivers,
             "--save", tmp_path / "save", "--save-interval", 1, "--save-hf", f"{tmp_path}/hf/{{rollout_id}}",
-            "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "run", timeout=240,
+            "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "run",
+            timeout=240,
             env=environment(SLIME_LIKE_ENGINE_API_KEY=KEY, SLIME_LIKE_RECEIVER_API_KEY=key),
         )  # fmt: skip
         assert run.returncode == 0, run.logs()
@@ -286,12 +380,21 @@ def test_deltas_to_engines_and_receivers_of_somebody_else(two_engines, tiny_mode
         sync = run.metrics("sync")
         assert [line["sync/full_engines"] for line in sync] == [2, 0, 0, 0]
         assert "sync/changed_share" not in sync[0]
-        assert all(0 < line["sync/changed_share"] <= 1 and line["sync/delta_bytes"] < sync[0]["sync/delta_bytes"] for line in sync[1:])
+        assert all(
+            0 < line["sync/changed_share"] <= 1 and line["sync/delta_bytes"] < sync[0]["sync/delta_bytes"]
+            for line in sync[1:]
+        )
         assert [served_version(url) for url in two_engines] == ["4", "4"], "they live on, with the last weights"
         for address in receivers:
-            state = requests.get(f"http://{address}/state", headers={"Authorization": f"Bearer {key}"}, timeout=10).json()
+            state = requests.get(
+                f"http://{address}/state", headers={"Authorization": f"Bearer {key}"}, timeout=10
+            ).json()
             assert state["version"] == 4 and set(state["sources"]) == {"0", "1"}
-        left = [path for path in run.run_dir.rglob("*") if path.is_file() and any(k.encode() in path.read_bytes() for k in (KEY, key))]
+        left = [
+            path
+            for path in run.run_dir.rglob("*")
+            if path.is_file() and any(k.encode() in path.read_bytes() for k in (KEY, key))
+        ]
         assert not left and key not in run.output, "the keys are written nowhere"
     assert_nothing_left(before)
 
@@ -303,9 +406,26 @@ def hand_started_receiver(folder: Path, key: str) -> Iterator[str]:
     key_path, log_path = folder / "key.txt", folder / "receiver.log"
     key_path.touch(0o600)
     key_path.write_text(key)
-    command = [sys.executable, "-m", "slime_like.weight_sync.delta.receiver", "--directory", folder / "weights", "--port", "0", "--api-key-file", key_path]
+    command = [
+        sys.executable,
+        "-m",
+        "slime_like.weight_sync.delta.receiver",
+        "--directory",
+        folder / "weights",
+        "--port",
+        "0",
+        "--api-key-file",
+        key_path,
+    ]
     with open(log_path, "w") as log:
-        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=ROOT,
+            env=environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         deadline = time.monotonic() + 30
         while "receiver at " not in (text := log_path.read_text()):

@@ -29,11 +29,27 @@ def as_text(rows: list[Row]) -> str:
     columns = sorted({(row.model, row.transport) for row in rows})
     cells: dict[tuple[str, str], dict] = collections.defaultdict(dict)
     for row in rows:
-        cells[row.fault, row.where][row.model, row.transport] = f"{'caught' if row.caught else 'MISSED'} {row.seconds:.1f} s"
+        cells[row.fault, row.where][row.model, row.transport] = (
+            f"{'caught' if row.caught else 'MISSED'} {row.seconds:.1f} s"
+        )
     width = [max(len(" ".join(column)), 13) for column in columns]
-    lines = ["  ".join([f"{'fault':32}{'put':14}", *(" ".join(column).ljust(w) for column, w in zip(columns, width, strict=True))])]
+    lines = [
+        "  ".join(
+            [f"{'fault':32}{'put':14}", *(" ".join(column).ljust(w) for column, w in zip(columns, width, strict=True))]
+        )
+    ]
     for (fault, where), found in cells.items():
-        lines.append("  ".join([f"{fault:32}{where:14}", *(found.get(column, "-").ljust(w) for column, w in zip(columns, width, strict=True))]))
+        lines.append(
+            "  ".join(
+                [
+                    f"{fault:32}{where:14}",
+                    *(found.get(column, "-").ljust(w) for column, w in zip(columns, width, strict=True)),
+                ]
+            )
+        )
     caught = sum(row.caught for row in rows)
-    lines.append(f"{caught} of {len(rows)} caught ({100 * caught / len(rows):.0f} %), the slowest in {max(row.seconds for row in rows):.1f} s")
+    lines.append(
+        f"{caught} of {len(rows)} caught ({100 * caught / len(rows):.0f} %), the slowest in"
+        f" {max(row.seconds for row in rows):.1f} s"
+    )
     return "\n".join(lines) + "\n"

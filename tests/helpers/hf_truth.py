@@ -1,4 +1,7 @@
-"""What HF transformers and autograd say about a batch: the oracle for the trainer. Plain fp32 code, one sample at a time."""
+"""What HF transformers and autograd say about a batch: the oracle for the trainer.
+
+Plain fp32 code, one sample at a time.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ def score(model, tokens: np.ndarray, temperature: float) -> tuple[torch.Tensor, 
 
 
 def balancing_loss(routers: dict[str, list[torch.Tensor]], topk: int) -> torch.Tensor:
-    """Switch Transformer's loss (arXiv:2101.03961, eq. 4 to 6) of each layer over all tokens, summed. routers: name -> [T, experts] logits in parts."""
+    """Switch Transformer's loss (arXiv:2101.03961, eq. 4 to 6) of each layer over all tokens, summed.
+
+    routers: name -> [T, experts] logits in parts.
+    """
     total = torch.zeros(())
     for parts in routers.values():
         probs = torch.cat(parts).softmax(-1)
@@ -65,8 +71,9 @@ def collect_router_logits(model) -> dict[str, list[torch.Tensor]]:
 
 
 def stored_gradients(model) -> dict[str, np.ndarray]:
-    """Gradients under the names and in the shapes in which save_pretrained writes the weights. Spoils the model's weights.
+    """Gradients under the names and in the shapes in which save_pretrained writes the weights.
 
+    Spoils the model's weights.
     Routers' biases for choosing are no parameters and have none.
     """
     with torch.no_grad():
@@ -89,7 +96,10 @@ def first_step_truth(
     per_token: bool = False,
     balancing_coef: float = 0.0,
 ) -> Truth:
-    """GRPO's loss at ratio 1 with a k2 KL loss and an entropy bonus, written out directly; the balancing loss of routers is only in the gradients."""
+    """GRPO's loss at ratio 1 with a k2 KL loss and an entropy bonus, written out directly.
+
+    The balancing loss of routers is only in the gradients.
+    """
     model, other = load_model(folder), load_model(reference)
     routers = collect_router_logits(model) if balancing_coef else {}
     total_tokens = sum(int(s.loss_mask[1:].sum()) for s in samples)

@@ -1,4 +1,6 @@
-"""The loss of one train step in loops over tokens, on top of Hugging Face's log-probs: the oracle for estimators, losses, masks and means."""
+"""The loss of one train step in loops over tokens, on top of Hugging Face's log-probs: the oracle for estimators,
+losses, masks and means.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def token_advantages(truth, options):
         kl = [truth.actor[i][t].item() - truth.reference[i][t] for t in steps]
         for place, t in enumerate(steps):
             if options.get("advantage_estimator") == "reinforce_plus_plus":
-                value = sum(options["gamma"] ** k * -options["kl_coef"] * kl[place + k] for k in range(len(steps) - place))
+                value = sum(
+                    options["gamma"] ** k * -options["kl_coef"] * kl[place + k] for k in range(len(steps) - place)
+                )
                 value += options["gamma"] ** (len(steps) - 1 - place) * sample.reward
             else:
                 value = advantage_of(sample) - options.get("kl_coef", 0.0) * kl[place]
@@ -80,7 +84,9 @@ def factor_of(truth, i, t, options):
         return truth.actor[j][u].item() - float(truth.samples[j].engine_logprobs[u])
 
     level = options.get("tis_level", "token")
-    ratio = math.exp(log_ratio(i, t) if level == "token" else per_sample(truth, i, log_ratio, mean=level == "geometric"))
+    ratio = math.exp(
+        log_ratio(i, t) if level == "token" else per_sample(truth, i, log_ratio, mean=level == "geometric")
+    )
     low, high = options["tis_clip_low"], options["tis_clip"]
     if low <= ratio <= high:
         return ratio, 0.0
@@ -88,7 +94,9 @@ def factor_of(truth, i, t, options):
 
 
 def loss_name(options):
-    return options.get("policy_loss") or {"gspo": "gspo", "cispo": "cispo"}.get(options.get("advantage_estimator"), "clip")
+    return options.get("policy_loss") or {"gspo": "gspo", "cispo": "cispo"}.get(
+        options.get("advantage_estimator"), "clip"
+    )
 
 
 def policy_term(truth, i, t, advantage, options, picked=()):
@@ -101,11 +109,18 @@ def policy_term(truth, i, t, advantage, options, picked=()):
     to_engine = options.get("use_rollout_logprobs")
 
     def log_ratio(j, u):
-        return truth.actor[j][u] - (float(truth.samples[j].engine_logprobs[u]) if to_engine else truth.actor[j][u].detach())
+        return truth.actor[j][u] - (
+            float(truth.samples[j].engine_logprobs[u]) if to_engine else truth.actor[j][u].detach()
+        )
 
     low, high = options.get("eps_clip", 0.2), options.get("eps_clip_high", options.get("eps_clip", 0.2))
     if name == "gmpo":
-        bounded = per_sample(truth, i, lambda j, u: log_ratio(j, u).clamp(max=high) if advantage > 0 else log_ratio(j, u).clamp(min=-low), mean=True)
+        bounded = per_sample(
+            truth,
+            i,
+            lambda j, u: log_ratio(j, u).clamp(max=high) if advantage > 0 else log_ratio(j, u).clamp(min=-low),
+            mean=True,
+        )
         return -advantage * bounded.exp()
     ratio = log_ratio(i, t).exp()
     if name == "sapo":
@@ -133,7 +148,9 @@ def picked_tokens(truth, advantages, options):
         assert options["clip_cov_ratio"] == 1.0
         return {place for place in places if options["clip_cov_lb"] < covariance[place] < options["clip_cov_ub"]}
     if loss_name(options) == "kl_cov":
-        return set(sorted(places, key=covariance.get, reverse=True)[: max(int(options["kl_cov_ratio"] * len(places)), 1)])
+        return set(
+            sorted(places, key=covariance.get, reverse=True)[: max(int(options["kl_cov_ratio"] * len(places)), 1)]
+        )
     return set()
 
 
@@ -142,7 +159,12 @@ def expected_of(truth, options):
     if options.get("loss_type") == "custom_loss":
         weights = mean_weights(truth, "sample")
         terms = [
-            w * (advantage_of(truth.samples[i]) * truth.actor[i][t] ** 2 + 0.2 * (truth.actor[i][t] - truth.reference[i][t])) for (i, t), w in weights.items()
+            w
+            * (
+                advantage_of(truth.samples[i]) * truth.actor[i][t] ** 2
+                + 0.2 * (truth.actor[i][t] - truth.reference[i][t])
+            )
+            for (i, t), w in weights.items()
         ]
         return {"train/square": sum(w * truth.actor[i][t].item() ** 2 for (i, t), w in weights.items())}, sum(terms)
     advantages = token_advantages(truth, options)
@@ -170,14 +192,25 @@ def expected_of(truth, options):
             metrics["train/tis_clip_ratio"] += weight * bounded
         if "tis_reject_level" in options:
             gap = per_sample(
-                truth, i, lambda j, u: truth.actor[j][u].item() - float(truth.samples[j].engine_logprobs[u]), mean=options["tis_reject_level"] == "geometric"
+                truth,
+                i,
+                lambda j, u: truth.actor[j][u].item() - float(truth.samples[j].engine_logprobs[u]),
+                mean=options["tis_reject_level"] == "geometric",
             )
             rejected = float(not options["tis_reject_low"] <= math.exp(gap) <= options["tis_reject_high"])
-            term, metrics["train/tis_rejected_ratio"] = term * (1 - rejected), metrics["train/tis_rejected_ratio"] + weight * rejected
+            term, metrics["train/tis_rejected_ratio"] = (
+                term * (1 - rejected),
+                metrics["train/tis_rejected_ratio"] + weight * rejected,
+            )
         if options.get("use_opsm"):
-            moved = per_sample(truth, i, lambda j, u: float(truth.samples[j].engine_logprobs[u]) - truth.actor[j][u].item(), mean=True)
+            moved = per_sample(
+                truth, i, lambda j, u: float(truth.samples[j].engine_logprobs[u]) - truth.actor[j][u].item(), mean=True
+            )
             masked = float(advantages[i, t] < 0 and moved > options["opsm_delta"])
-            term, metrics["train/opsm_masked_ratio"] = term * (1 - masked), metrics["train/opsm_masked_ratio"] + weight * masked
+            term, metrics["train/opsm_masked_ratio"] = (
+                term * (1 - masked),
+                metrics["train/opsm_masked_ratio"] + weight * masked,
+            )
         loss = loss + policy_weights[i, t] * term - weight * options.get("entropy_coef", 0.0) * truth.entropy[i][t]
         metrics["train/entropy"] += weight * truth.entropy[i][t].item()
         metrics["train/opd_kl"] += weight * (log_prob.item() - truth.teacher[i][t])
@@ -189,7 +222,10 @@ def expected_of(truth, options):
 
 
 def float_losses(name, new, frozen, old, advantages, owner, picked=(), **options):
-    """--policy-loss `name` of tokens in Python's floats, written from the papers; what the papers detach is taken at `frozen` instead of `new`."""
+    """--policy-loss `name` of tokens in Python's floats, written from the papers.
+
+    What the papers detach is taken at `frozen` instead of `new`.
+    """
     low, high = options.get("eps_clip", 0.2), options.get("eps_clip_high", options.get("eps_clip", 0.2))
     losses = []
     for t, advantage in enumerate(advantages):

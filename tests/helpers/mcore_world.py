@@ -23,7 +23,10 @@ class Layout:
 
 
 def build(layout: Layout):
-    """This rank's chunks of layers (one, unless interleaved), wrapped for data parallelism; the groups must be there."""
+    """This rank's chunks of layers (one, unless interleaved), wrapped for data parallelism.
+
+    The groups must be there.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -53,7 +56,9 @@ def build(layout: Layout):
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         bucket_size=layout.bucket_elements,
     )
-    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    return [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
+    ]
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bool):
@@ -127,7 +132,9 @@ def start(layout: Layout, place: dict, port: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     parallel = layout.parallel
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=place["rank"], world_size=layout.ranks)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=place["rank"], world_size=layout.ranks
+    )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -141,19 +148,28 @@ def start(layout: Layout, place: dict, port: int) -> None:
 
 
 def held_bytes(layout: Layout, chunks: list) -> dict:
-    """What this rank holds: [(name, shape)], bytes of weights and gradients, bytes of optimizer state after one step."""
+    """What this rank holds: [(name, shape)], bytes of weights and gradients, bytes of optimizer
+    state after one step.
+    """
     import torch
     from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
     flags = layout.optimizer
     buffers = [buffer for stage in chunks for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
-    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for stage in chunks for p in stage.parameters()}
+    weights = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for stage in chunks for p in stage.parameters()
+    }
     inner = [stage.module.module if flags.bf16 else stage.module for stage in chunks]
     for module in (module for stage in inner for module in stage.modules()):
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()  # as the first forward pass does
-    beside = [b for stage in inner for name, b in stage.named_buffers() if name.split(".")[-1] in ("expert_bias", "local_tokens_per_expert")]
+    beside = [
+        b
+        for stage in inner
+        for name, b in stage.named_buffers()
+        if name.split(".")[-1] in ("expert_bias", "local_tokens_per_expert")
+    ]
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -172,7 +188,8 @@ def held_bytes(layout: Layout, chunks: list) -> dict:
     for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         for group in one.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.untyped_storage().data_ptr() not in known:  # a main weight; in fp32 it is a view of the weight itself
+                # a main weight; in fp32 it is a view of the weight itself
+                if parameter.untyped_storage().data_ptr() not in known:
                     state += parameter.numel() * parameter.element_size()
                 moments = one.optimizer.state[parameter]
                 state += sum(moments[name].numel() * moments[name].element_size() for name in ("exp_avg", "exp_avg_sq"))
@@ -205,7 +222,8 @@ def saved_bytes(layout: Layout, stage) -> int:
 
     def pack(tensor):
         if tensor.untyped_storage().data_ptr() not in owned:
-            seen.setdefault(tensor.untyped_storage().data_ptr(), tensor)  # kept alive, so that an address is never used twice
+            # kept alive, so that an address is never used twice
+            seen.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     if not parallel_state.is_pipeline_first_stage():

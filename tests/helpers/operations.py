@@ -9,7 +9,8 @@ from typing import Any
 
 
 def count_operations(work: Callable[[], object]) -> int:
-    """Lines that `work` runs in this thread, with every call and every turn of a loop or comprehension; what C functions do inside is not seen.
+    """Lines that `work` runs in this thread, with every call and every turn of a loop or comprehension; what C
+    functions do inside is not seen.
 
     Example: `sum(x for x in range(10))` does about ten times as many as `sum(x for x in range(1))`.
     """

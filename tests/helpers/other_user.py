@@ -19,7 +19,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root
 
 @contextlib.contextmanager
 def stranger_listening() -> Iterator[tuple[int, int]]:
-    """(port, pipe): user 65534 listens on that port of loopback, and what a first caller sends is to be read from the pipe."""
+    """(port, pipe): user 65534 listens on that port of loopback, and what a first caller sends is to be read from the
+    pipe.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,7 +1,8 @@
-"""The parity table's rows and how they are run: one family, layout and format of batches each, all in one world of four processes.
+"""The parity table's rows and how they are run: one family, layout and format of batches each, all in one world of four
+processes.
 
-A row compares with HF transformers inside the ranks, so that only differences travel: log-probs, loss, gradient norm, and every single
-gradient, which are gathered by the way that weights are exported.
+A row compares with HF transformers inside the ranks, so that only differences travel: log-probs, loss, gradient norm,
+and every single gradient, which are gathered by the way that weights are exported.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from safetensors.numpy import load_file
 
 from slime_like.records import BASE, REFERENCE, TrainSample, per_token
 from tests.helpers.hf_truth import CHOOSING_BIAS, Truth, first_step_truth
-from tests.helpers.train_world import add_gradients, advantage_of, free_ports, make_config, make_samples, recipe_of, run_ranks
+from tests.helpers.train_world import (
+    add_gradients,
+    advantage_of,
+    free_ports,
+    make_config,
+    make_samples,
+    recipe_of,
+    run_ranks,
+)
 
 TEMPERATURE, KL_COEF, ENTROPY_COEF = 0.7, 0.1, 0.01
 LOSS = {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": KL_COEF, "entropy_coef": ENTROPY_COEF}
@@ -24,7 +33,9 @@ DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_da
 
 
 def ragged_batch() -> list[TrainSample]:
-    """make_samples, and two more: one of 3 tokens (fewer than 2 x 2 and 2 x 4 chunks), one of 16 trained on its first tokens only."""
+    """make_samples, and two more: one of 3 tokens (fewer than 2 x 2 and 2 x 4 chunks), one of 16 trained on its first
+    tokens only.
+    """
     samples = make_samples()
     short, early = make_samples(2, seed=7)
     mask = np.array([0, 1, 1], dtype=np.int8)
@@ -70,7 +81,7 @@ class Row:
 
 
 def in_waves(rows: list[Row], num_ranks: int = 4) -> list[list[tuple[int, int]]]:
-    """[[(number of a row, its first rank)]]: rows of few ranks side by side, so that nobody waits long for the others."""
+    """[[(number of a row, its first rank)]]: rows of few ranks side by side, so that few wait for the others."""
     waves: list[list[tuple[int, int]]] = []
     used = num_ranks
     for number in sorted(range(len(rows)), key=lambda n: rows[n].ranks):
@@ -102,17 +113,27 @@ def run_rows(place, rows: list[Row], folders: dict[str, str], truths: dict, port
 def run_table(rows: list[Row], folders: dict[str, str], *, timeout_s: float) -> list[list[dict]]:
     """For each row what each of its ranks found, from worlds of four processes.
 
-    Torch does not end every thread of a process group that it destroys, so that a world is left after ROWS_PER_WORLD rows.
+    Torch does not end every thread of a process group that it destroys, so that a world is left after ROWS_PER_WORLD
+    rows.
     """
     truths = {}
     for model, over_tokens in {truth_key(row) for row in rows}:
-        options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF, "per_token": over_tokens}
-        truths[model, over_tokens] = first_step_truth(folders[model], ragged_batch(), reference=folders["reference of " + model], **options)
+        options = {
+            "temperature": TEMPERATURE,
+            "kl_coef": KL_COEF,
+            "entropy_coef": ENTROPY_COEF,
+            "per_token": over_tokens,
+        }
+        truths[model, over_tokens] = first_step_truth(
+            folders[model], ragged_batch(), reference=folders["reference of " + model], **options
+        )
     results, end = [], time.monotonic() + timeout_s
     for first in range(0, len(rows), ROWS_PER_WORLD):
         part = rows[first : first + ROWS_PER_WORLD]
         needed = {key: truths[key] for key in {truth_key(row) for row in part}}
-        by_rank = run_ranks(run_rows, 4, part, folders, needed, free_ports(len(part)), timeout_s=max(end - time.monotonic(), 1.0))
+        by_rank = run_ranks(
+            run_rows, 4, part, folders, needed, free_ports(len(part)), timeout_s=max(end - time.monotonic(), 1.0)
+        )
         results += [[found[number] for found in by_rank if number in found] for number in range(len(part))]
     return results
 
@@ -126,7 +147,12 @@ def run_row(place, row: Row, folders: dict[str, str], truth: Truth) -> dict:
     """Differences from HF, and what must be equal on every rank."""
     from slime_like.megatron_backend.worker import TrainWorker
 
-    groups = {"parallel": row.parallel, "batch": row.batch, "loss": LOSS | row.loss, "rollout": {"rollout_temperature": TEMPERATURE}}
+    groups = {
+        "parallel": row.parallel,
+        "batch": row.batch,
+        "loss": LOSS | row.loss,
+        "rollout": {"rollout_temperature": TEMPERATURE},
+    }
     groups["optimizer"] = {"bf16": row.bf16}
     groups["checkpoint"] = {"ref_load": folders["reference of " + row.model], "load": folders[row.model]}
     config = make_config(folders[row.model], num_ranks=row.ranks, num_samples=10, **groups)
@@ -149,12 +175,17 @@ def run_row(place, row: Row, folders: dict[str, str], truth: Truth) -> dict:
         "log_probs": _furthest(log_probs, truth.log_probs),
         "log_probs_mean": float(np.mean(np.abs(np.concatenate(log_probs) - np.concatenate(truth.log_probs)))),
         "reference": _furthest(reference, truth.reference_log_probs),
-        "gradient": max((float(np.abs(gradients[name] - truth.gradients[name]).max() / largest) for name in gradients), default=0.0),
+        "gradient": max(
+            (float(np.abs(gradients[name] - truth.gradients[name]).max() / largest) for name in gradients), default=0.0
+        ),
         "gradient names": sorted(gradients),
         "all names": sorted(truth.gradients),
         "exported": max((float(np.abs(exported[name] - weights[name]).max()) for name in exported), default=0.0),
         "grad_norm": abs(grad_norm / truth.grad_norm - 1),
-        **{name: abs(metrics["train/" + name] / getattr(truth, field) - 1) for name, field in (("loss", "loss"), ("entropy", "entropy"), ("kl_loss", "kl"))},
+        **{
+            name: abs(metrics["train/" + name] / getattr(truth, field) - 1)
+            for name, field in (("loss", "loss"), ("entropy", "entropy"), ("kl_loss", "kl"))
+        },
         "engine": [metrics["train/logprob_abs_diff"], metrics["train/logprob_abs_diff_max"]],
         "same": [metrics, grad_norm, lone.metrics],
         "lone": lone.metrics,
@@ -168,10 +199,11 @@ def _furthest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 
 
 def whole_gradients(worker) -> dict[str, np.ndarray]:
-    """Gradients accumulated by forward_backward, summed over the ranks: whole, under HF names, of this rank's pipeline stage.
+    """Gradients accumulated by forward_backward, summed over the ranks: whole, under HF names, of this rank's pipeline
+    stage.
 
-    Collective, and to be followed by an optimizer step or by clearing. They take the weights' place and are exported like weights, so
-    what tensor and expert parallel ranks hold comes together as proven for weights.
+    Collective, and to be followed by an optimizer step or by clearing. They take the weights' place and are exported
+    like weights, so what tensor and expert parallel ranks hold comes together as proven for weights.
     """
     import torch
     from megatron.core.distributed import finalize_model_grads
@@ -192,7 +224,11 @@ def whole_gradients(worker) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
-        found = {name: tensor.float().numpy().copy() for name, tensor in worker.export(BASE) if not name.endswith(CHOOSING_BIAS)}
+        found = {
+            name: tensor.float().numpy().copy()
+            for name, tensor in worker.export(BASE)
+            if not name.endswith(CHOOSING_BIAS)
+        }
         for parameter, weights in zip(parameters, kept, strict=True):
             parameter.copy_(weights)
     return found

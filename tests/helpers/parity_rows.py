@@ -1,4 +1,6 @@
-"""Which rows the parity table has: every family under 16 or more layouts, packed and padded, and variants of single flags."""
+"""Which rows the parity table has: every family under 16 or more layouts, packed and padded, and variants of single
+flags.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,13 @@ EXPERT_LAYOUTS = {
     "cp2 dp2": (4, CP),
 }
 #: Model of a row -> how it is made: the family and what differs from its tiny model.
-LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 # With this base the slowest frequencies have wavelengths beyond 8192 positions, which is what llama3 scaling changes.
 LLAMA_ROPE["original_max_position_embeddings"] = 8192
 MODELS: dict[str, dict] = {family: {"family": family} for family in CONFIGS}
@@ -102,10 +110,26 @@ VARIANTS = [
     Row(DEEP, "pp2 interleaved, recompute selective", 2, INTERLEAVED | {"recompute_granularity": "selective"}),
     Row(DEEP, "pp2 interleaved", 2, INTERLEAVED, format="padded", batch=PADDED),
     Row(DEEP, "pp2 interleaved, cp2", 4, INTERLEAVED | CP),
-    Row(DEEP, "pp2 interleaved, dp2, gathered while computing", 4, INTERLEAVED | OVERLAP, batch={"micro_batch_size": 2}),
-    Row("qwen2 of 4 layers", "pp2 interleaved by layers", 2, PP | {"num_layers_per_virtual_pipeline_stage": 1}, batch={}),
-    Row("qwen2 of 4 layers", "pp2 interleaved, tp2 sp, recompute uniform", 4, INTERLEAVED | SP | FULL | {"recompute_method": "uniform"}),
-    Row("qwen3", "dp2, rows padded to 4", 2, {}, format="padded", batch={"qkv_format": "bshd", "micro_batch_size": 2, "data_pad_size_multiplier": 4}),
+    Row(
+        DEEP, "pp2 interleaved, dp2, gathered while computing", 4, INTERLEAVED | OVERLAP, batch={"micro_batch_size": 2}
+    ),
+    Row(
+        "qwen2 of 4 layers", "pp2 interleaved by layers", 2, PP | {"num_layers_per_virtual_pipeline_stage": 1}, batch={}
+    ),
+    Row(
+        "qwen2 of 4 layers",
+        "pp2 interleaved, tp2 sp, recompute uniform",
+        4,
+        INTERLEAVED | SP | FULL | {"recompute_method": "uniform"},
+    ),
+    Row(
+        "qwen3",
+        "dp2, rows padded to 4",
+        2,
+        {},
+        format="padded",
+        batch={"qkv_format": "bshd", "micro_batch_size": 2, "data_pad_size_multiplier": 4},
+    ),
     Row("qwen3", "tp2 dp2, gathered while computing", 4, TP | OVERLAP),
     Row("qwen3_moe, weights not divided", "one rank", 1, {}),
     Row("qwen3_moe, weights not divided", "ep2", 2, EP),
@@ -152,11 +176,16 @@ def is_quick(row: Row) -> bool:
     """Whether a row runs by default: the variants, and some layouts of each family; of bf16 those on one rank."""
     if row.model not in CONFIGS or row.layout not in layouts_of(row.model):
         return True
-    return row.layout in QUICK["experts" if has_experts(row.model) else "dense"][row.format] and (not row.bf16 or row.ranks == 1)
+    return row.layout in QUICK["experts" if has_experts(row.model) else "dense"][row.format] and (
+        not row.bf16 or row.ranks == 1
+    )
 
 
 def make_models(root: str, rows: list[Row]) -> dict[str, str]:
-    """model and "reference of " model -> HF folder, for the models of these rows; two layers where a row says nothing else."""
+    """model and "reference of " model -> HF folder, for the models of these rows.
+
+    Two layers where a row says nothing else.
+    """
     from tests.helpers.tiny_models import make_tiny_model
 
     folders = {}

@@ -1,4 +1,7 @@
-"""What can go wrong with weights: changes of a stream of tensors, put into a trainer rank or into files. All functions can be sent to a rank."""
+"""What can go wrong with weights: changes of a stream of tensors, put into a trainer rank or into files.
+
+All functions can be sent to a rank.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class Fault:
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.dim() == 2 and tensor.size(0) == tensor.size(1), "only a square matrix is taken by an engine when transposed"
+    assert tensor.dim() == 2 and tensor.size(0) == tensor.size(1), (
+        "only a square matrix is taken by an engine when transposed"
+    )
     return tensor.T.contiguous()
 
 
@@ -75,18 +80,27 @@ _ARMED = _Armed()
 
 
 def install(worker) -> None:
-    """Lead this rank's streams past the armed faults: where HF tensors are made, and between the receipt and the transport."""
+    """Lead this rank's streams past the armed faults: where HF tensors are made, and between the receipt and the
+    transport.
+    """
     from slime_like.megatron_backend.hf import names_and_shards as hf_convert
     from slime_like.sglang_backend.client import EngineClient
     from slime_like.weight_sync import sender
     from slime_like.weight_sync.session import EngineSide, version_directory
 
-    make, export, load, name = sender.make_publisher, hf_convert.export_hf, EngineSide.load, EngineClient.update_weight_version
+    make, export, load, name = (
+        sender.make_publisher,
+        hf_convert.export_hf,
+        EngineSide.load,
+        EngineClient.update_weight_version,
+    )
 
     def make_publisher(options):
         publisher = make(options)
         send = publisher.send
-        publisher.send = lambda tensors, *rest, **more: send(_ARMED.in_flight(tensors) if _ARMED.in_flight else tensors, *rest, **more)
+        publisher.send = lambda tensors, *rest, **more: send(
+            _ARMED.in_flight(tensors) if _ARMED.in_flight else tensors, *rest, **more
+        )
         return publisher
 
     def export_hf(stage, model):
@@ -116,7 +130,10 @@ def arm(worker, where: str, fault: Fault) -> None:
 
 
 def arm_on_disk(worker, fault: Fault | None, older: str) -> None:
-    """Put a fault into the folder before engines load it; None: its last byte is cut off. older: folder of another version."""
+    """Put a fault into the folder before engines load it; None: its last byte is cut off.
+
+    older: folder of another version.
+    """
     _ARMED.on_disk = truncate if fault is None else (lambda folder: change_files(folder, fault, older))
 
 

@@ -1,4 +1,5 @@
-"""Real trainer ranks (in Ray) and real engines of one and of two ranks, joined as a run joins them: for faults put into weight syncs.
+"""Real trainer ranks (in Ray) and real engines of one and of two ranks, joined as a run joins them: for faults put into
+weight syncs.
 
 Two trainer ranks gather together: tensor parallel with the dense model, expert parallel with the mixture of experts.
 """
@@ -39,7 +40,8 @@ from tests.helpers.train_world import make_config, make_samples
 #: Deadline of one sync; every fault has to be named within it.
 TIMEOUT_S = 30.0
 START_S = 180.0
-#: Family, its shape, and how two trainer ranks share it. As many key heads as query heads, so that q and k can be exchanged, and square.
+#: Family, its shape, and how two trainer ranks share it. As many key heads as query heads, so that q and k can be
+#: exchanged, and square.
 MODELS: dict[str, tuple[str, dict, dict]] = {
     "dense": ("qwen3", {"num_key_value_heads": 4, "head_dim": 12}, {"tensor_model_parallel_size": 2}),
     "moe": ("qwen3_moe", {"num_key_value_heads": 4, "head_dim": 12}, {"expert_model_parallel_size": 2}),
@@ -157,7 +159,9 @@ class SyncWorld:
     def each_rank(self, function: Callable, *args) -> list:
         """The same on both at once, as collectives need."""
         refs = {
-            f"trainer rank {rank}": actor.__ray_call__.remote(lambda actor, *given: function(actor._worker, *given), *args)
+            f"trainer rank {rank}": actor.__ray_call__.remote(
+                lambda actor, *given: function(actor._worker, *given), *args
+            )
             for rank, actor in enumerate(self.train.actors)
         }
         return Wait(TIMEOUT_S, whom="the trainer", phase="test").gather(refs)
@@ -182,7 +186,13 @@ class SyncWorld:
         run = types.SimpleNamespace(path=str(self.root))
         resolved = ResolvedRun(config=config, plan=self.trainers.plan, run=run, data=None, num_rollout=0)
         job = Job(resolved, trainer=self.train, engines=fleet, rollouts=self.sampling)
-        return Phases(job, self.metrics, console=None, trace=PhaseTrace(self.root / "trace.json"), weights=WeightsRef(version=self.version))
+        return Phases(
+            job,
+            self.metrics,
+            console=None,
+            trace=PhaseTrace(self.root / "trace.json"),
+            weights=WeightsRef(version=self.version),
+        )
 
     def sync(self, *tps: int, phases: Phases | None = None) -> SyncReceipt:
         """One sync of a run."""
@@ -221,7 +231,15 @@ def _forget_connection(worker) -> None:
 def launch(name: str, folder: str, root: Path, tp: int, label: str = "") -> Engine:
     """An engine that is starting."""
     log = str(root / f"engine-{name}-{tp}{label}.log")
-    spec = EngineSpec(index=tp, model_path=folder, tp_size=tp, dtype="float32", log_path=log, context_length=256, extra_flags={"skip_tokenizer_init": True})
+    spec = EngineSpec(
+        index=tp,
+        model_path=folder,
+        tp_size=tp,
+        dtype="float32",
+        log_path=log,
+        context_length=256,
+        extra_flags={"skip_tokenizer_init": True},
+    )
     return start_engine(spec)
 
 

@@ -9,7 +9,16 @@ import json
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4Config, Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 CONFIGS = {
     "llama": LlamaConfig,
@@ -22,32 +31,84 @@ CONFIGS = {
     "moonlight": DeepseekV3Config,
 }
 #: Four experts, two a token, whose weights are divided by their sum as in public checkpoints.
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 #: Experts of GLM-4.5 and DeepSeek-V3: behind one dense layer, two of eight a token, one shared.
-_SIGMOID_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1}
-_SIGMOID_EXPERTS |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0, "n_group": 1, "topk_group": 1}
-_LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 4}
+_SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_SIGMOID_EXPERTS |= {
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}
 #: Frequencies of all three kinds: left, between, stretched.
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8, "original_max_position_embeddings": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 64,
+}
 _YARN |= {"beta_fast": 4.0, "beta_slow": 1.0}
-#: What a family needs beside the common sizes. Moonlight: DeepSeek-V3 without compressed queries, yarn and groups, with two shared experts.
+#: What a family needs beside the common sizes. Moonlight: DeepSeek-V3 without compressed queries, yarn and groups, with
+#: two shared experts.
 _MORE: dict[str, dict] = {
     "qwen3_moe": EXPERTS,
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5, "pad_token_id": None},
     "glm4_moe": _SIGMOID_EXPERTS | {"attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": True},
-    "deepseek_v3": _SIGMOID_EXPERTS | _LATENT | {"q_lora_rank": 20, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
-    "moonlight": _SIGMOID_EXPERTS | _LATENT | {"q_lora_rank": None, "n_shared_experts": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.446},
+    "deepseek_v3": _SIGMOID_EXPERTS
+    | _LATENT
+    | {"q_lora_rank": 20, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
+    "moonlight": _SIGMOID_EXPERTS
+    | _LATENT
+    | {"q_lora_rank": None, "n_shared_experts": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.446},
 }
 VOCAB_SIZE = 101
 
 
-def make_tiny_model(folder: str, family: str, *, seed: int = 0, tied: bool = False, num_layers: int = 4, vocab_size: int = VOCAB_SIZE, **overrides) -> str:
+def make_tiny_model(
+    folder: str,
+    family: str,
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    num_layers: int = 4,
+    vocab_size: int = VOCAB_SIZE,
+    **overrides,
+) -> str:
     """Write config.json and model.safetensors of a random fp32 model into `folder`; returns the folder.
 
-    family: one of CONFIGS. Norms and biases, and routers' biases for choosing, are random too, so that a forgotten one shows.
+    family: one of CONFIGS. Norms and biases, and routers' biases for choosing, are random too, so that a forgotten one
+    shows.
     """
     sizes = {"vocab_size": vocab_size, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": num_layers}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+    }
     if family not in ("qwen2", "deepseek_v3", "moonlight"):  # these have no head_dim of their own
         sizes["head_dim"] = 16
     config = CONFIGS[family](**(sizes | _MORE.get(family, {}) | overrides))

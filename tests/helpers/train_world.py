@@ -27,16 +27,24 @@ from slime_like.utils.net import port_is_free
 from slime_like.weight_sync.session import PublishOrder
 
 
-def make_config(hf_checkpoint: str, *, num_ranks: int = 1, num_samples: int = 8, num_steps: int = 1, **groups) -> RunConfig:
-    """A RunConfig for a tiny model; `groups` are keyword dicts that change a group: parallel={"tensor_model_parallel_size": 2}."""
-    options = {name: dict(groups.get(name, {})) for name in ("parallel", "checkpoint", "batch", "loss", "optimizer", "rollout")}
+def make_config(
+    hf_checkpoint: str, *, num_ranks: int = 1, num_samples: int = 8, num_steps: int = 1, **groups
+) -> RunConfig:
+    """A RunConfig for a tiny model; `groups` are keyword dicts that change a group:
+    parallel={"tensor_model_parallel_size": 2}.
+    """
+    options = {
+        name: dict(groups.get(name, {})) for name in ("parallel", "checkpoint", "batch", "loss", "optimizer", "rollout")
+    }
     return RunConfig(
         placement=PlacementConfig(actor_num_gpus_per_node=num_ranks),
         model=model_from_hf(read_hf_config(hf_checkpoint), ModelConfig()),
         parallel=ParallelConfig(**{"distributed_timeout_minutes": 1} | options["parallel"]),
         checkpoint=CheckpointConfig(**{"hf_checkpoint": hf_checkpoint} | options["checkpoint"]),
         data=DataConfig(num_rollout=10),
-        rollout=RolloutConfig(**{"rollout_batch_size": num_samples // 2, "n_samples_per_prompt": 2} | options["rollout"]),
+        rollout=RolloutConfig(
+            **{"rollout_batch_size": num_samples // 2, "n_samples_per_prompt": 2} | options["rollout"]
+        ),
         batch=BatchConfig(**{"num_steps_per_rollout": num_steps} | options["batch"]),
         loss=LossConfig(**options["loss"]),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.0, "bf16": False} | options["optimizer"]),
@@ -45,7 +53,9 @@ def make_config(hf_checkpoint: str, *, num_ranks: int = 1, num_samples: int = 8,
 
 def disk_order(folder: str, version: int) -> PublishOrder:
     """A sync to a folder, which no engine loads."""
-    return PublishOrder(weights=WeightsRef(version=version), endpoints=(), transport="disk", timeout_s=60.0, directory=folder)
+    return PublishOrder(
+        weights=WeightsRef(version=version), endpoints=(), transport="disk", timeout_s=60.0, directory=folder
+    )
 
 
 def make_samples(num_samples: int = 8, *, vocab_size: int = 101, seed: int = 0) -> list[TrainSample]:
@@ -88,7 +98,10 @@ def recipe_of(worker):
 
 
 def add_gradients(worker, samples) -> dict[str, float]:
-    """One train step's gradients as the policy's recipe takes them, and their metrics; the optimizer is not asked to step."""
+    """One train step's gradients as the policy's recipe takes them, and their metrics.
+
+    The optimizer is not asked to step.
+    """
     from slime_like.megatron_backend.step.loss_spec import LossSpec
 
     (batch,) = recipe_of(worker).ready([samples])
@@ -101,7 +114,9 @@ def optimizer_step(worker) -> dict[str, float]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports below the range that outgoing connections use, so that nobody is given one by chance before we listen."""
+    """Different ports below the range that outgoing connections use, so that nobody is given one by chance before we
+    listen.
+    """
     candidates = random.SystemRandom().sample(range(20_000, 32_000), min(50 * count, 12_000))
     return list(itertools.islice((port for port in candidates if port_is_free("127.0.0.1", port)), count))
 
@@ -109,11 +124,13 @@ def free_ports(count: int) -> list[int]:
 def run_ranks(function, num_ranks: int, *args, timeout_s: float = 120.0) -> list:
     """[function(place, *args) of each rank], where place holds TrainWorker's keyword arguments. One process per rank.
 
-    Raises RuntimeError with a rank's traceback, or TimeoutError naming the ranks that did not answer; no process is left behind.
+    Raises RuntimeError with a rank's traceback, or TimeoutError naming the ranks that did not answer; no process is
+    left behind.
     """
     import torch.multiprocessing as processes
 
-    # One process imports everything, once for all tests, and forks the ranks: torch, megatron and transformers take seconds.
+    # One process imports everything, once for all tests, and forks the ranks: torch, megatron and transformers take
+    # seconds.
     context = processes.get_context("forkserver")
     context.set_forkserver_preload(["slime_like.megatron_backend.worker", "transformers.models.auto.modeling_auto"])
     answers = context.Queue()
@@ -121,7 +138,13 @@ def run_ranks(function, num_ranks: int, *args, timeout_s: float = 120.0) -> list
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     world = []
     for rank in range(num_ranks):
-        place = {"rank": rank, "world_size": num_ranks, "local_rank": rank, "master_address": "127.0.0.1", "master_port": port}
+        place = {
+            "rank": rank,
+            "world_size": num_ranks,
+            "local_rank": rank,
+            "master_address": "127.0.0.1",
+            "master_port": port,
+        }
         world.append(context.Process(target=_answer, args=(function, place, args, answers), daemon=True))
     for process in world:
         process.start()
@@ -136,7 +159,9 @@ def run_ranks(function, num_ranks: int, *args, timeout_s: float = 120.0) -> list
                 if dead:
                     raise RuntimeError(f"ranks {dead} died with {[world[r].exitcode for r in dead]}") from None
                 if time.monotonic() > end:
-                    raise TimeoutError(f"ranks {sorted(set(range(num_ranks)) - set(results))} did not answer within {timeout_s} s") from None
+                    raise TimeoutError(
+                        f"ranks {sorted(set(range(num_ranks)) - set(results))} did not answer within {timeout_s} s"
+                    ) from None
                 continue
             if error:
                 raise RuntimeError(f"rank {rank}:\n{error}")

@@ -1,4 +1,6 @@
-"""Functions for --custom-weight-transform-path, good and bad, that trainer ranks in processes of their own can import."""
+"""Functions for --custom-weight-transform-path, good and bad, that trainer ranks in processes of
+their own can import.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import torch
 
 
 def norms_in_two_parts(args, name, tensor):
-    """Norms become two tensors (rounded to bf16, and what is then missing), keys of attention become none, the others pass."""
+    """Norms become two tensors (rounded to bf16, and what is then missing), keys of attention become none, the others
+    pass.
+    """
     if name.endswith("norm.weight"):
         rounded = tensor.to(torch.bfloat16)
         yield name, rounded

@@ -11,7 +11,10 @@ from tests.helpers.fault_table import ROWS, as_text
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The worlds of test_fault_table.py are costly: all tests of one model, then all of the next."""
     places = [number for number, item in enumerate(items) if item.path.name == "test_fault_table.py"]
-    ordered = sorted((items[number] for number in places), key=lambda item: item.callspec.params["model"] if hasattr(item, "callspec") else "~")
+    ordered = sorted(
+        (items[number] for number in places),
+        key=lambda item: item.callspec.params["model"] if hasattr(item, "callspec") else "~",
+    )
     for number, item in zip(places, ordered, strict=True):
         items[number] = item
 

@@ -1,5 +1,8 @@
-"""Every estimator, loss, mask and mean in a real trainer: loss and gradient norm are those of loops over tokens on top of HF and autograd."""
-# Covers slime_like.megatron_backend.step.advantages and slime_like.megatron_backend.step.objective too, which it does not import itself.
+"""Every estimator, loss, mask and mean in a real trainer: loss and gradient norm are those of loops over tokens on top
+of HF and autograd.
+"""
+# Covers slime_like.megatron_backend.step.advantages and slime_like.megatron_backend.step.objective too, which it does
+# not import itself.
 
 import dataclasses
 import math
@@ -28,24 +31,55 @@ HERE = "tests.multiprocess.test_algorithms"
 ENGINE = {"use_rollout_logprobs": True, "eps_clip": 0.2, "eps_clip_high": 0.4}
 REJECTION = {"tis_reject_level": "geometric", "tis_reject_low": 0.8, "tis_reject_high": 1.25}
 CASES = {
-    "reinforce++": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1, "normalize_advantages": True},
-    "reinforce++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, "normalize_advantages": True},
+    "reinforce++": {
+        "advantage_estimator": "reinforce_plus_plus",
+        "gamma": 0.9,
+        "kl_coef": 0.1,
+        "normalize_advantages": True,
+    },
+    "reinforce++ baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "kl_coef": 0.1,
+        "normalize_advantages": True,
+    },
     "grpo, whitened": {"normalize_advantages": True},
     "distillation": {"use_opd": True, "opd_kl_coef": 0.5},
-    "distillation, whitened": {"use_opd": True, "opd_kl_coef": 2.0, "normalize_advantages": True, "advantage_estimator": "cispo"},
+    "distillation, whitened": {
+        "use_opd": True,
+        "opd_kl_coef": 2.0,
+        "normalize_advantages": True,
+        "advantage_estimator": "cispo",
+    },
     "plain policy gradient": {"policy_loss": "reinforce"},
     "ratio to the engine": ENGINE | {"get_mismatch_metrics": True, "tis_clip_low": 0.5},
     "ratio to the engine, gspo": ENGINE | {"advantage_estimator": "gspo"},
     "clip-cov": ENGINE | {"policy_loss": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.5},
     "sequence masking": {"use_opsm": True, "opsm_delta": 0.1},
-    "sequence masking, gspo, token advantages": ENGINE | {"policy_loss": "gspo", "use_opsm": True, "opsm_delta": 0.1, "use_opd": True, "opd_kl_coef": 0.5},
+    "sequence masking, gspo, token advantages": ENGINE
+    | {"policy_loss": "gspo", "use_opsm": True, "opsm_delta": 0.1, "use_opd": True, "opd_kl_coef": 0.5},
     "tis, sequence": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.5, "tis_clip_low": 0.5},
-    "tis, geometric mask": {"use_tis": True, "tis_level": "geometric", "tis_mode": "mask", "tis_clip": 1.5, "tis_clip_low": 0.7},
+    "tis, geometric mask": {
+        "use_tis": True,
+        "tis_level": "geometric",
+        "tis_mode": "mask",
+        "tis_clip": 1.5,
+        "tis_clip_low": 0.7,
+    },
     "icepop": {"use_tis": True, "tis_mode": "mask", "tis_clip": 2.0, "tis_clip_low": 0.5} | REJECTION,
     "unbiased kl": ENGINE | {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.1, "use_unbiased_kl": True},
-    "constant, sapo": {"loss_reduction": "constant", "loss_divisor": 16, "policy_loss": "sapo", "use_rollout_logprobs": True},
+    "constant, sapo": {
+        "loss_reduction": "constant",
+        "loss_divisor": 16,
+        "policy_loss": "sapo",
+        "use_rollout_logprobs": True,
+    },
     "rollout, gmpo": ENGINE | {"loss_reduction": "rollout", "policy_loss": "gmpo", "entropy_coef": 0.01},
-    "token, kl-cov": {"loss_reduction": "token", "policy_loss": "kl_cov", "kl_cov_ratio": 0.2, "use_rollout_logprobs": True},
+    "token, kl-cov": {
+        "loss_reduction": "token",
+        "policy_loss": "kl_cov",
+        "kl_cov_ratio": 0.2,
+        "use_rollout_logprobs": True,
+    },
     "own correction": {"use_tis": True, "custom_tis_function_path": f"{HERE}.halved_where_the_engine_is_surer"},
     "own policy loss and mean": {
         "custom_policy_loss_function_path": f"{HERE}.squashed",
@@ -81,7 +115,9 @@ def squashed(args, batch):
 
 def squared(args, batch, reduce):
     """A user's loss: the advantage-weighted square of the log-prob, and the distance to the reference."""
-    loss = reduce(batch.advantages * batch.log_probs**2) + args.eps_clip * reduce(batch.log_probs - batch.reference_log_probs)
+    loss = reduce(batch.advantages * batch.log_probs**2) + args.eps_clip * reduce(
+        batch.log_probs - batch.reference_log_probs
+    )
     return loss, {"square": reduce(batch.log_probs.detach() ** 2)}
 
 
@@ -98,7 +134,10 @@ def worker_of(place, port, ranks, folders, **options):
     from slime_like.megatron_backend.worker import TrainWorker
 
     options["checkpoint"] = {"ref_load": folders["reference"], "load": folders["actor"]} | options.get("checkpoint", {})
-    worker = TrainWorker(make_config(folders["actor"], num_ranks=ranks, **options), **(place | {"world_size": ranks, "master_port": port}))
+    worker = TrainWorker(
+        make_config(folders["actor"], num_ranks=ranks, **options),
+        **(place | {"world_size": ranks, "master_port": port}),
+    )
     worker.start()
     return worker
 
@@ -126,18 +165,25 @@ def in_world(place, folders, ports, saves):
         options = {"optimizer": {"lr": 0.0, "clip_grad": 0.0}, "loss": everything, "parallel": parallel, "batch": batch}
         worker = worker_of(place, port, ranks, folders, **options)
         for name, loss in CASES.items():
-            with_loss(worker, LossConfig(**({"opd_teacher_load": folders["teacher"]} if loss.get("use_opd") else {}), **loss))
+            with_loss(
+                worker, LossConfig(**({"opd_teacher_load": folders["teacher"]} if loss.get("use_opd") else {}), **loss)
+            )
             found[layout, name] = recipe_of(worker).train(0, samples).metrics
         found[layout, "kl"] = recipe_of(worker).kl_to_reference(samples)
         found[layout, "teacher"] = recipe_of(worker).log_probs(samples, weights=TEACHER)
         worker.close()
     port, again = ports.pop(0), ports.pop(0)
-    moving = {"loss": {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}, "parallel": {"tensor_model_parallel_size": 2}}
+    moving = {
+        "loss": {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2},
+        "parallel": {"tensor_model_parallel_size": 2},
+    }
     worker = worker_of(place, port, 2, folders, checkpoint={"save": saves, "load": saves}, **moving)
     found["moving"] = []
     for step in range(3):
         recipe_of(worker).train(step, samples)
-        found["moving"].append((recipe_of(worker).log_probs(samples, weights=REFERENCE), recipe_of(worker).log_probs(samples)))
+        found["moving"].append(
+            (recipe_of(worker).log_probs(samples, weights=REFERENCE), recipe_of(worker).log_probs(samples))
+        )
         if step == 1:
             recipe_of(worker).save(2, {})
     worker.close()
@@ -165,7 +211,9 @@ def second_step(place, port, folders, samples, reset):
 
 
 def taken_weights(place, ports, folders, samples, saves):
-    """Log-probs of a policy that moved, and of a reference in processes of its own before and after it took the policy's weights."""
+    """Log-probs of a policy that moved, and of a reference in processes of its own before and after it took the
+    policy's weights.
+    """
     from slime_like.megatron_backend.worker import TrainWorker
 
     worker = worker_of(place, ports.pop(0), 1, folders)
@@ -173,7 +221,9 @@ def taken_weights(place, ports, folders, samples, saves):
     moved = recipe_of(worker).log_probs(samples)
     recipe_of(worker).save_hf(f"{saves}/reference")
     worker.close()
-    config = dataclasses.replace(worker.config, role="ref", checkpoint=dataclasses.replace(worker.config.checkpoint, load=None))
+    config = dataclasses.replace(
+        worker.config, role="ref", checkpoint=dataclasses.replace(worker.config.checkpoint, load=None)
+    )
     reference = TrainWorker(config, **(place | {"world_size": 1, "master_port": ports.pop(0)}))
     reference.start()
     first = recipe_of(reference).log_probs(samples)
@@ -186,12 +236,17 @@ def taken_weights(place, ports, folders, samples, saves):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {name: make_tiny_model(str(root / name), "qwen2", tied=True, seed=seed) for seed, name in enumerate(("actor", "reference", "teacher"))}
+    return {
+        name: make_tiny_model(str(root / name), "qwen2", tied=True, seed=seed)
+        for seed, name in enumerate(("actor", "reference", "teacher"))
+    }
 
 
 @pytest.fixture(scope="module")
 def outcomes(folders, tmp_path_factory):
-    return run_ranks(in_world, 2, folders, free_ports(len(LAYOUTS) + 6), str(tmp_path_factory.mktemp("saves")), timeout_s=240)
+    return run_ranks(
+        in_world, 2, folders, free_ports(len(LAYOUTS) + 6), str(tmp_path_factory.mktemp("saves")), timeout_s=240
+    )
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +255,14 @@ def truth(folders):
     model = load_model(folders["actor"])
     scored = [score(model, s.tokens, 1.0) for s in samples]
     with torch.no_grad():
-        others = [[[0.0, *score(load_model(folders[name]), s.tokens, 1.0)[0].tolist()] for s in samples] for name in ("reference", "teacher")]
+        others = [
+            [[0.0, *score(load_model(folders[name]), s.tokens, 1.0)[0].tolist()] for s in samples]
+            for name in ("reference", "teacher")
+        ]
     pad = torch.zeros(1)
-    return Truth(model, samples, [torch.cat([pad, lp]) for lp, _ in scored], [torch.cat([pad, e]) for _, e in scored], *others)
+    return Truth(
+        model, samples, [torch.cat([pad, lp]) for lp, _ in scored], [torch.cat([pad, e]) for _, e in scored], *others
+    )
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +289,23 @@ def test_loss_and_gradient_norm_are_those_of_the_loops(outcomes, expected, layou
 
 
 def test_what_a_case_is_about_is_reported(outcomes):
-    about = {"sequence masking": "train/opsm_masked_ratio", "icepop": "train/tis_clip_ratio", "distillation": "train/opd_kl", "own correction": "train/halved"}
-    about |= {"clip-cov": "train/picked_ratio", "token, kl-cov": "train/picked_ratio", "own policy loss and mean": "train/tanh"}
-    about |= {"tis, sequence": "train/tis_clip_ratio", "tis, geometric mask": "train/tis", "own loss": "train/square", "unbiased kl": "train/kl_loss"}
+    about = {
+        "sequence masking": "train/opsm_masked_ratio",
+        "icepop": "train/tis_clip_ratio",
+        "distillation": "train/opd_kl",
+        "own correction": "train/halved",
+    }
+    about |= {
+        "clip-cov": "train/picked_ratio",
+        "token, kl-cov": "train/picked_ratio",
+        "own policy loss and mean": "train/tanh",
+    }
+    about |= {
+        "tis, sequence": "train/tis_clip_ratio",
+        "tis, geometric mask": "train/tis",
+        "own loss": "train/square",
+        "unbiased kl": "train/kl_loss",
+    }
     for case, name in about.items():
         assert outcomes[0]["one rank", case][name] != 0, case
     for case in ("sequence masking", "icepop", "tis, sequence", "own correction", "clip-cov", "token, kl-cov"):
@@ -270,7 +344,10 @@ def apart(rows, others):
 
 
 def test_the_reference_follows_at_its_interval(outcomes, truth):
-    """Interval 2: after rollout 0 it is --ref-load, after 1 the policy, after 2 the policy of then; resuming finds it again."""
+    """Interval 2: after rollout 0 it is --ref-load, after 1 the policy, after 2 the policy of then.
+
+    Resuming finds it again.
+    """
     first, second, third = outcomes[0]["moving"]
     np.testing.assert_allclose(first[0][0], truth.reference[0], atol=1e-5, rtol=0)
     assert apart(second[0], second[1]) == 0

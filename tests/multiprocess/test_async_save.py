@@ -1,4 +1,6 @@
-"""Checkpoints written while training goes on, chosen by number, and read in another layout: what is loaded is what was saved, or nothing."""
+"""Checkpoints written while training goes on, chosen by number, and read in another layout: what is loaded is what was
+saved, or nothing.
+"""
 # Covers slime_like.megatron_backend.checkpoint.async_save too, which it does not import itself.
 
 import contextlib
@@ -71,7 +73,9 @@ def full_disk(place):
 def weights_of(worker):
     from slime_like.megatron_backend.hf.names_and_shards import joins_export
 
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in worker.export(BASE)} if joins_export() else {}
+    return (
+        {name: tensor.detach().float().numpy().copy() for name, tensor in worker.export(BASE)} if joins_export() else {}
+    )
 
 
 def latest_name(saves):
@@ -81,7 +85,10 @@ def latest_name(saves):
 
 
 def save_while_training(place, ports, folder, saves, **options):
-    """Save after rollouts 0 and 1, the second time while rollout 2 is trained on; what a continuation must find, and what was seen meanwhile."""
+    """Save after rollouts 0 and 1, the second time while rollout 2 is trained on.
+
+    What a continuation must find, and what was seen meanwhile.
+    """
     found: dict = {}
     worker, _ = start(place, ports, folder, save=saves, async_save=True, **options)
     recipe_of(worker).train(0, ROLLOUTS[0])
@@ -172,7 +179,9 @@ def in_world(place, folder, experts, root, ports):
     found["straight"] = save_while_training(place, ports, folder, saves)
     found["data"] = continued(place, ports, folder, load=saves)
     found["tensor"] = continued(place, ports, folder, load=saves, parallel=TENSOR)
-    found["replicated straight"] = save_while_training(place, ports, folder, replicated, parallel=REPLICATED, optimizer=HALF)
+    found["replicated straight"] = save_while_training(
+        place, ports, folder, replicated, parallel=REPLICATED, optimizer=HALF
+    )
     found["replicated"] = continued(place, ports, folder, load=replicated, parallel=REPLICATED, optimizer=HALF)
     found["unsafe straight"], found["unsafe"] = with_unsafe_shards(place, ports, folder, root)
 
@@ -224,7 +233,8 @@ def test_a_checkpoint_counts_only_when_it_is_whole(world, run):
 
 @pytest.mark.parametrize(("resumed", "straight"), [("data", "straight"), ("replicated", "replicated straight")])
 def test_what_was_saved_is_the_moment_of_the_save(world, resumed, straight):
-    # Training went on while the file was written: had it been written from the live tensors, the first resumed step would differ.
+    # Training went on while the file was written: had it been written from the live tensors, the first resumed step
+    # would differ.
     begun = world[resumed]["start"]
     assert (begun["num_rollouts_done"], begun["client_state"]) == (2, {"position": 2})
     assert world[resumed]["metrics"] == world[straight]["metrics"]
@@ -236,8 +246,8 @@ def test_another_layout_goes_on_with_the_same_weights(world):
 
 
 def test_the_comparison_notices_the_shards_that_megatron_gets_wrong(world):
-    # dp_reshardable without transformer-engine (Megatron 0.16.1) loses optimizer state even under the same layout, and in bf16 says nothing.
-    # With the shards that are used, bf16 goes on exactly: tests/multiprocess/test_checkpoint.py.
+    # dp_reshardable without transformer-engine (Megatron 0.16.1) loses optimizer state even under the same layout, and
+    # in bf16 says nothing. With the shards that are used, bf16 goes on exactly: tests/multiprocess/test_checkpoint.py.
     assert world["unsafe"]["metrics"][0]["train/loss"] == world["unsafe straight"]["metrics"][0]["train/loss"]
     assert furthest(world["unsafe"]["weights"], world["unsafe straight"]["weights"]) > 1e-3
 
@@ -259,7 +269,10 @@ def test_a_crash_while_writing_leaves_the_one_before(world):
 def test_a_failed_write_ends_every_rank_by_name(world):
     for found in (world, world["second"]):
         message = found["failures"]["full disk"]
-        assert "iter_0000003 could not be written by 1 of 2 ranks" in message and "rank 1: OSError: [Errno 28] No space left on device" in message
+        assert (
+            "iter_0000003 could not be written by 1 of 2 ranks" in message
+            and "rank 1: OSError: [Errno 28] No space left on device" in message
+        )
     assert world["failures"]["latest after the failure"] == "iter_0000002"
     assert world["failures"]["latest after another try"] == "iter_0000003"
 

@@ -1,5 +1,6 @@
 """Saving, resuming and exporting: nothing that a later step depends on is lost, under the same layout or another."""
-# Covers slime_like.megatron_backend.checkpoint.state and slime_like.megatron_backend.hf.save too, which it does not import itself.
+# Covers slime_like.megatron_backend.checkpoint.state and slime_like.megatron_backend.hf.save too, which it does not
+# import itself.
 
 import json
 import os
@@ -15,7 +16,11 @@ from tests.helpers.train_world import free_ports, make_config, make_samples, rec
 
 pytestmark = pytest.mark.multiprocess
 
-TENSOR, PIPELINE, DATA = {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}, {}
+TENSOR, PIPELINE, DATA = (
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"pipeline_model_parallel_size": 2},
+    {},
+)
 ROLLOUTS = [make_samples(8, seed=seed) for seed in range(4)]
 SCHEDULE = {"lr": 5e-3, "lr_decay_style": "linear", "lr_warmup_iters": 2}
 CLIENT_STATE = {"data": {"position": 16, "epoch": 1}, "weight_version": 2}
@@ -25,7 +30,14 @@ def start(place, ports, folder, *, parallel, optimizer=None, **checkpoint):
     from slime_like.megatron_backend.worker import TrainWorker
 
     # Two train steps a rollout, so that old log-probs are computed before the first.
-    config = make_config(folder, num_ranks=2, num_steps=2, parallel=parallel, optimizer=SCHEDULE | (optimizer or {}), checkpoint=checkpoint)
+    config = make_config(
+        folder,
+        num_ranks=2,
+        num_steps=2,
+        parallel=parallel,
+        optimizer=SCHEDULE | (optimizer or {}),
+        checkpoint=checkpoint,
+    )
     worker = TrainWorker(config, **(place | {"master_port": ports.pop(0)}))
     return worker, worker.start()
 
@@ -77,7 +89,9 @@ def in_world(place, folder, root, ports):
         worker.close()
 
     small = os.path.join(root, "small")
-    worker, _ = start(place, ports, folder, parallel=DATA, load=os.path.join(root, "hf"), save=small, no_save_optim=True)
+    worker, _ = start(
+        place, ports, folder, parallel=DATA, load=os.path.join(root, "hf"), save=small, no_save_optim=True
+    )
     found["from hf log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     recipe_of(worker).save(1, {})
     worker.close()
@@ -88,11 +102,18 @@ def in_world(place, folder, root, ports):
     torn = os.path.join(root, "torn")
     if place["rank"] == 0:
         shutil.copytree(saves, torn)
-        shard = max((e for e in os.scandir(os.path.join(torn, "iter_0000002")) if e.name.endswith(".distcp")), key=lambda e: e.stat().st_size)
+        shard = max(
+            (e for e in os.scandir(os.path.join(torn, "iter_0000002")) if e.name.endswith(".distcp")),
+            key=lambda e: e.stat().st_size,
+        )
         os.truncate(shard.path, shard.stat().st_size - 1)
         found["torn file"] = shard.path
     other = os.path.join(root, "other")
-    for name, model, load in (("torn", folder, torn), ("lacks optimizer", folder, small), ("other architecture", other, saves)):
+    for name, model, load in (
+        ("torn", folder, torn),
+        ("lacks optimizer", folder, small),
+        ("other architecture", other, saves),
+    ):
         try:
             worker, _ = start(place, ports, model, parallel=TENSOR, load=load)
         except CheckpointError as error:
@@ -187,7 +208,10 @@ def test_tracker_and_folder_bear_megatrons_names(world):
     assert world["path"].endswith("saves/iter_0000002")
     with open(os.path.join(world["root"], "saves", "latest_checkpointed_iteration.txt"), encoding="utf-8") as file:
         assert file.read() == "2"
-    assert sorted(os.listdir(os.path.join(world["root"], "saves"))) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert sorted(os.listdir(os.path.join(world["root"], "saves"))) == [
+        "iter_0000002",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_saved_hf_folder_is_what_transformers_loads(world):

@@ -1,4 +1,6 @@
-"""Context parallelism: ranks that share sequences give the numbers of one rank under every loss (test_parity.py has those of HF)."""
+"""Context parallelism: ranks that share sequences give the numbers of one rank under every loss (test_parity.py has
+those of HF).
+"""
 
 import dataclasses
 
@@ -34,9 +36,16 @@ class Case:
 
 #: Each loss on one rank, then under context parallelism. Two train steps, so that the ratio is not 1 in the second.
 LOSSES = {"gspo": GSPO, "tis": TIS, "per token": {"calculate_per_token_loss": True, "entropy_coef": ENTROPY_COEF}}
-LAYOUTS = {"one rank": (1, {}), "cp2": (2, CP), "cp2 dp2": (4, CP), "cp2 tp2 sp": (4, CP | {"tensor_model_parallel_size": 2, "sequence_parallel": True})}
+LAYOUTS = {
+    "one rank": (1, {}),
+    "cp2": (2, CP),
+    "cp2 dp2": (4, CP),
+    "cp2 tp2 sp": (4, CP | {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
 AGAINST_ONE_RANK = [
-    Case(f"{loss}: {layout}", ranks, parallel, loss=flags, num_steps=2) for loss, flags in LOSSES.items() for layout, (ranks, parallel) in LAYOUTS.items()
+    Case(f"{loss}: {layout}", ranks, parallel, loss=flags, num_steps=2)
+    for loss, flags in LOSSES.items()
+    for layout, (ranks, parallel) in LAYOUTS.items()
 ]
 
 
@@ -49,16 +58,29 @@ def run_cases(place, cases, folders, ports):
         if place["rank"] >= case.ranks:
             results.append(None)
             continue
-        groups = {"parallel": case.parallel, "batch": case.batch, "loss": case.loss, "rollout": {"rollout_temperature": TEMPERATURE}}
+        groups = {
+            "parallel": case.parallel,
+            "batch": case.batch,
+            "loss": case.loss,
+            "rollout": {"rollout_temperature": TEMPERATURE},
+        }
         checkpoint = {"load": folders[case.model]}
-        config = make_config(folders[case.model], num_ranks=case.ranks, num_samples=10, num_steps=case.num_steps, checkpoint=checkpoint, **groups)
+        config = make_config(
+            folders[case.model],
+            num_ranks=case.ranks,
+            num_samples=10,
+            num_steps=case.num_steps,
+            checkpoint=checkpoint,
+            **groups,
+        )
         worker = TrainWorker(config, **(place | {"world_size": case.ranks, "master_port": port}))
         worker.start()
         samples = ragged_batch()
         result = {"log_probs": recipe_of(worker).log_probs(samples)}
         result["report"] = recipe_of(worker).train(0, samples)
         result["after"] = recipe_of(worker).log_probs(samples)
-        result["lone"] = recipe_of(worker).train(1, samples[-2:])  # fewer samples than data parallel ranks, in each of two steps
+        # fewer samples than data parallel ranks, in each of two steps
+        result["lone"] = recipe_of(worker).train(1, samples[-2:])
         worker.close()
         results.append(result)
     return results
@@ -94,7 +116,10 @@ def test_every_rank_reports_the_same(outcomes, name):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_equal_those_of_one_rank(outcomes, loss, layout):
     """rel 1e-3: the second of the two steps starts from weights that Adam's division left some 1e-4 apart."""
-    ours, theirs = outcomes[f"{loss}: {layout}"][0]["report"].metrics, outcomes[f"{loss}: one rank"][0]["report"].metrics
+    ours, theirs = (
+        outcomes[f"{loss}: {layout}"][0]["report"].metrics,
+        outcomes[f"{loss}: one rank"][0]["report"].metrics,
+    )
     assert set(ours) == set(theirs)
     for name in set(theirs) - {"train/clip_ratio", "train/tis_clip_ratio"}:
         assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
@@ -104,7 +129,9 @@ def test_losses_equal_those_of_one_rank(outcomes, loss, layout):
 
 
 def sync_and_save(place, folder, root, ports):
-    """Under two context parallel ranks: digest of a publish to disk, and a checkpoint with what one more step on it reports."""
+    """Under two context parallel ranks: digest of a publish to disk, and a checkpoint with what one more step on it
+    reports.
+    """
     from slime_like.megatron_backend.worker import TrainWorker
 
     found = {}
@@ -113,17 +140,39 @@ def sync_and_save(place, folder, root, ports):
         if place["rank"] >= ranks:
             continue
         checkpoint = {"save": f"{root}/saved", "load": folder if name == "two" else f"{root}/saved"}
-        config = make_config(folder, num_ranks=ranks, num_samples=10, parallel=parallel, batch=DYNAMIC, checkpoint=checkpoint, optimizer={"lr": 1e-3})
-        sync = SyncConfig(update_weight_transport="disk", update_weight_disk_dir=f"{root}/weights-{name}", update_weight_buffer_size=10_000)
-        worker = TrainWorker(dataclasses.replace(config, sync=sync), **(place | {"world_size": ranks, "master_port": port}))
+        config = make_config(
+            folder,
+            num_ranks=ranks,
+            num_samples=10,
+            parallel=parallel,
+            batch=DYNAMIC,
+            checkpoint=checkpoint,
+            optimizer={"lr": 1e-3},
+        )
+        sync = SyncConfig(
+            update_weight_transport="disk",
+            update_weight_disk_dir=f"{root}/weights-{name}",
+            update_weight_buffer_size=10_000,
+        )
+        worker = TrainWorker(
+            dataclasses.replace(config, sync=sync), **(place | {"world_size": ranks, "master_port": port})
+        )
         resumed = worker.start()
         samples = ragged_batch()
         if name == "two":
             found["start digest"] = worker.publish(disk_order(sync.update_weight_disk_dir, 1)).digest
             recipe_of(worker).train(0, samples)
             recipe_of(worker).save(1, {"data": 3})
-        digest, log_probs = worker.publish(disk_order(sync.update_weight_disk_dir, 2)).digest, recipe_of(worker).log_probs(samples)
-        found[name] = {"resumed": resumed, "digest": digest, "log_probs": log_probs, "next": recipe_of(worker).train(1, samples).metrics}
+        digest, log_probs = (
+            worker.publish(disk_order(sync.update_weight_disk_dir, 2)).digest,
+            recipe_of(worker).log_probs(samples),
+        )
+        found[name] = {
+            "resumed": resumed,
+            "digest": digest,
+            "log_probs": log_probs,
+            "next": recipe_of(worker).train(1, samples).metrics,
+        }
         worker.close()
     return found
 

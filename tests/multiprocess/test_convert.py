@@ -1,4 +1,6 @@
-"""Conversion between HF folders and Megatron checkpoints: every bit comes back, whichever processes held what on the way."""
+"""Conversion between HF folders and Megatron checkpoints: every bit comes back, whichever processes held what on the
+way.
+"""
 
 import json
 import os
@@ -19,7 +21,13 @@ pytestmark = pytest.mark.multiprocess
 CASES = {
     "tied, one process, then tp2": ("qwen3", True, False, {}, {"tensor_model_parallel_size": 2}),
     "untied bf16, pp2, then one process": ("qwen2", False, True, {"pipeline_model_parallel_size": 2}, {}),
-    "experts, ep2, then pp2": ("qwen3_moe", False, False, {"expert_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}),
+    "experts, ep2, then pp2": (
+        "qwen3_moe",
+        False,
+        False,
+        {"expert_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+    ),
 }
 
 
@@ -27,7 +35,9 @@ def make_source(folder, family, *, tied, bf16):
     make_tiny_model(folder, family, tied=tied, num_layers=2)
     if bf16:
         path = os.path.join(folder, "model.safetensors")
-        save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"}
+        )
     with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
         file.write('{"a": "tokenizer"}')
     return folder
@@ -39,7 +49,9 @@ def run(place, root, ports, **options):
     from slime_like.errors import UserError
     from slime_like.megatron_backend.convert import Conversion, Place, convert
 
-    job = Conversion(**options | {"parallel": ParallelConfig(**options.get("parallel", {}), distributed_timeout_minutes=1)})
+    job = Conversion(
+        **options | {"parallel": ParallelConfig(**options.get("parallel", {}), distributed_timeout_minutes=1)}
+    )
     port, done = ports.pop(0), os.path.join(root, f"done-{len(ports)}")
     if place["rank"] >= job.num_ranks:
         deadline = time.monotonic() + 60
@@ -136,7 +148,16 @@ def test_what_cannot_be_converted_is_refused(world):
 
 def test_command_line_starts_the_processes_that_the_layout_needs(world, tmp_path):
     source, middle = (os.path.join(world["root"], name) for name in ("source-0", "middle-0"))
-    command = [sys.executable, "-m", "slime_like.megatron_backend.convert", "mcore-to-hf", "--input", middle, "--origin-hf-dir", source]
+    command = [
+        sys.executable,
+        "-m",
+        "slime_like.megatron_backend.convert",
+        "mcore-to-hf",
+        "--input",
+        middle,
+        "--origin-hf-dir",
+        source,
+    ]
     command += ["--output", str(tmp_path / "out"), "--tensor-model-parallel-size", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'out'}\n"), done.stderr
@@ -150,5 +171,18 @@ def test_command_line_says_what_to_change(world, capsys):
     source = os.path.join(world["root"], "source-0")
     assert main(["hf-to-mcore", "--input", source, "--output", os.path.join(world["root"], "middle-0")]) == 2
     assert "nothing is overwritten" in capsys.readouterr().err
-    assert main(["hf-to-mcore", "--input", source, "--output", os.path.join(world["root"], "new"), "--pipeline-model-parallel-size", "3"]) == 2
+    assert (
+        main(
+            [
+                "hf-to-mcore",
+                "--input",
+                source,
+                "--output",
+                os.path.join(world["root"], "new"),
+                "--pipeline-model-parallel-size",
+                "3",
+            ]
+        )
+        == 2
+    )
     assert "pipeline" in capsys.readouterr().err

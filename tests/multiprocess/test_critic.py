@@ -32,7 +32,8 @@ CASES = {
     "padded, tp2 sp": (2, TENSOR | {"sequence_parallel": True}, {"qkv_format": "bshd", "micro_batch_size": 3}),
     "interleaved pp2 dp2, overlap": (
         4,
-        PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        PIPELINE
+        | {"num_virtual_stages_per_pipeline_rank": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
         DYNAMIC,
     ),
     "tp2 pp2 sp": (4, TENSOR | PIPELINE | {"sequence_parallel": True}, DYNAMIC),
@@ -53,7 +54,10 @@ def rollout() -> list:
 def with_values(samples, values):
     """Values as a critic of some steps ago may have given them, so that some bounds are active."""
     rng = np.random.default_rng(4)
-    return [dataclasses.replace(s, values=(v + rng.normal(0, 0.3, len(v))).astype(np.float32)) for s, v in zip(samples, values, strict=True)]
+    return [
+        dataclasses.replace(s, values=(v + rng.normal(0, 0.3, len(v))).astype(np.float32))
+        for s, v in zip(samples, values, strict=True)
+    ]
 
 
 def worker_of(place, port, ranks, config):
@@ -70,7 +74,14 @@ def run_cases(place, folder, ports):
         first, second = ports.pop(0), ports.pop(0)
         if place["rank"] >= ranks:
             continue
-        config = make_config(folder, num_ranks=ranks, parallel=parallel, batch=batch, loss=LOSS, optimizer={"clip_grad": 0.0, "critic_lr": 3e-3})
+        config = make_config(
+            folder,
+            num_ranks=ranks,
+            parallel=parallel,
+            batch=batch,
+            loss=LOSS,
+            optimizer={"clip_grad": 0.0, "critic_lr": 3e-3},
+        )
         critic, _ = worker_of(place, first, ranks, dataclasses.replace(config, role="critic"))
         samples = rollout()
         fresh = recipe_of(critic).values(samples)
@@ -84,7 +95,14 @@ def run_cases(place, folder, ports):
         actor, _ = worker_of(place, second, ranks, config)
         policy = recipe_of(actor).train(0, brought).metrics
         actor.close()
-        found[name] = {"fresh": fresh, "values": values, "report": report, "after": after, "policy": policy, "brought": brought}
+        found[name] = {
+            "fresh": fresh,
+            "values": values,
+            "report": report,
+            "after": after,
+            "policy": policy,
+            "brought": brought,
+        }
     return found
 
 
@@ -137,7 +155,11 @@ def truth(folder):
         errors.append((returns - row[at]).detach().numpy())
     loss.backward()
     returns, errors = np.concatenate(all_returns).astype(np.float64), np.concatenate(errors).astype(np.float64)
-    found = {"values": [row.detach().numpy() for row in rows], "value_loss": loss.item(), "grad_norm": norm_of([head, *model.parameters()])}
+    found = {
+        "values": [row.detach().numpy() for row in rows],
+        "value_loss": loss.item(),
+        "grad_norm": norm_of([head, *model.parameters()]),
+    }
     found["explained"] = 1 - errors.var() / returns.var()
     policy = load_model(folder)
     advantages = [advantages_of(sample) for sample in brought]
@@ -221,21 +243,33 @@ def checkpoints(place, folder, other, root, ports):
     critic.close()
     for name, parallel in (("tensor", TENSOR), ("pipeline", PIPELINE), ("data", {})):
         critic, start = critic_of(parallel, load=saves)
-        found[name] = (start["num_rollouts_done"], recipe_of(critic).values(samples), recipe_of(critic).train(1, brought).metrics)
+        found[name] = (
+            start["num_rollouts_done"],
+            recipe_of(critic).values(samples),
+            recipe_of(critic).train(1, brought).metrics,
+        )
         critic.close()
-    config = make_config(folder, num_ranks=2, parallel=PIPELINE, loss=LOSS, checkpoint={"save": os.path.join(root, "actor")})
+    config = make_config(
+        folder, num_ranks=2, parallel=PIPELINE, loss=LOSS, checkpoint={"save": os.path.join(root, "actor")}
+    )
     actor, _ = worker_of(place, ports.pop(0), 2, config)
     recipe_of(actor).save(1, {})
     actor.close()
     # Fresh critics: of a policy's Megatron checkpoint, of an HF folder, of another critic.
-    starts = {"from policy": {"load": os.path.join(root, "actor")}, "from hf": {"critic_load": other}, "from critic": {"critic_load": saves + "/critic"}}
+    starts = {
+        "from policy": {"load": os.path.join(root, "actor")},
+        "from hf": {"critic_load": other},
+        "from critic": {"critic_load": saves + "/critic"},
+    }
     for name, options in starts.items():
         critic, start = critic_of({}, **options)
         critic.stage[-1].output_layer.weight.data.copy_(head_weight()) if name != "from critic" else None
         found[name] = (start["num_rollouts_done"], recipe_of(critic).values(samples))
         critic.close()
     try:
-        worker_of(place, ports.pop(0), 2, make_config(folder, num_ranks=2, loss=LOSS, checkpoint={"load": saves + "/critic"}))
+        worker_of(
+            place, ports.pop(0), 2, make_config(folder, num_ranks=2, loss=LOSS, checkpoint={"load": saves + "/critic"})
+        )
     except CheckpointError as error:
         found["refused"] = str(error)
     from slime_like.megatron_backend.initialize import shut_down
@@ -264,7 +298,10 @@ def test_a_critic_resumes_under_any_layout(saved, layout):
 def test_a_fresh_critic_takes_the_layers_of_what_it_is_given(saved, truth):
     head, samples = head_weight(), rollout()
     with torch.no_grad():
-        expected = {"from policy": truth["values"], "from hf": [hf_values(load_model(saved["other"]), head, s.tokens).numpy() for s in samples]}
+        expected = {
+            "from policy": truth["values"],
+            "from hf": [hf_values(load_model(saved["other"]), head, s.tokens).numpy() for s in samples],
+        }
     expected["from critic"] = saved["saved"]
     for name, rows in expected.items():
         done, values = saved[name]

@@ -72,7 +72,11 @@ def world(tmp_path_factory) -> Iterator[SimpleNamespace]:
 def server_of(url: str) -> psutil.Process:
     """The server process that listens at this URL."""
     port = f"--port={url.rpartition(':')[2]}"
-    return next(process for process in psutil.process_iter() if port in _command(process) and "cpu_server" in " ".join(_command(process)))
+    return next(
+        process
+        for process in psutil.process_iter()
+        if port in _command(process) and "cpu_server" in " ".join(_command(process))
+    )
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -89,7 +93,10 @@ def export(world, name: str) -> str:
 
 
 def agrees(client, truth) -> bool:
-    return all(max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) < 1e-4 for mine, theirs in zip(client.prompt_log_probs(PROMPTS), truth, strict=True))
+    return all(
+        max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) < 1e-4
+        for mine, theirs in zip(client.prompt_log_probs(PROMPTS), truth, strict=True)
+    )
 
 
 def test_a_killed_engine_is_dead_and_another_takes_its_place_with_the_same_weights(world):
@@ -116,11 +123,19 @@ def test_a_killed_engine_is_dead_and_another_takes_its_place_with_the_same_weigh
     publish = world.train.publish
 
     def watched(order, watch=None):
-        routed.append((fleet.membership[2].state, len(fleet.router.engine_urls()), [endpoint.index for endpoint in order.endpoints]))
+        routed.append(
+            (
+                fleet.membership[2].state,
+                len(fleet.router.engine_urls()),
+                [endpoint.index for endpoint in order.endpoints],
+            )
+        )
         return publish(order, watch)
 
     member = fleet.replace(1, SimpleNamespace(publish=watched))
-    assert [(str(state), count, indices) for state, count, indices in routed] == [("starting", 1, [2])], "it gets weights before it serves"
+    assert [(str(state), count, indices) for state, count, indices in routed] == [("starting", 1, [2])], (
+        "it gets weights before it serves"
+    )
     assert (member.index, str(member.state), member.proven) == (2, "serving", second)
     assert len(fleet.router.engine_urls()) == 2
     joined = next(client for client in fleet.clients if client.endpoint.index == 2)

@@ -1,4 +1,6 @@
-"""Mixture of experts (Qwen3-MoE) over many layouts: the trainer agrees with HF transformers, every expert comes out, checkpoints fit other layouts."""
+"""Mixture of experts (Qwen3-MoE) over many layouts: the trainer agrees with HF transformers, every expert comes out,
+checkpoints fit other layouts.
+"""
 # Covers slime_like.megatron_backend.compat.experts too, which it does not import itself.
 
 import dataclasses
@@ -13,7 +15,15 @@ from slime_like.config.sync import SyncConfig
 from slime_like.records import BASE, REFERENCE
 from tests.helpers.hf_truth import first_step_truth
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import advantage_of, disk_order, free_ports, make_config, make_samples, recipe_of, run_ranks
+from tests.helpers.train_world import (
+    advantage_of,
+    disk_order,
+    free_ports,
+    make_config,
+    make_samples,
+    recipe_of,
+    run_ranks,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -41,8 +51,20 @@ CASES = [
     Case("one rank"),
     Case("one rank, weights not divided by their sum", model="not normalized"),
     Case("one rank, balancing loss", batch={"micro_batch_size": 8}, balanced=True),
-    Case("tp2 sp, padding, balancing loss", 2, TENSOR, batch={"micro_batch_size": 8, "data_pad_size_multiplier": 16}, balanced=True),
-    Case("cp2 ep2, balancing loss", 2, EXPERTS | {"context_parallel_size": 2}, batch={"micro_batch_size": 8}, balanced=True),
+    Case(
+        "tp2 sp, padding, balancing loss",
+        2,
+        TENSOR,
+        batch={"micro_batch_size": 8, "data_pad_size_multiplier": 16},
+        balanced=True,
+    ),
+    Case(
+        "cp2 ep2, balancing loss",
+        2,
+        EXPERTS | {"context_parallel_size": 2},
+        batch={"micro_batch_size": 8},
+        balanced=True,
+    ),
     Case("padded rows, balancing loss", 1, {}, batch={"micro_batch_size": 8, "qkv_format": "bshd"}, balanced=True),
     Case("interleaved pp2 ep2", 4, EXPERTS | PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2}),
     Case("ep2", 2, EXPERTS),
@@ -82,18 +104,26 @@ def run_cases(place, folders, root, ports):
             loss=LOSS,
             rollout={"rollout_temperature": TEMPERATURE},
             checkpoint={"ref_load": folders["reference of " + case.model], "load": folders[case.model]},
-            sync=SyncConfig(update_weight_transport="disk", update_weight_disk_dir=os.path.join(root, str(number)), update_weight_buffer_size=10_000),
+            sync=SyncConfig(
+                update_weight_transport="disk",
+                update_weight_disk_dir=os.path.join(root, str(number)),
+                update_weight_buffer_size=10_000,
+            ),
             balanced=case.balanced,
         )
         worker.start()
         samples = make_samples()
-        result = {"log_probs": recipe_of(worker).log_probs(samples), "reference": recipe_of(worker).log_probs(samples, weights=REFERENCE)}
+        result = {
+            "log_probs": recipe_of(worker).log_probs(samples),
+            "reference": recipe_of(worker).log_probs(samples, weights=REFERENCE),
+        }
         result["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.export(BASE)}
         result["receipt"] = worker.publish(disk_order(os.path.join(root, str(number)), 1))
         recipe_of(worker).save_hf(os.path.join(root, f"hf-{number}"))
         result["report"] = recipe_of(worker).train(0, samples)
         result["after"] = recipe_of(worker).log_probs(samples)
-        result["lone"] = recipe_of(worker).train(1, samples[:1])  # the other ranks have no token of their own, and experts for this one's
+        # the other ranks have no token of their own, and experts for this one's
+        result["lone"] = recipe_of(worker).train(1, samples[:1])
         worker.close()
         results.append(result)
     return results
@@ -105,19 +135,27 @@ def folders(tmp_path_factory):
     made = {}
     for prefix, seed in (("", 0), ("reference of ", 1)):
         made[prefix + "qwen3_moe"] = make_tiny_model(str(root / f"plain-{seed}"), "qwen3_moe", seed=seed)
-        made[prefix + "not normalized"] = make_tiny_model(str(root / f"other-{seed}"), "qwen3_moe", seed=seed, norm_topk_prob=False)
+        made[prefix + "not normalized"] = make_tiny_model(
+            str(root / f"other-{seed}"), "qwen3_moe", seed=seed, norm_topk_prob=False
+        )
     return made
 
 
 @pytest.fixture(scope="module")
 def truths(folders):
     return {
-        (model, balanced): truth_of(folders[model], folders["reference of " + model], balanced) for model, balanced in {(c.model, c.balanced) for c in CASES}
+        (model, balanced): truth_of(folders[model], folders["reference of " + model], balanced)
+        for model, balanced in {(c.model, c.balanced) for c in CASES}
     }
 
 
 def truth_of(folder, reference, balanced=False):
-    options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF, "balancing_coef": BALANCING_COEF if balanced else 0.0}
+    options = {
+        "temperature": TEMPERATURE,
+        "kl_coef": KL_COEF,
+        "entropy_coef": ENTROPY_COEF,
+        "balancing_coef": BALANCING_COEF if balanced else 0.0,
+    }
     return first_step_truth(folder, make_samples(), reference=reference, **options)
 
 
@@ -140,7 +178,9 @@ each_case = pytest.mark.parametrize("number", range(len(CASES)), ids=lambda numb
 def test_log_probs_equal_hf(outcomes, truths, number):
     truth = truths[CASES[number].model, CASES[number].balanced]
     for result in outcomes[number]:
-        for ours, theirs in zip(result["log_probs"] + result["reference"], truth.log_probs + truth.reference_log_probs, strict=True):
+        for ours, theirs in zip(
+            result["log_probs"] + result["reference"], truth.log_probs + truth.reference_log_probs, strict=True
+        ):
             np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
 
 
@@ -230,11 +270,18 @@ def test_a_swapped_or_dropped_expert_would_be_seen(folders, truths, tmp_path, fa
 
 
 ROLLOUTS = [make_samples(8, seed=seed) for seed in range(3)]
-LAYOUTS = {"experts": (2, EXPERTS), "one rank": (1, {}), "tensor": (2, TENSOR | EXPERTS | {"expert_tensor_parallel_size": 1}), "pipeline": (2, PIPELINE)}
+LAYOUTS = {
+    "experts": (2, EXPERTS),
+    "one rank": (1, {}),
+    "tensor": (2, TENSOR | EXPERTS | {"expert_tensor_parallel_size": 1}),
+    "pipeline": (2, PIPELINE),
+}
 
 
 def save_and_resume(place, folder, root, ports):
-    """metrics of two rollouts after a save, straight on and resumed under each layout: {(saved under, resumed under): metrics}."""
+    """metrics of two rollouts after a save, straight on and resumed under each layout: {(saved under, resumed under):
+    metrics}.
+    """
     found: dict = {}
     ports = list(ports)
     for saved_under in ("experts", "one rank"):
@@ -245,12 +292,16 @@ def save_and_resume(place, folder, root, ports):
             if place["rank"] >= ranks:
                 continue
             checkpoint = {"load": saves} if resumed_under else {"save": saves}
-            worker = worker_for(place, folder, ranks, port, parallel=parallel, checkpoint=checkpoint, optimizer={"lr": 5e-3})
+            worker = worker_for(
+                place, folder, ranks, port, parallel=parallel, checkpoint=checkpoint, optimizer={"lr": 5e-3}
+            )
             worker.start()
             if not resumed_under:
                 recipe_of(worker).train(0, ROLLOUTS[0])
                 recipe_of(worker).save(1, {})
-            found[saved_under, resumed_under] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (1, 2)]
+            found[saved_under, resumed_under] = [
+                recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (1, 2)
+            ]
             worker.close()
         _wait_for_all(place, os.path.join(root, "done " + saved_under))
     return found
@@ -271,7 +322,9 @@ def _wait_for_all(place, path):
 @pytest.fixture(scope="module")
 def resumed(folders, tmp_path_factory):
     root = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_ranks(save_and_resume, 2, folders["qwen3_moe"], root, free_ports(2 * (len(LAYOUTS) + 1)), timeout_s=150)[0]
+    return run_ranks(save_and_resume, 2, folders["qwen3_moe"], root, free_ports(2 * (len(LAYOUTS) + 1)), timeout_s=150)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("resumed_under", LAYOUTS)

@@ -1,4 +1,6 @@
-"""GLM-4, GLM-4.5 and DeepSeek-V3 over layouts: the trainer agrees with HF transformers, and every weight comes out as it went in."""
+"""GLM-4, GLM-4.5 and DeepSeek-V3 over layouts: the trainer agrees with HF transformers, and every weight comes out as
+it went in.
+"""
 
 import dataclasses
 import os
@@ -25,7 +27,12 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
-    "tp2 sp ep2 etp1": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "tp2 sp ep2 etp1": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
     "dp2": {},
 }
 #: Model -> layouts.
@@ -63,24 +70,38 @@ def run_cases(place, folders, root, ports):
         if place["rank"] >= case.ranks:
             results.append(None)
             continue
-        groups = {"parallel": LAYOUTS[case.layout], "batch": DYNAMIC, "loss": LOSS, "rollout": {"rollout_temperature": TEMPERATURE}}
+        groups = {
+            "parallel": LAYOUTS[case.layout],
+            "batch": DYNAMIC,
+            "loss": LOSS,
+            "rollout": {"rollout_temperature": TEMPERATURE},
+        }
         groups["checkpoint"] = {"ref_load": folders["reference of " + case.model], "load": folders[case.model]}
         config = make_config(folders[case.model], num_ranks=case.ranks, **groups)
         if config.model.num_experts:
-            config = dataclasses.replace(config, model=dataclasses.replace(config.model, moe_router_bias_update_rate=BIAS_RATE))
+            config = dataclasses.replace(
+                config, model=dataclasses.replace(config.model, moe_router_bias_update_rate=BIAS_RATE)
+            )
         directory = os.path.join(root, str(number))
-        config = dataclasses.replace(config, sync=SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory))
+        config = dataclasses.replace(
+            config, sync=SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory)
+        )
         worker = TrainWorker(config, **(place | {"world_size": case.ranks, "master_port": port}))
         started = worker.start()
         samples = make_samples()
-        result = {"log_probs": recipe_of(worker).log_probs(samples), "reference": recipe_of(worker).log_probs(samples, weights=REFERENCE)}
+        result = {
+            "log_probs": recipe_of(worker).log_probs(samples),
+            "reference": recipe_of(worker).log_probs(samples, weights=REFERENCE),
+        }
         result["num_parameters"] = started["num_parameters"]
         result["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.export(BASE)}
         result["report"] = recipe_of(worker).train(0, samples)
         result["after"] = recipe_of(worker).log_probs(samples)
         result["trained"] = {name: tensor.numpy().copy() for name, tensor in worker.export(BASE)}
         worker.publish(disk_order(directory, 1))
-        assert any(name.endswith("expert_bias") for name, _ in named_weights(worker.stage)) == bool(config.model.num_experts)
+        assert any(name.endswith("expert_bias") for name, _ in named_weights(worker.stage)) == bool(
+            config.model.num_experts
+        )
         worker.close()
         results.append(result)
     return results
@@ -101,7 +122,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def truths(folders):
     options = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF}
-    return {model: first_step_truth(folders[model], make_samples(), reference=folders["reference of " + model], **options) for model in FAMILIES}
+    return {
+        model: first_step_truth(folders[model], make_samples(), reference=folders["reference of " + model], **options)
+        for model in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +140,9 @@ def outcomes(folders, root):
     return [[by_rank[rank][number] for rank in range(case.ranks)] for number, case in enumerate(CASES)]
 
 
-each_case = pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: f"{CASES[number].model}, {CASES[number].layout}")
+each_case = pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=lambda number: f"{CASES[number].model}, {CASES[number].layout}"
+)
 
 
 def stored(folder):
@@ -129,7 +155,9 @@ def stored(folder):
 def test_log_probs_equal_hf(outcomes, truths, number):
     truth = truths[CASES[number].model]
     for result in outcomes[number]:
-        for ours, theirs in zip(result["log_probs"] + result["reference"], truth.log_probs + truth.reference_log_probs, strict=True):
+        for ours, theirs in zip(
+            result["log_probs"] + result["reference"], truth.log_probs + truth.reference_log_probs, strict=True
+        ):
             np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
 
 
@@ -181,7 +209,10 @@ def test_a_step_moves_each_bias_by_its_rate_towards_the_mean_load(outcomes, numb
 
 
 def test_a_step_moves_every_layout_to_the_same_weights(outcomes):
-    """Adam divides by its second moment, which blows rounding up; a bias step from padding tokens would move whole sequences."""
+    """Adam divides by its second moment, which blows rounding up.
+
+    A bias step from padding tokens would move whole sequences.
+    """
     for model in FAMILIES:
         numbers = [n for n, case in enumerate(CASES) if case.model == model]
         first = outcomes[numbers[0]][0]

@@ -1,7 +1,8 @@
-"""Weight syncs of real trainer ranks to real engines of one and of two ranks: what arrives is right, and every fault is named.
+"""Weight syncs of real trainer ranks to real engines of one and of two ranks: what arrives is right, and every fault is
+named.
 
-One world a model: two trainer ranks in Ray (tensor parallel, or expert parallel) and two engines, for all transports. The fault table is
-printed at the end of the test run (tests/helpers/fault_table.py).
+One world a model: two trainer ranks in Ray (tensor parallel, or expert parallel) and two engines, for all transports.
+The fault table is printed at the end of the test run (tests/helpers/fault_table.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ TRANSPORTS = ("ipc", "broadcast", "disk", "delta")
 
 _LAYER = "model.layers.1."
 _Q, _K = _LAYER + "self_attn.q_proj.weight", _LAYER + "self_attn.k_proj.weight"
-_EXPERT, _OTHER = _LAYER + "mlp.experts.0.gate_proj.weight", _LAYER + "mlp.experts.2.gate_proj.weight"  # on different trainer ranks
+#: on different trainer ranks
+_EXPERT, _OTHER = _LAYER + "mlp.experts.0.gate_proj.weight", _LAYER + "mlp.experts.2.gate_proj.weight"
 #: By model: fault -> what is changed.
 FAULTS = {
     "dense": {
@@ -48,7 +50,13 @@ FAULTS = {
     },
 }
 #: Of a change made before the digest only the probe can tell, and not of one bit.
-_BEFORE_DIGEST = ("dropped tensor", "square matrix transposed", "q and k exchanged", "dropped expert", "experts exchanged")
+_BEFORE_DIGEST = (
+    "dropped tensor",
+    "square matrix transposed",
+    "q and k exchanged",
+    "dropped expert",
+    "experts exchanged",
+)
 _ALL = [(model, name) for model, faults in FAULTS.items() for name in faults]
 #: The second world, and restarts: left out unless -m fault_table asks for them (scripts/test_long.sh).
 _LONG = pytest.mark.fault_table
@@ -94,7 +102,10 @@ class Case:
 
     @contextlib.contextmanager
     def caught(self, *words: str) -> Iterator[None]:
-        """The sync inside fails within its deadline, in these words, and with it no sample may be generated; after that a clean one succeeds."""
+        """The sync inside fails within its deadline, in these words, and with it no sample may be generated.
+
+        After that a clean one succeeds.
+        """
         before, started, seconds, message = self._world.sampling.version, time.monotonic(), 0.0, "nothing was raised"
         complete = False
         try:
@@ -130,7 +141,9 @@ def synced(world: SyncWorld, transport: str, mode: str = "digest") -> None:
 
 @pytest.mark.parametrize("model", marked([(model,) for model in sorted(FAULTS)]))
 def test_after_three_steps_engines_equal_a_fresh_one_and_transformers(world, tmp_path):
-    """Three transports send between the steps, and then all of them the last weights to engines that held the first ones."""
+    """Three transports send between the steps, and then all of them the last weights to engines that held the first
+    ones.
+    """
     generator = np.random.default_rng(7)
     prompts = [generator.integers(0, 101, length).tolist() for length in (30, 17)]
     start = hf_log_probs(world.folder, prompts)
@@ -179,7 +192,10 @@ def test_in_flight(request, world, fault, transport):
     world.each_rank(sync_faults.nudge)
     case = Case(request, world, fault, "in flight", transport)
     words = change.names[:1] if change.kind != "stale" else ()
-    with case.caught("engine 1 ", "engine 2 ", "is not what was sent", *words), armed(world, sync_faults.arm, "in flight", change):
+    with (
+        case.caught("engine 1 ", "engine 2 ", "is not what was sent", *words),
+        armed(world, sync_faults.arm, "in flight", change),
+    ):
         world.sync(1, 2)
     assert world.sync(1, 2).engines_proven == 2
 
@@ -197,13 +213,22 @@ def test_on_disk(request, world, fault):
     assert world.sync(1, 2).engines_proven == 2
 
 
-@pytest.mark.parametrize(("model", "fault"), marked([(model, fault) for model, fault in _ALL if fault in _BEFORE_DIGEST]))
+@pytest.mark.parametrize(
+    ("model", "fault"), marked([(model, fault) for model, fault in _ALL if fault in _BEFORE_DIGEST])
+)
 def test_in_conversion(request, world, fault):
     """Before the digest: names are counted, and only the probe knows what the others mean."""
     change = FAULTS[world.name][fault]
     synced(world, "ipc", "probe" if change.kind != "dropped" else "digest")
-    words = (f"{change.names[0]} was not sent",) if change.kind == "dropped" else ("engine 1 ", "engine 2 ", "do not compute with the trainer's weights")
-    with Case(request, world, fault, "in conversion", "ipc").caught(*words), armed(world, sync_faults.arm, "conversion", change):
+    words = (
+        (f"{change.names[0]} was not sent",)
+        if change.kind == "dropped"
+        else ("engine 1 ", "engine 2 ", "do not compute with the trainer's weights")
+    )
+    with (
+        Case(request, world, fault, "in conversion", "ipc").caught(*words),
+        armed(world, sync_faults.arm, "conversion", change),
+    ):
         world.sync(1, 2)
     world.use("ipc", "full")
     assert world.sync(1, 2).probe_difference < 1e-5
@@ -230,7 +255,12 @@ def test_an_engine_that_reports_another_version(request, world):
 @pytest.mark.parametrize("model", ["dense"])
 def test_full_disk(request, world, tmp_path):
     small = tmp_path / "small"
-    with small_disk(world, small), Case(request, world, "full disk", "on disk", "disk").caught(str(small), "cannot be written to", "--update-weight-disk-dir"):
+    with (
+        small_disk(world, small),
+        Case(request, world, "full disk", "on disk", "disk").caught(
+            str(small), "cannot be written to", "--update-weight-disk-dir"
+        ),
+    ):
         world.use("disk", directory=small)
         world.sync(1, 2)
     world.use("disk", directory=world.root / "weights")
@@ -239,9 +269,16 @@ def test_full_disk(request, world, tmp_path):
 
 @contextlib.contextmanager
 def small_disk(world: SyncWorld, folder: Path) -> Iterator[None]:
-    """A file system of 64 KiB where that is allowed (root); else both trainer ranks may write no file as large as their share."""
+    """A file system of 64 KiB where that is allowed (root).
+
+    Else both trainer ranks may write no file as large as their share.
+    """
     folder.mkdir()
-    if os.getuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode == 0:
+    if (
+        os.getuid() == 0
+        and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode
+        == 0
+    ):
         try:
             yield
         finally:
@@ -269,7 +306,12 @@ def no_large_files(world: SyncWorld) -> Iterator[None]:
 def test_full_shared_memory(request, world):
     synced(world, "ipc")
     world.use("ipc")
-    with no_large_files(world), Case(request, world, "full disk", "shared memory", "ipc").caught("no room for a bucket", "--update-weight-buffer-size"):
+    with (
+        no_large_files(world),
+        Case(request, world, "full disk", "shared memory", "ipc").caught(
+            "no room for a bucket", "--update-weight-buffer-size"
+        ),
+    ):
         world.sync(1, 2)
     assert world.sync(1, 2).engines_proven == 2
 
@@ -277,7 +319,10 @@ def test_full_shared_memory(request, world):
 @pytest.mark.parametrize("model", ["dense"])
 def test_nothing_is_generated_after_a_mismatch(world):
     synced(world, "ipc")
-    with armed(world, sync_faults.arm, "in flight", FAULTS["dense"]["one bit flipped"]), pytest.raises(RunError, match="is not what was sent"):
+    with (
+        armed(world, sync_faults.arm, "in flight", FAULTS["dense"]["one bit flipped"]),
+        pytest.raises(RunError, match="is not what was sent"),
+    ):
         world.sync(1, 2)
     for tp in (1, 2):
         with pytest.raises(WaitTimeout):
@@ -286,7 +331,9 @@ def test_nothing_is_generated_after_a_mismatch(world):
 
 
 @_LONG
-@pytest.mark.parametrize(("model", "transport", "tp"), [("dense", "ipc", 1), ("dense", "broadcast", 2), ("dense", "disk", 1)])
+@pytest.mark.parametrize(
+    ("model", "transport", "tp"), [("dense", "ipc", 1), ("dense", "broadcast", 2), ("dense", "disk", 1)]
+)
 def test_engine_killed_during_transfer(request, world, transport, tp):
     """The run ends and names it; one in its place gets the weights of the next sync."""
     synced(world, transport)
@@ -300,12 +347,16 @@ def test_engine_killed_during_transfer(request, world, transport, tp):
 
 
 @_LONG
-@pytest.mark.parametrize(("model", "transport", "rank"), [("dense", "broadcast", 1), ("moe", "ipc", 0), ("moe", "disk", 1)])
+@pytest.mark.parametrize(
+    ("model", "transport", "rank"), [("dense", "broadcast", 1), ("moe", "ipc", 0), ("moe", "disk", 1)]
+)
 def test_trainer_rank_killed_during_transfer(request, world, transport, rank):
     """The others end, and the run names the one that died; new ranks go on with the same engines."""
     synced(world, transport)
     pids = world.each_rank(sync_faults.pid_of)
-    with Case(request, world, "trainer rank killed", "in flight", transport).caught(f"trainer rank {rank} died during weight sync"):
+    with Case(request, world, "trainer rank killed", "in flight", transport).caught(
+        f"trainer rank {rank} died during weight sync"
+    ):
         world.rank_call(rank, sync_faults.arm_kill, [], 10)
         world.sync(1, 2)
     world.trainers.end()

@@ -9,14 +9,23 @@ from tests.helpers.train_world import run_ranks
 pytestmark = pytest.mark.multiprocess
 
 TOKENS = 33
-#: Ranks, real vocabulary, columns of each rank: with padding; with a rank that has nothing but padding; more than a block of the host holds.
-VOCABULARIES = {"whole": (1, 64, 64), "padded": (1, 60, 64), "split": (2, 100, 64), "a rank of padding": (2, 50, 64), "many blocks": (1, 20000, 20096)}
+#: Ranks, real vocabulary, columns of each rank: with padding; with a rank that has nothing but padding; more than a
+#: block of the host holds.
+VOCABULARIES = {
+    "whole": (1, 64, 64),
+    "padded": (1, 60, 64),
+    "split": (2, 100, 64),
+    "a rank of padding": (2, 50, 64),
+    "many blocks": (1, 20000, 20096),
+}
 #: Type, temperature, rows at a time.
 FORMS = [("float32", 1.0, None), ("float32", 0.7, 5), ("bfloat16", 1.0, None), ("bfloat16", 1.3, 5)]
 
 
 def make(vocabulary, width, dtype):
-    """[TOKENS, width] logits with rows far apart, targets [TOKENS], what the loss weighs log-probs and entropies with."""
+    """[TOKENS, width] logits with rows far apart, targets [TOKENS], what the loss weighs log-probs
+    and entropies with.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TOKENS, width, generator=generator) * 4 + torch.arange(TOKENS)[:, None]
     targets = torch.randint(0, vocabulary, (TOKENS,), generator=generator)
@@ -26,12 +35,19 @@ def make(vocabulary, width, dtype):
 
 
 def scores(place):
-    """(case, form, whether entropy has a gradient, whether logits are a leaf) -> log-probs, entropies, this rank's gradient."""
+    """(case, form, whether entropy has a gradient, whether logits are a leaf) -> log-probs, entropies, this rank's
+    gradient.
+    """
     from megatron.core import parallel_state
 
     from slime_like.megatron_backend.step.forward import Scoring, log_probs_and_entropy
 
-    torch.distributed.init_process_group("gloo", rank=place["rank"], world_size=place["world_size"], init_method=f"tcp://127.0.0.1:{place['master_port']}")
+    torch.distributed.init_process_group(
+        "gloo",
+        rank=place["rank"],
+        world_size=place["world_size"],
+        init_method=f"tcp://127.0.0.1:{place['master_port']}",
+    )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=place["world_size"])
     found = {}
     for case, (ranks, vocabulary, width) in VOCABULARIES.items():

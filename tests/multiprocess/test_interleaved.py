@@ -1,5 +1,8 @@
-"""Chunks of layers, overlapping collectives and bf16: what is saved, accumulated and read after a step is what a plain split gives."""
-# Covers slime_like.megatron_backend.compat.buffers and slime_like.megatron_backend.step.gradient_sync too, which it does not import itself.
+"""Chunks of layers, overlapping collectives and bf16: what is saved, accumulated and read after a step is what a plain
+split gives.
+"""
+# Covers slime_like.megatron_backend.compat.buffers and slime_like.megatron_backend.step.gradient_sync too, which it
+# does not import itself.
 
 import os
 
@@ -11,7 +14,15 @@ from transformers import AutoModelForCausalLM
 from slime_like.records import BASE, REFERENCE
 from tests.helpers.hf_truth import score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import add_gradients, free_ports, make_config, make_samples, optimizer_step, recipe_of, run_ranks
+from tests.helpers.train_world import (
+    add_gradients,
+    free_ports,
+    make_config,
+    make_samples,
+    optimizer_step,
+    recipe_of,
+    run_ranks,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -20,14 +31,23 @@ INTERLEAVED = PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 ROLLOUTS = [make_samples(8, seed=seed) for seed in range(4)]
-#: A bf16 trainer's log-probs against HF's fp32 ones: largest and root mean square difference, the latter also against HF's own bf16.
+#: A bf16 trainer's log-probs against HF's fp32 ones: largest and root mean square difference, the latter also against
+#: HF's own bf16.
 BF16_LARGEST, BF16_MEAN, BF16_RATIO = 0.2, 0.03, 1.5
 
 
 def start(place, ports, folder, *, parallel, optimizer=None, num_steps=2, loss=None, **checkpoint):
     from slime_like.megatron_backend.worker import TrainWorker
 
-    config = make_config(folder, num_ranks=2, num_steps=num_steps, parallel=parallel, optimizer=optimizer or {}, checkpoint=checkpoint, loss=loss or {})
+    config = make_config(
+        folder,
+        num_ranks=2,
+        num_steps=num_steps,
+        parallel=parallel,
+        optimizer=optimizer or {},
+        checkpoint=checkpoint,
+        loss=loss or {},
+    )
     worker = TrainWorker(config, **(place | {"master_port": ports.pop(0)}))
     worker.start()
     return worker
@@ -48,7 +68,12 @@ def checkpoints(place, ports, folder, root):
     recipe_of(worker).save(2, {})
     found["straight"] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
     worker.close()
-    splits = {"interleaved": (INTERLEAVED, saves), "pipeline": (PIPELINE, saves), "tensor": (TENSOR, saves), "data": (OVERLAP, saves)}
+    splits = {
+        "interleaved": (INTERLEAVED, saves),
+        "pipeline": (PIPELINE, saves),
+        "tensor": (TENSOR, saves),
+        "data": (OVERLAP, saves),
+    }
     splits["back"] = (INTERLEAVED, back)
     for name, (parallel, load) in splits.items():
         worker = start(place, ports, folder, parallel=parallel, load=load, save=back)
@@ -69,16 +94,33 @@ def accumulation(place, ports, folder, parallel):
         steps.append(optimizer_step(worker))
     mixed = recipe_of(worker).train(0, ROLLOUTS[2]).metrics  # now reductions start in the backward pass
     add_gradients(worker, ROLLOUTS[3])
-    found = {"steps": [*steps, mixed, optimizer_step(worker)], "weights": weights_of(worker), "log-probs": recipe_of(worker).log_probs(ROLLOUTS[0])}
+    found = {
+        "steps": [*steps, mixed, optimizer_step(worker)],
+        "weights": weights_of(worker),
+        "log-probs": recipe_of(worker).log_probs(ROLLOUTS[0]),
+    }
     worker.close()
     return found
 
 
 def reading(place, ports, folder, reference, parallel):
     """What reads weights after a step: export, log-probs, and a reference that takes the actor's place."""
-    worker = start(place, ports, folder, parallel=parallel, num_steps=4, loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, load=folder, ref_load=reference)
+    worker = start(
+        place,
+        ports,
+        folder,
+        parallel=parallel,
+        num_steps=4,
+        loss={"use_kl_loss": True, "kl_loss_coef": 0.1},
+        load=folder,
+        ref_load=reference,
+    )
     metrics = recipe_of(worker).train(0, ROLLOUTS[0]).metrics
-    found = {"metrics": metrics, "weights": weights_of(worker), "reference": recipe_of(worker).log_probs(ROLLOUTS[1], weights=REFERENCE)}
+    found = {
+        "metrics": metrics,
+        "weights": weights_of(worker),
+        "reference": recipe_of(worker).log_probs(ROLLOUTS[1], weights=REFERENCE),
+    }
     found["log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[1])
     found["next"] = recipe_of(worker).train(1, ROLLOUTS[1]).metrics
     worker.close()
@@ -98,7 +140,11 @@ def half_precision(place, ports, folder, parallel):
 def in_world(place, folder, reference, root, ports):
     ports = list(ports)
     found = {"checkpoints": checkpoints(place, ports, folder, root)}
-    for name, parallel in (("plain", {}), ("overlap", OVERLAP), ("replicated", {"overlap_grad_reduce": True, "use_distributed_optimizer": False})):
+    for name, parallel in (
+        ("plain", {}),
+        ("overlap", OVERLAP),
+        ("replicated", {"overlap_grad_reduce": True, "use_distributed_optimizer": False}),
+    ):
         found["accumulation", name] = accumulation(place, ports, folder, parallel)
     for name, parallel in (("plain", {}), ("overlap", OVERLAP)):
         found["reading", name] = reading(place, ports, folder, reference, parallel)
@@ -110,7 +156,11 @@ def in_world(place, folder, reference, root, ports):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("interleaved"))
-    return make_tiny_model(os.path.join(root, "model"), "qwen2", tied=True), make_tiny_model(os.path.join(root, "reference"), "qwen2", tied=True, seed=1), root
+    return (
+        make_tiny_model(os.path.join(root, "model"), "qwen2", tied=True),
+        make_tiny_model(os.path.join(root, "reference"), "qwen2", tied=True, seed=1),
+        root,
+    )
 
 
 @pytest.fixture(scope="module")

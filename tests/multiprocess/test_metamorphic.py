@@ -1,4 +1,7 @@
-"""What must not change loss and gradients, and what must: the same batch in another order, cut, layout or padding; samples that teach nothing."""
+"""What must not change loss and gradients, and what must: the same batch in another order, cut, layout or padding.
+
+Samples that teach nothing.
+"""
 
 import dataclasses
 import gc
@@ -26,29 +29,45 @@ def with_untrained(samples, seed=0):
     one = samples[0]
     tokens = generator.integers(0, 101, len(one.tokens)).astype(np.int32)
     advantages = generator.normal(size=len(tokens)).astype(np.float32)
-    return [*samples, dataclasses.replace(one, tokens=tokens, loss_mask=np.zeros_like(one.loss_mask), advantages=advantages)]
+    return [
+        *samples,
+        dataclasses.replace(one, tokens=tokens, loss_mask=np.zeros_like(one.loss_mask), advantages=advantages),
+    ]
 
 
 def equally_rewarded(samples):
     """Advantages as the group normalisation gives them to equal rewards."""
     advantages = group_advantages.normalize(np.full(len(samples), 0.7), LossConfig())
     return [
-        dataclasses.replace(sample, advantages=per_token(float(advantage), sample.loss_mask)) for sample, advantage in zip(samples, advantages, strict=True)
+        dataclasses.replace(sample, advantages=per_token(float(advantage), sample.loss_mask))
+        for sample, advantage in zip(samples, advantages, strict=True)
     ]
 
 
 def taught_by_metadata(samples):
     """Advantages moved to where only a user's loss finds them."""
-    return [dataclasses.replace(sample, advantages=np.zeros_like(sample.advantages), metadata={"taught": advantage_of(sample)}) for sample in samples]
+    return [
+        dataclasses.replace(
+            sample, advantages=np.zeros_like(sample.advantages), metadata={"taught": advantage_of(sample)}
+        )
+        for sample in samples
+    ]
 
 
 def loss_from_metadata(args, batch, reduce):
-    """A user's loss that takes its advantages from the samples' metadata; at ratio 1 it has the gradient of the built-in one."""
+    """A user's loss that takes its advantages from the samples' metadata.
+
+    At ratio 1 it has the gradient of the built-in one.
+    """
     taught = batch.log_probs.new_tensor([batch.metadata[place]["taught"] for place in batch.sample_of_token.tolist()])
     return -reduce((batch.log_probs - batch.log_probs.detach()).exp() * taught), {}
 
 
-METADATA_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.loss_from_metadata", "entropy_coef": 0.0}
+METADATA_LOSS = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": f"{__name__}.loss_from_metadata",
+    "entropy_coef": 0.0,
+}
 #: name -> (ranks, flags of the layout, flags of the batch, flags of the loss, what is done to the samples)
 CASES = {
     "base": (1, {}, DYNAMIC, {}, list),
@@ -58,11 +77,23 @@ CASES = {
     "all in one pack": (1, {}, DYNAMIC | {"max_tokens_per_gpu": 4000}, {}, list),
     "packs padded to 64": (1, {}, DYNAMIC | {"data_pad_size_multiplier": 64}, {}, list),
     "padded rows": (1, {}, {"qkv_format": "bshd", "micro_batch_size": 5}, {}, list),
-    "padded rows of other lengths": (2, {}, {"qkv_format": "bshd", "micro_batch_size": 2}, {}, lambda samples: [samples[i] for i in SHUFFLED]),
+    "padded rows of other lengths": (
+        2,
+        {},
+        {"qkv_format": "bshd", "micro_batch_size": 2},
+        {},
+        lambda samples: [samples[i] for i in SHUFFLED],
+    ),
     "dp2": (2, {}, DYNAMIC, {}, list),
     "dp2, shuffled": (2, {}, DYNAMIC, {}, lambda samples: [samples[i] for i in SHUFFLED]),
     "dp4": (4, {}, DYNAMIC, {}, list),
-    "dp4, by flops": (4, {}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_by_flops": True}, {}, list),
+    "dp4, by flops": (
+        4,
+        {},
+        {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_by_flops": True},
+        {},
+        list,
+    ),
     "every sample twice": (2, {}, DYNAMIC, {}, lambda samples: [*samples, *samples]),
     "per token": (1, {}, DYNAMIC, PER_TOKEN, list),
     "per token, dp4, one more without a mask": (4, {}, DYNAMIC, PER_TOKEN, with_untrained),
@@ -74,7 +105,11 @@ CASES = {
     "equal rewards": (2, {}, DYNAMIC, {"entropy_coef": 0.0}, equally_rewarded),
 }
 SAME_AS_BASE = [
-    name for name in CASES if name != "base" and "mask" not in name and name not in ("per token", "no entropy", "taught by metadata", "equal rewards")
+    name
+    for name in CASES
+    if name != "base"
+    and "mask" not in name
+    and name not in ("per token", "no entropy", "taught by metadata", "equal rewards")
 ]
 
 
@@ -98,7 +133,9 @@ def run_case(place, folder, case):
     from slime_like.megatron_backend.worker import TrainWorker
 
     ranks, parallel, batch, loss, change = case
-    config = make_config(folder, num_ranks=ranks, num_samples=10, parallel=parallel, batch=batch, loss={"entropy_coef": 0.02} | loss)
+    config = make_config(
+        folder, num_ranks=ranks, num_samples=10, parallel=parallel, batch=batch, loss={"entropy_coef": 0.02} | loss
+    )
     worker = TrainWorker(config, **place)
     worker.start()
     metrics = add_gradients(worker, change(ragged_batch()))
@@ -123,7 +160,9 @@ def assert_same(ours, theirs, *, factor=1.0, bound=5e-6):
     assert set(ours["gradients"]) == set(theirs["gradients"])
     largest = max(np.abs(gradient).max() for gradient in theirs["gradients"].values())
     for name, gradient in theirs["gradients"].items():
-        np.testing.assert_allclose(ours["gradients"][name], factor * gradient, atol=bound * largest, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            ours["gradients"][name], factor * gradient, atol=bound * largest, rtol=0, err_msg=name
+        )
 
 
 each_model = pytest.mark.parametrize("model", MODELS)
@@ -140,12 +179,18 @@ def test_gradients_are_compared_where_they_matter(outcomes, model):
     """Another mean gives other gradients, far outside the bound; so would a sample left out or counted twice."""
     base, other = outcomes[model, "base"], outcomes[model, "per token"]
     largest = max(np.abs(gradient).max() for gradient in base["gradients"].values())
-    assert max(np.abs(base["gradients"][name] - other["gradients"][name]).max() for name in base["gradients"]) > 1e-2 * largest
+    assert (
+        max(np.abs(base["gradients"][name] - other["gradients"][name]).max() for name in base["gradients"])
+        > 1e-2 * largest
+    )
 
 
 @each_model
 def test_a_sample_with_zero_mask_changes_nothing(outcomes, model):
-    """Per token nothing at all. Per sample it still counts among the samples, as a response that was cut off does; its content never matters."""
+    """Per token nothing at all.
+
+    Per sample it still counts among the samples, as a response that was cut off does; its content never matters.
+    """
     assert_same(outcomes[model, "per token, dp4, one more without a mask"], outcomes[model, "per token"])
     assert_same(outcomes[model, "one more without a mask"], outcomes[model, "base"], factor=10 / 11)
     assert_same(outcomes[model, "another without a mask"], outcomes[model, "one more without a mask"])

@@ -16,7 +16,8 @@ STRANGER = """
 import datetime, os, sys
 from torch.distributed import TCPStore  # while we may read the interpreter's files
 os.setuid(65534)
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=2))
+two_seconds = datetime.timedelta(seconds=2)
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=two_seconds)
 store.set("stranger", "was here")
 print(len(store.list_keys()), store.delete_key("stranger"))
 """
@@ -25,7 +26,13 @@ print(len(store.list_keys()), store.delete_key("stranger"))
 def listeners():
     import psutil
 
-    return sorted({(at.laddr.ip, at.laddr.port) for at in psutil.Process().net_connections("tcp") if at.status == psutil.CONN_LISTEN})
+    return sorted(
+        {
+            (at.laddr.ip, at.laddr.port)
+            for at in psutil.Process().net_connections("tcp")
+            if at.status == psutil.CONN_LISTEN
+        }
+    )
 
 
 def in_world(place, folder, port, store_path):
@@ -40,7 +47,9 @@ def in_world(place, folder, port, store_path):
         worker.start()
         found[name] = [at for at in listeners() if at not in before]
         if place["rank"] == 0 and os.geteuid() == 0:
-            asked = subprocess.run([sys.executable, "-c", STRANGER, str(port)], capture_output=True, text=True, timeout=60)
+            asked = subprocess.run(
+                [sys.executable, "-c", STRANGER, str(port)], capture_output=True, text=True, timeout=60
+            )
             found[name, "stranger"] = asked.stdout or asked.stderr
         torch.distributed.barrier()
         worker.close()

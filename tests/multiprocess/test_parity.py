@@ -1,7 +1,8 @@
-"""The parity table: every family, layout and format of batches against HF transformers with the same weights, on one ragged batch.
+"""The parity table: every family, layout and format of batches against HF transformers with the same weights, on one
+ragged batch.
 
-Only the rows that were selected are run (-k "qwen3 and cp2"): by default all variants and some layouts of each family, with
--m parity_table the rest. benchmarks/parity_table.py prints the whole table.
+Only the rows that were selected are run (-k "qwen3 and cp2"): by default all variants and some layouts of each family,
+with -m parity_table the rest. benchmarks/parity_table.py prints the whole table.
 """
 
 import numpy as np
@@ -9,15 +10,32 @@ import pytest
 
 from tests.helpers.parity import KL_COEF, Row, in_waves, ragged_batch
 from tests.helpers.parity import run_table as run
-from tests.helpers.parity_rows import DENSE_LAYOUTS, EXPERT_LAYOUTS, FORMATS, all_rows, is_quick, layouts_of, make_models
+from tests.helpers.parity_rows import (
+    DENSE_LAYOUTS,
+    EXPERT_LAYOUTS,
+    FORMATS,
+    all_rows,
+    is_quick,
+    layouts_of,
+    make_models,
+)
 from tests.helpers.tiny_models import CONFIGS
 from tests.helpers.train_world import advantage_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 ROWS = all_rows()
-BOUNDS = {"log_probs": 1e-5, "reference": 1e-5, "gradient": 1e-5, "grad_norm": 1e-5, "loss": 1e-5, "entropy": 1e-5, "kl_loss": 1e-5}
-#: A weight has 8 bits in bf16. Largest difference of a log-prob: with experts, a token whose best experts nearly tie may go elsewhere.
+BOUNDS = {
+    "log_probs": 1e-5,
+    "reference": 1e-5,
+    "gradient": 1e-5,
+    "grad_norm": 1e-5,
+    "loss": 1e-5,
+    "entropy": 1e-5,
+    "kl_loss": 1e-5,
+}
+#: A weight has 8 bits in bf16. Largest difference of a log-prob: with experts, a token whose best experts nearly tie
+#: may go elsewhere.
 BF16_BOUNDS = {"log_probs_mean": 0.05, "grad_norm": 0.01, "entropy": 0.005, "gradient": 0.1}
 BF16_FURTHEST = {False: 0.2, True: 1.5}
 
@@ -27,9 +45,14 @@ each_row = pytest.mark.parametrize("row", MARKED, ids=lambda row: row.name)
 
 @pytest.fixture(scope="module")
 def table(request, tmp_path_factory):
-    """Row's name -> what each of its ranks found; of the rows that selected tests need, and one of each model to compare with."""
+    """Row's name -> what each of its ranks found.
+
+    Of the rows that selected tests need, and one of each model to compare with.
+    """
     items = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params["row"].name for item in items if "row" in getattr(item, "callspec", _NoParameters).params}
+    wanted = {
+        item.callspec.params["row"].name for item in items if "row" in getattr(item, "callspec", _NoParameters).params
+    }
     if any(item.name == test_a_step_moves_every_layout_to_the_same_weights.__name__ for item in items):
         wanted |= {row.name for row in MOVED}
     rows = [row for row in ROWS if row.name in wanted]
@@ -53,12 +76,21 @@ def test_equals_hf(table, row):
             assert {name: value for name, value in furthest.items() if not value <= BOUNDS[name]} == {}
             continue
         assert {name: result[name] for name, bound in BF16_BOUNDS.items() if not result[name] <= bound} == {}
-        assert 1e-4 < furthest["log_probs"] <= BF16_FURTHEST["ep" in row.layout or "moe" in row.model or "deepseek" in row.model or "moonlight" in row.model]
+        assert (
+            1e-4
+            < furthest["log_probs"]
+            <= BF16_FURTHEST[
+                "ep" in row.layout or "moe" in row.model or "deepseek" in row.model or "moonlight" in row.model
+            ]
+        )
 
 
 @each_row
 def test_ranks_agree_and_one_without_samples_takes_part(table, row):
-    """Of one sample at ratio 1 the policy loss is its advantage, negated, whatever the weights are; the other ranks have none."""
+    """Of one sample at ratio 1 the policy loss is its advantage, negated, whatever the weights are.
+
+    The other ranks have none.
+    """
     first = table[row.name][0]
     assert first["lone"]["train/pg_loss"] == pytest.approx(-advantage_of(ragged_batch()[0]), rel=1e-5)
     assert first["lone"]["train/grad_norm"] > 0
@@ -81,12 +113,17 @@ def test_every_gradient_was_compared(table, row):
 def test_engine_difference_is_taken_before_the_step(table, row):
     samples, result = ragged_batch(), table[row.name][0]
     masks = [s.loss_mask.astype(bool) for s in samples]
-    differences = np.concatenate([np.abs(ours - s.engine_logprobs)[m] for ours, s, m in zip(result["scores"], samples, masks, strict=False)])
+    differences = np.concatenate(
+        [np.abs(ours - s.engine_logprobs)[m] for ours, s, m in zip(result["scores"], samples, masks, strict=False)]
+    )
     assert result["engine"] == pytest.approx([differences.mean(), differences.max()], rel=1e-5)
 
 
 def test_a_step_moves_every_layout_to_the_same_weights(table):
-    """The step's effect, seen through log-probs. Adam divides by its second moment, which blows rounding up to about 1e-3 of a step."""
+    """The step's effect, seen through log-probs.
+
+    Adam divides by its second moment, which blows rounding up to about 1e-3 of a step.
+    """
     count = len(ragged_batch())
     before, after = (table[MOVED[0].name][0]["scores"][part] for part in (slice(0, count), slice(count, None)))
     moved = max(np.abs(a - b).max() for a, b in zip(after, before, strict=True))

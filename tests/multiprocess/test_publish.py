@@ -1,4 +1,6 @@
-"""Publishing through the worker: what slime_like.megatron_backend.publish gathers, over the transport that needs no engine, a folder on disk."""
+"""Publishing through the worker: what slime_like.megatron_backend.publish gathers, over the transport that needs no
+engine, a folder on disk.
+"""
 
 import dataclasses
 import os
@@ -22,7 +24,13 @@ LAYOUTS = {
     "both": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "data": {},
 }
-TRANSFORMS = ("norms_in_two_parts", "raises_at_the_last_norm", "one_name_in_two_stages", "differs_by_rank", "to_nothing")
+TRANSFORMS = (
+    "norms_in_two_parts",
+    "raises_at_the_last_norm",
+    "one_name_in_two_stages",
+    "differs_by_rank",
+    "to_nothing",
+)
 
 
 def in_world(place, folder, root, ports):
@@ -35,15 +43,22 @@ def in_world(place, folder, root, ports):
     for (layout, parallel), port in zip(LAYOUTS.items(), ports, strict=False):
         config = make_config(folder, num_ranks=4, parallel=parallel)
         directory = os.path.join(root, layout)
-        sync = SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000)
+        sync = SyncConfig(
+            update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000
+        )
         worker = TrainWorker(dataclasses.replace(config, sync=sync), **(place | {"master_port": port}))
         worker.start()
         receipts = [worker.publish(disk_order(directory, 1))]
         version = os.path.join(directory, "version-00000001")
         found[layout + " files"] = {
-            name: tensor for entry in os.listdir(version) if entry.endswith(".safetensors") for name, tensor in load_file(os.path.join(version, entry)).items()
+            name: tensor
+            for entry in os.listdir(version)
+            if entry.endswith(".safetensors")
+            for name, tensor in load_file(os.path.join(version, entry)).items()
         }
-        found[layout + " writers"] = sorted({entry[6:13] for entry in os.listdir(version) if entry.endswith(".safetensors")})
+        found[layout + " writers"] = sorted(
+            {entry[6:13] for entry in os.listdir(version) if entry.endswith(".safetensors")}
+        )
         torch.distributed.barrier()  # the next version removes what is being read
         with torch.no_grad():
             for parameter in worker.stage.parameters():
@@ -62,12 +77,17 @@ def in_world(place, folder, root, ports):
             except Exception as error:  # noqa: BLE001 - both kinds are looked at below
                 found["error"] = f"{type(error).__name__}: {error}"
         worker.close()
-    found["transformed"] = with_transforms(place | {"master_port": ports[-1]}, folder, os.path.join(root, "transformed"))
+    found["transformed"] = with_transforms(
+        place | {"master_port": ports[-1]}, folder, os.path.join(root, "transformed")
+    )
     return found
 
 
 def with_transforms(place, folder, root):
-    """Two stages that two ranks each write: function -> receipt and files, or what it says is wrong; one worker for all."""
+    """Two stages that two ranks each write: function -> receipt and files, or what it says is wrong.
+
+    One worker for all.
+    """
     from safetensors.torch import load_file
 
     from slime_like.megatron_backend.worker import TrainWorker
@@ -77,12 +97,20 @@ def with_transforms(place, folder, root):
     worker.start()
     for function in TRANSFORMS:
         directory = os.path.join(root, function)
-        sync = SyncConfig(update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000)
-        worker.config = dataclasses.replace(base, sync=dataclasses.replace(sync, custom_weight_transform_path=f"{transforms.__name__}.{function}"))
+        sync = SyncConfig(
+            update_weight_transport="disk", update_weight_disk_dir=directory, update_weight_buffer_size=10_000
+        )
+        worker.config = dataclasses.replace(
+            base, sync=dataclasses.replace(sync, custom_weight_transform_path=f"{transforms.__name__}.{function}")
+        )
         try:
             receipt = worker.publish(disk_order(directory, 1))
             version = os.path.join(directory, "version-00000001")
-            files = [load_file(os.path.join(version, entry)) for entry in os.listdir(version) if entry.endswith(".safetensors")]
+            files = [
+                load_file(os.path.join(version, entry))
+                for entry in os.listdir(version)
+                if entry.endswith(".safetensors")
+            ]
             found[function] = receipt, {name: to_numbers(tensor) for file in files for name, tensor in file.items()}
         except Exception as error:  # noqa: BLE001 - looked at below
             torch.distributed.barrier()  # the first rank removes what was written
@@ -139,11 +167,16 @@ def test_failure_reaches_every_rank(world):
     """The folder is a file: each of the two stages that write fails itself, the others hear of it."""
     errors = [found["error"] for found in world["ranks"]]
     assert all(error.startswith("WeightSyncError: ") and "pipeline" in error for error in errors)
-    assert [("cannot be made" in error, "trainer rank" in error) for error in errors] == [(True, False), (True, True)] * 2
+    assert [("cannot be made" in error, "trainer rank" in error) for error in errors] == [
+        (True, False),
+        (True, True),
+    ] * 2
 
 
 def test_what_a_transform_makes_is_what_is_sent(world):
-    """Norms in two parts, keys left out: files, counts and digest are of what was made, and every rank that gathers writes some."""
+    """Norms in two parts, keys left out: files, counts and digest are of what was made, and every rank that gathers
+    writes some.
+    """
     expected = {}
     for name, tensor in load_model(world["folder"]).named_parameters():
         tensor = tensor.detach()

@@ -25,7 +25,9 @@ def in_world(place, port):
     """Two stages of two ranks, of which the first of each gathers."""
     rank = place["rank"]
     timeout = datetime.timedelta(seconds=COLLECTIVE_S)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4, timeout=timeout)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4, timeout=timeout
+    )
     group = RankGroup(RankPlace(stage=rank // 2, num_stages=2, rank_in_stage=rank % 2, num_gatherers=1), "test")
     seen: dict = {"gathered": group.on_gatherers("name", lambda: rank)}
     seen["in turn"] = group.on_gatherers("turn", lambda: time.monotonic(), in_turn=True)
@@ -78,10 +80,17 @@ def test_what_the_lead_raises_everyone_raises(ranks):
     assert [seen["lead breaks"] for seen in ranks] == ["KeyError: 'x'"] + [
         "WeightSyncError: weight sync (test, begin) failed on trainer rank 0: KeyError: 'x'"
     ] * 3
-    assert len({seen["lead hangs"] for seen in ranks}) == 1 and ranks[1]["lead hangs"].startswith("WaitTimeout: trainer source 0 waited 2 s for begin")
+    assert len({seen["lead hangs"] for seen in ranks}) == 1 and ranks[1]["lead hangs"].startswith(
+        "WaitTimeout: trainer source 0 waited 2 s for begin"
+    )
 
 
 def test_a_failure_of_one_is_everyones_and_of_several_all_are_named(ranks):
-    assert {seen["one fails"] for seen in ranks} == {"WaitTimeout: trainer source 1 waited 3 s for engine 0 during send. Last heard: nothing"}
-    both = "WeightSyncError: weight sync (test, send) failed on trainer rank 0: EngineError: from 0; trainer rank 2: EngineError: from 2"
+    assert {seen["one fails"] for seen in ranks} == {
+        "WaitTimeout: trainer source 1 waited 3 s for engine 0 during send. Last heard: nothing"
+    }
+    both = (
+        "WeightSyncError: weight sync (test, send) failed on trainer rank 0: EngineError: from 0; trainer rank 2:"
+        " EngineError: from 2"
+    )
     assert [seen["both fail"] for seen in ranks] == ["EngineError: from 0", both, "EngineError: from 2", both]

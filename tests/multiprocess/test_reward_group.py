@@ -1,4 +1,7 @@
-"""The reward model's processes: as many copies as GPUs, the same scores; a copy that dies or hangs is named. One Ray for all cases."""
+"""The reward model's processes: as many copies as GPUs, the same scores; a copy that dies or hangs is named.
+
+One Ray for all cases.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ def config_of(folder, **options) -> RunConfig:
     """Three bundles: the policy's, and two of the reward model."""
     rollout = RolloutConfig(rollout_max_context_len=options.pop("context", 512))
     return RunConfig(
-        placement=PlacementConfig(actor_num_gpus_per_node=1, reward_num_gpus_per_node=options.pop("copies", 2), rollout_num_gpus=1),
+        placement=PlacementConfig(
+            actor_num_gpus_per_node=1, reward_num_gpus_per_node=options.pop("copies", 2), rollout_num_gpus=1
+        ),
         checkpoint=CheckpointConfig(hf_checkpoint=str(TINY), reward_load=str(folder)),
         model=ModelConfig(max_position_embeddings=1024),
         rollout=rollout,
@@ -62,8 +67,20 @@ def samples(count=20) -> list[Sample]:
     found = []
     for index in range(count):
         length = int(rng.integers(2, 40))
-        arrays = {"loss_mask": np.ones(length, np.int8), "engine_logprobs": np.zeros(length, np.float32), "weight_versions": np.zeros(length, np.int32)}
-        found.append(Sample(prompt_index=0, sample_index=index, tokens=rng.integers(3, 300, length).astype(np.int32), response="", **arrays))
+        arrays = {
+            "loss_mask": np.ones(length, np.int8),
+            "engine_logprobs": np.zeros(length, np.float32),
+            "weight_versions": np.zeros(length, np.int32),
+        }
+        found.append(
+            Sample(
+                prompt_index=0,
+                sample_index=index,
+                tokens=rng.integers(3, 300, length).astype(np.int32),
+                response="",
+                **arrays,
+            )
+        )
     return found
 
 
@@ -99,7 +116,11 @@ def test_two_copies_score_as_one_and_a_lost_one_is_named(cluster: tuple[Placemen
 
         os.kill(ray.get(one.actors[0].pid.remote()), signal.SIGSTOP)
         with pytest.raises(
-            WaitTimeout, match="rollout waited 0 s for reward model rank 0 during score. Last heard: 3 samples were sent to it, the first prompt"
+            WaitTimeout,
+            match=(
+                "rollout waited 0 s for reward model rank 0 during score. Last heard: 3 samples were sent to it, the"
+                " first prompt"
+            ),
         ):
             scores(one, given)
         os.kill(pids[1], signal.SIGKILL)
@@ -115,12 +136,19 @@ def test_two_copies_score_as_one_and_a_lost_one_is_named(cluster: tuple[Placemen
             group.close()
 
 
-def test_a_model_that_cannot_score_these_samples_ends_the_start(cluster: tuple[PlacementPlan, Bundles], folder, tmp_path):
+def test_a_model_that_cannot_score_these_samples_ends_the_start(
+    cluster: tuple[PlacementPlan, Bundles], folder, tmp_path
+):
     _, bundles = cluster
     two_outputs = make_reward_model(tmp_path / "two", num_labels=2)
     cases = [
         (config_of(two_outputs, copies=1), bundles, CheckpointError, "has 2 outputs"),
-        (config_of(folder, copies=1, context=900), elsewhere(bundles), ConfigError, r"takes 512 tokens .* have 900. Fix: --rollout-max-context-len 512"),
+        (
+            config_of(folder, copies=1, context=900),
+            elsewhere(bundles),
+            ConfigError,
+            r"takes 512 tokens .* have 900. Fix: --rollout-max-context-len 512",
+        ),
     ]
     groups = [RewardGroup(config, make_plan(config), where, str(tmp_path)) for config, where, _, _ in cases]
     try:

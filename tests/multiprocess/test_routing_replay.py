@@ -1,4 +1,6 @@
-"""Trainers that take their experts from elsewhere, over many layouts, against HF transformers with the same experts forced on its routers."""
+"""Trainers that take their experts from elsewhere, over many layouts, against HF transformers with the same experts
+forced on its routers.
+"""
 # Covers slime_like.megatron_backend.step.routing_replay too, which it does not import itself.
 
 import dataclasses
@@ -17,7 +19,11 @@ LAYERS, EXPERTS, TOPK = 4, 4, 2
 WORKERS = 4  # of one case at most, one after the other
 TEMPERATURE = 0.7
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_data": True}
-EP2, PP2, CP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+EP2, PP2, CP2 = (
+    {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -62,7 +68,12 @@ def started(place, case, folder, port, loss, num_steps=1):
     """A worker of one case with other experts' flags."""
     from slime_like.megatron_backend.worker import TrainWorker
 
-    groups = {"parallel": case.parallel, "batch": case.batch, "loss": loss, "rollout": {"rollout_temperature": TEMPERATURE}}
+    groups = {
+        "parallel": case.parallel,
+        "batch": case.batch,
+        "loss": loss,
+        "rollout": {"rollout_temperature": TEMPERATURE},
+    }
     config = make_config(folder, num_ranks=case.ranks, num_steps=num_steps, **groups)
     worker = TrainWorker(config, **(place | {"world_size": case.ranks, "master_port": port}))
     worker.start()
@@ -91,11 +102,16 @@ def run_cases(place, folder, chosen_by_hf, ports):
             continue
         own_ports = ports[WORKERS * number :]
         worker, samples = started(place, case, folder, own_ports[0], REPLAY), samples_with_experts()
-        result = {"log_probs": recipe_of(worker).log_probs(samples), "report": recipe_of(worker).train(0, samples).metrics}
+        result = {
+            "log_probs": recipe_of(worker).log_probs(samples),
+            "report": recipe_of(worker).train(0, samples).metrics,
+        }
         if number == 0:
             result["refused"] = [refusal(worker, samples, experts) for experts in ([0, 0], [0, EXPERTS], [-1, 0])]
         worker.close()
-        for port, (name, loss) in zip(own_ports[1:], (("recorded", RECORD), ("told", REPLAY), ("free", {})), strict=False):
+        for port, (name, loss) in zip(
+            own_ports[1:], (("recorded", RECORD), ("told", REPLAY), ("free", {})), strict=False
+        ):
             if not case.recorded or (name != "recorded" and case.ranks > 1):
                 continue
             # One pass before two steps; the second step's weights would choose otherwise.
@@ -119,7 +135,10 @@ def outcomes(folder):
 
 
 class ForcedRouter(torch.nn.Module):
-    """HF's Qwen3-MoE router, written out: the softmax's values at given experts, divided by their sum; its own choice where they are -1."""
+    """HF's Qwen3-MoE router, written out: the softmax's values at given experts, divided by their sum.
+
+    Its own choice where they are -1.
+    """
 
     def __init__(self, gate, layer):
         super().__init__()
@@ -159,7 +178,12 @@ def chosen_by_hf(folder):
     """Samples with the experts that HF's routers choose for every token, the last too."""
     samples = samples_with_experts()
     with torch.no_grad():
-        logits = [load_model(folder)(torch.as_tensor(s.tokens.astype(np.int64))[None], output_router_logits=True).router_logits for s in samples]
+        logits = [
+            load_model(folder)(
+                torch.as_tensor(s.tokens.astype(np.int64))[None], output_router_logits=True
+            ).router_logits
+            for s in samples
+        ]
     experts = [np.stack([layer.topk(TOPK, -1).indices.numpy() for layer in layers], axis=1) for layers in logits]
     return [dataclasses.replace(s, routed_experts=e.astype(np.int8)) for s, e in zip(samples, experts, strict=True)]
 
@@ -184,9 +208,15 @@ def test_the_experts_matter(forced, free):
 
 
 def test_what_no_router_chooses_is_refused_by_sample_and_layer(outcomes):
-    """Layers of zeros, which a capture that failed leaves; an expert that the model does not have; a row that is said in part."""
+    """Layers of zeros, which a capture that failed leaves; an expert that the model does not have.
+
+    A row that is said in part.
+    """
     for message, experts in zip(outcomes[0][0]["refused"], ("[0, 0]", f"[0, {EXPERTS}]", "[-1, 0]"), strict=True):
-        assert message.startswith("prompt 0, sample 1: ") and f"layer 1, token 0 has the experts {experts}, not 2 different ones of 0 to 3" in message
+        assert (
+            message.startswith("prompt 0, sample 1: ")
+            and f"layer 1, token 0 has the experts {experts}, not 2 different ones of 0 to 3" in message
+        )
 
 
 @each_case
@@ -203,7 +233,9 @@ def test_loss_and_gradient_norm_equal_hf_with_these_experts(outcomes, forced, nu
         assert result["report"]["train/grad_norm"] == pytest.approx(forced[2], rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [n for n, case in enumerate(CASES) if case.recorded], ids=lambda number: CASES[number].name)
+@pytest.mark.parametrize(
+    "number", [n for n, case in enumerate(CASES) if case.recorded], ids=lambda number: CASES[number].name
+)
 def test_recorded_experts_are_those_of_the_weights_before_the_first_step(outcomes, number):
     """Two steps replay one pass: the same as being told what HF chooses with the first weights."""
     told, free = outcomes[0][0]["told"], outcomes[0][0]["free"]

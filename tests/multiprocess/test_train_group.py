@@ -25,7 +25,9 @@ PPO = {"advantage_estimator": "ppo", "kl_coef": 0.1, "use_kl_loss": True}
 def objects_created() -> int:
     """Objects that were ever put into this node's store, by Ray's own count; small answers of actors are not."""
     (node,) = ray.nodes()
-    return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats.cumulative_created_objects
+    return node_stats(
+        node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False
+    ).store_stats.cumulative_created_objects
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,14 @@ def groups(tmp_path_factory):
     """role -> its started group, one rank each."""
     os.environ["RAY_ADDRESS"] = "local"
     root = tmp_path_factory.mktemp("groups")
-    folder, other = make_tiny_model(str(root / "model"), "qwen2", tied=True), make_tiny_model(str(root / "other"), "qwen2", tied=True, seed=1)
+    folder, other = (
+        make_tiny_model(str(root / "model"), "qwen2", tied=True),
+        make_tiny_model(str(root / "other"), "qwen2", tied=True, seed=1),
+    )
     config = make_config(folder, loss=PPO, num_steps=2, checkpoint={"ref_load": other, "load": folder})
-    config = dataclasses.replace(config, placement=PlacementConfig(actor_num_gpus_per_node=1, colocate_policy_ref=False, debug_train_only=True))
+    config = dataclasses.replace(
+        config, placement=PlacementConfig(actor_num_gpus_per_node=1, colocate_policy_ref=False, debug_train_only=True)
+    )
     plan = make_plan(config)
     connect(plan.num_gpus)
     bundles = reserve(plan, 60)
@@ -62,7 +69,9 @@ def test_samples_are_put_once_a_step_and_arrays_travel_beside_them(groups):
     fitted = groups["critic"].train(0, batch)
     report = groups["actor"].train(0, batch)
     assert objects_created() - before == 1
-    assert fitted.num_train_steps == report.num_train_steps == 2 and fitted.num_samples == report.num_samples == len(samples)
+    assert fitted.num_train_steps == report.num_train_steps == 2 and fitted.num_samples == report.num_samples == len(
+        samples
+    )
     columns = {name: ray.get(ref) for name, ref in batch.columns}
     assert set(columns) == {"reference_logprobs", "kl", "values"}
     for rows in columns.values():

@@ -1,4 +1,6 @@
-"""What a train step means: independent of how it is cut up, right about old log-probs, and kind to the actor's weights."""
+"""What a train step means: independent of how it is cut up, right about old log-probs, and kind to
+the actor's weights.
+"""
 
 import dataclasses
 
@@ -10,7 +12,16 @@ from slime_like.errors import DataError
 from slime_like.records import BASE, REFERENCE
 from tests.helpers.hf_truth import load_model, score
 from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import add_gradients, advantage_of, free_ports, make_config, make_samples, optimizer_step, recipe_of, run_ranks
+from tests.helpers.train_world import (
+    add_gradients,
+    advantage_of,
+    free_ports,
+    make_config,
+    make_samples,
+    optimizer_step,
+    recipe_of,
+    run_ranks,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -53,7 +64,9 @@ def in_world(place, folder, reference, ports):
 
     for estimator in ("gspo", "cispo"):
         for name, batch in cuts.items():
-            worker = worker_of(num_steps=2, batch=batch, loss={"advantage_estimator": estimator, "use_tis": True, "tis_clip": 1.1})
+            worker = worker_of(
+                num_steps=2, batch=batch, loss={"advantage_estimator": estimator, "use_tis": True, "tis_clip": 1.1}
+            )
             found[estimator, name] = recipe_of(worker).train(0, samples).metrics
             worker.close()
 
@@ -65,12 +78,17 @@ def in_world(place, folder, reference, ports):
     worker = worker_of(optimizer={"clip_grad": 0.0})
     found["two untrained"] = recipe_of(worker).train(0, [*untrained[:2], *samples[2:]]).metrics
     worker.close()
-    for name, options in (("grpo", PPO), ("reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True})):
+    for name, options in (
+        ("grpo", PPO),
+        ("reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}),
+    ):
         worker = worker_of(num_steps=2, loss=options)
         found["untrained", name] = recipe_of(worker).train(0, untrained).metrics
         worker.close()
 
-    worker = worker_of(loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, checkpoint={"ref_load": reference, "load": folder})
+    worker = worker_of(
+        loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, checkpoint={"ref_load": reference, "load": folder}
+    )
     before = {name: p.detach().clone() for name, p in worker.stage.named_parameters()}
     found["reference"] = recipe_of(worker).log_probs(samples, weights=REFERENCE)
     found["unchanged"] = all(torch.equal(p, before[name]) for name, p in worker.stage.named_parameters())
@@ -84,7 +102,9 @@ def in_world(place, folder, reference, ports):
     found["bf16"] = [recipe_of(bf16).train(step, samples).metrics for step in range(2)]
     found["bf16 dtypes"] = sorted({str(t.dtype) for _, t in bf16.export(BASE)})
     try:
-        recipe_of(bf16).train(2, [dataclasses.replace(samples[0], tokens=samples[0].tokens[:1], loss_mask=samples[0].loss_mask[:1])])
+        recipe_of(bf16).train(
+            2, [dataclasses.replace(samples[0], tokens=samples[0].tokens[:1], loss_mask=samples[0].loss_mask[:1])]
+        )
     except DataError as error:
         found["short"] = str(error)
     bf16.close()

@@ -1,4 +1,5 @@
-"""A client's own training loop in the trainer's verbs, without the recipe: gradients are autograd's of HF in float64, steps are Adam's.
+"""A client's own training loop in the trainer's verbs, without the recipe: gradients are autograd's of HF in float64,
+steps are Adam's.
 
 What verbs give: slime_like.megatron_backend.verbs.
 """
@@ -63,7 +64,9 @@ def worker_of(place, port, ranks, folders, **options):
 
     options["checkpoint"] = {"ref_load": folders["reference"], "load": folders["base"]}
     options["loss"] = {"use_kl_loss": True}  # so that a reference is held
-    worker = TrainWorker(make_config(folders["base"], num_ranks=ranks, **options), **(place | {"world_size": ranks, "master_port": port}))
+    worker = TrainWorker(
+        make_config(folders["base"], num_ranks=ranks, **options), **(place | {"world_size": ranks, "master_port": port})
+    )
     worker.start()
     return worker
 
@@ -82,11 +85,19 @@ def in_world(place, folders, ports):
             metrics = [part.metrics for part in parts]
             found[layout, name] = {"metrics": metrics, "rows": rows, "gradients": whole_gradients(worker)}
             worker._clear_gradients()
-        found[layout, "scores"] = {name: worker.forward(samples, weights=BASE).rows(name) for name in ("log_probs", "entropy")}
+        found[layout, "scores"] = {
+            name: worker.forward(samples, weights=BASE).rows(name) for name in ("log_probs", "entropy")
+        }
         found[layout, "reference"] = worker.forward(samples, weights=REFERENCE).rows("log_probs")
         worker.close()
     if place["rank"] == 0:
-        worker = worker_of(place, ports.pop(0), 1, folders, optimizer={"clip_grad": 0.0, "lr": 2e-2, "weight_decay": 0.5, "adam_beta2": 0.98})
+        worker = worker_of(
+            place,
+            ports.pop(0),
+            1,
+            folders,
+            optimizer={"clip_grad": 0.0, "lr": 2e-2, "weight_decay": 0.5, "adam_beta2": 0.98},
+        )
         found["steps"] = list(steps_of(worker, samples))
         found["refused"] = refusals(worker, samples)
         worker.close()
@@ -98,7 +109,9 @@ def exported(worker):
 
 
 def steps_of(worker, samples):
-    """(weights before, gradients, report, weights after) of two steps with numbers of their own, and of one with the flags'."""
+    """(weights before, gradients, report, weights after) of two steps with numbers of their own, and of one with the
+    flags'.
+    """
     from slime_like.megatron_backend.step.optimizer import AdamParams
 
     for params in (*(AdamParams(**numbers) for numbers in STEPS), None):
@@ -125,7 +138,9 @@ def refusals(worker, samples):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {name: make_tiny_model(str(root / name), "qwen3", seed=seed) for seed, name in enumerate(("base", "reference"))}
+    return {
+        name: make_tiny_model(str(root / name), "qwen3", seed=seed) for seed, name in enumerate(("base", "reference"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +184,12 @@ def truth(folders):
         values = []
         for part in (samples[:3], samples[3:]):
             counts = [max(int(sample.loss_mask[1:].sum()), 1) for sample in part]
-            values.append(sum(loss_of(name, s, scores_of(model, s)[0], 1 / (count * len(part))) for s, count in zip(part, counts, strict=True)))
+            values.append(
+                sum(
+                    loss_of(name, s, scores_of(model, s)[0], 1 / (count * len(part)))
+                    for s, count in zip(part, counts, strict=True)
+                )
+            )
         sum(values).backward()
         found[name] = ([value.item() for value in values], {key: p.grad.numpy() for key, p in model.named_parameters()})
     return found
@@ -194,11 +214,18 @@ def test_gradients_of_two_calls_add_up_to_autograds(outcomes, truth, layout, nam
 def test_scores_are_hfs_and_come_with_the_gradients_too(outcomes, folders, layout):
     samples = client_samples()
     with torch.no_grad():
-        base, reference = ([scores_of(model, s) for s in samples] for model in (load_model(folders[name]).double() for name in ("base", "reference")))
+        base, reference = (
+            [scores_of(model, s) for s in samples]
+            for model in (load_model(folders[name]).double() for name in ("base", "reference"))
+        )
     for found in outcomes[: LAYOUTS[layout][0]]:
         scores = found[layout, "scores"]
         for i in range(len(samples)):
-            for ours, theirs in ((scores["log_probs"], base[i][0]), (scores["entropy"], base[i][1]), (found[layout, "reference"], reference[i][0])):
+            for ours, theirs in (
+                (scores["log_probs"], base[i][0]),
+                (scores["entropy"], base[i][1]),
+                (found[layout, "reference"], reference[i][0]),
+            ):
                 assert ours[i][0] == 0
                 np.testing.assert_allclose(ours[i][1:], theirs.numpy(), atol=2e-5, rtol=0)
             for name in LOSSES:
@@ -206,14 +233,21 @@ def test_scores_are_hfs_and_come_with_the_gradients_too(outcomes, folders, layou
 
 
 def test_a_step_has_the_numbers_of_its_call(outcomes):
-    """AdamW (arXiv:1711.05101, algorithm 2) in float64 over the trainer's own gradients; moments are carried from step to step."""
+    """AdamW (arXiv:1711.05101, algorithm 2) in float64 over the trainer's own gradients.
+
+    Moments are carried from step to step.
+    """
     steps = outcomes[0]["steps"]
     flags = {"lr": 2e-2, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.5}
     first, second = ({name: np.zeros_like(tensor) for name, tensor in steps[0][0].items()} for _ in range(2))
-    for number, (numbers, (before, gradients, report, after)) in enumerate(zip([*STEPS, flags], steps, strict=True), start=1):
+    for number, (numbers, (before, gradients, report, after)) in enumerate(
+        zip([*STEPS, flags], steps, strict=True), start=1
+    ):
         (beta1, beta2), lr = numbers["betas"], numbers["lr"]
         assert report["train/lr"] == pytest.approx(lr)
-        assert report["train/grad_norm"] == pytest.approx(np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients.values())), rel=1e-5)
+        assert report["train/grad_norm"] == pytest.approx(
+            np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients.values())), rel=1e-5
+        )
         for name, weight in before.items():
             gradient = gradients[name].astype(np.float64)
             first[name] = beta1 * first[name] + (1 - beta1) * gradient

@@ -23,7 +23,14 @@ FENCES = {
     "megatron": {"megatron_backend"},
     "transformer_engine": {"megatron_backend"},
     "sglang": {"sglang_backend.launcher", "sglang_backend.cpu_server", "sglang_backend.cpu_compat", "weight_sync"},
-    "torch": {"algorithms", "weight_sync", "megatron_backend", "reward_model", "sglang_backend.cpu_server", "sglang_backend.cpu_compat"},
+    "torch": {
+        "algorithms",
+        "weight_sync",
+        "megatron_backend",
+        "reward_model",
+        "sglang_backend.cpu_server",
+        "sglang_backend.cpu_compat",
+    },
     "fastapi": {"api_server"},
     "sqlalchemy": {"api_server.store"},
     "wandb": {"observability.metrics"},
@@ -33,15 +40,28 @@ FENCES = {
 OUTSIDE = {"train", "arguments", "setup", "scripts", "tests", "benchmarks"}
 
 #: Everything that may lie at the top of the repository, dot-files and tool configuration aside.
-TOP_LEVEL = {"train.py", "arguments.py", "setup.py", "pyproject.toml", "slime_like", "scripts", "models", "tests", "docs", "benchmarks", "README.md", "LICENSE"}
+TOP_LEVEL = {
+    "train.py",
+    "arguments.py",
+    "setup.py",
+    "pyproject.toml",
+    "slime_like",
+    "scripts",
+    "models",
+    "tests",
+    "docs",
+    "benchmarks",
+    "README.md",
+    "LICENSE",
+}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8  # self and cls do not count
 MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 
-#: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is tested with them.
-#: Module (or package) -> the files below tests/ that cover it; each imports or names it.
+#: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is
+#: tested with them. Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
@@ -68,17 +88,27 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.step.critic": ("multiprocess/test_critic.py",),
     "megatron_backend.step.forward": ("multiprocess/test_forward.py",),
     "megatron_backend.step.gradient_sync": ("multiprocess/test_interleaved.py",),
-    "megatron_backend.hf.names_and_shards": ("multiprocess/test_interleaved.py", "unit/megatron_backend/hf/test_tables.py"),
+    "megatron_backend.hf.names_and_shards": (
+        "multiprocess/test_interleaved.py",
+        "unit/megatron_backend/hf/test_tables.py",
+    ),
     "megatron_backend.hf.save": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.model.layer_spec": ("multiprocess/test_plan_memory.py",),
-    "megatron_backend.model.provider": ("multiprocess/test_plan_memory.py", "unit/megatron_backend/compat/test_megatron.py"),
+    "megatron_backend.model.provider": (
+        "multiprocess/test_plan_memory.py",
+        "unit/megatron_backend/compat/test_megatron.py",
+    ),
     "megatron_backend.publish": ("multiprocess/test_publish.py",),
     "megatron_backend.step.routing_replay": ("multiprocess/test_routing_replay.py",),
     "megatron_backend.checkpoint.start_weights": ("unit/megatron_backend/checkpoint/test_folder.py",),
     "megatron_backend.step.runner": ("multiprocess/test_algorithms.py",),
     "megatron_backend.verbs": ("multiprocess/test_verbs.py",),
-    "megatron_backend.worker": ("multiprocess/test_training.py", "multiprocess/test_verbs.py", "multiprocess/test_parity.py"),
+    "megatron_backend.worker": (
+        "multiprocess/test_training.py",
+        "multiprocess/test_verbs.py",
+        "multiprocess/test_parity.py",
+    ),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
     "rollout.service": ("unit/rollout/test_manager.py",),

@@ -30,13 +30,19 @@ def imports_of(path: Path, package_dir: Path) -> Iterator[tuple[int, str]]:
             base = here[: len(here) - up] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
             if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
 
 
 def layer_violations(package_dir: Path) -> list[str]:
-    """Imports that do not go strictly down, packages without a layer, and imports of what stands outside the package."""
+    """Imports that do not go strictly down, packages without a layer, and imports of what stands
+    outside the package.
+    """
     found = []
     for path in _modules(package_dir):
         module = module_name(path, package_dir)
@@ -100,18 +106,24 @@ def import_cycles(package_dir: Path) -> list[str]:
 
 
 def mirror_violations(package_dir: Path, tests_dir: Path, elsewhere: Mapping[str, Sequence[str]]) -> list[str]:
-    """Modules with logic that no test file stands for, and entries of `elsewhere` (architecture.TESTED_ELSEWHERE) that are not true.
+    """Modules with logic that no test file stands for, and entries of `elsewhere` (architecture.TESTED_ELSEWHERE) that
+    are not true.
 
-    A module's mirror is tests/unit/<package>/test_<file>.py; a package's own is test_<package>.py beside its folder. The files of an entry
-    must import the module, by themselves or through tests/helpers, or name it: `slime_like.job.build`, or the file's path.
+    A module's mirror is tests/unit/<package>/test_<file>.py; a package's own is test_<package>.py beside its folder.
+    The files of an entry must import the module, by themselves or through tests/helpers, or name it:
+    `slime_like.job.build`, or the file's path.
     """
     modules = {name: path for path in _modules(package_dir) if (name := module_name(path, package_dir))}
-    mirrors = {name: tests_dir.joinpath("unit", *name.split(".")[:-1], f"test_{name.split('.')[-1]}.py") for name in modules}
+    mirrors = {
+        name: tests_dir.joinpath("unit", *name.split(".")[:-1], f"test_{name.split('.')[-1]}.py") for name in modules
+    }
     problems = []
     for name, path in modules.items():
         mirror = mirrors[name].relative_to(tests_dir).as_posix()
         if not mirrors[name].is_file() and has_logic(path) and not any(_covers(key, name) for key in elsewhere):
-            problems.append(f"{name} has no tests/{mirror}. Fix: write it, or name the tests that cover it in TESTED_ELSEWHERE.")
+            problems.append(
+                f"{name} has no tests/{mirror}. Fix: write it, or name the tests that cover it in TESTED_ELSEWHERE."
+            )
     for key, files in elsewhere.items():
         covered = [name for name in modules if _covers(key, name)]
         if not covered:
@@ -123,15 +135,25 @@ def mirror_violations(package_dir: Path, tests_dir: Path, elsewhere: Mapping[str
         for file in files:
             if not (tests_dir / file).is_file():
                 problems.append(f"TESTED_ELSEWHERE: {key}: there is no tests/{file}.")
-            elif not any(_is_about(path, key, package_dir) for path in [tests_dir / file, *_helpers_of(tests_dir / file, tests_dir)]):
+            elif not any(
+                _is_about(path, key, package_dir)
+                for path in [tests_dir / file, *_helpers_of(tests_dir / file, tests_dir)]
+            ):
                 problems.append(f"TESTED_ELSEWHERE: {key}: tests/{file} neither imports nor names it.")
     return problems
 
 
 def has_logic(path: Path) -> bool:
     """Whether a module holds a function or method that does more than its docstring says."""
-    functions = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return any(not all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in node.body) for node in functions)
+    functions = (
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return any(
+        not all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in node.body)
+        for node in functions
+    )
 
 
 def _covers(key: str, module: str) -> bool:
@@ -151,7 +173,10 @@ def _is_about(test: Path, module: str, package_dir: Path) -> bool:
     if any(_covers(name, target) for _, target in imports_of(test, test.parent)):
         return True
     path = name.replace(".", "/")
-    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)|{re.escape(path)}(\.py|/)", test.read_text(encoding="utf-8")) is not None
+    return (
+        re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)|{re.escape(path)}(\.py|/)", test.read_text(encoding="utf-8"))
+        is not None
+    )
 
 
 def _modules(package_dir: Path) -> list[Path]:
@@ -162,11 +187,17 @@ def _function_violations(node: ast.FunctionDef | ast.AsyncFunctionDef, file_name
     found = []
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
     if lines > rules.MAX_FUNCTION_LINES:
-        found.append(f"{file_name}:{node.lineno} {node.name}: {lines} lines, limit {rules.MAX_FUNCTION_LINES}. Fix: split by step.")
+        found.append(
+            f"{file_name}:{node.lineno} {node.name}: {lines} lines, limit {rules.MAX_FUNCTION_LINES}. Fix: split by"
+            " step."
+        )
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     count = len([name for name in names if name not in ("self", "cls")])
     if count > rules.MAX_PARAMETERS:
-        found.append(f"{file_name}:{node.lineno} {node.name}: {count} parameters, limit {rules.MAX_PARAMETERS}. Fix: a dataclass.")
+        found.append(
+            f"{file_name}:{node.lineno} {node.name}: {count} parameters, limit {rules.MAX_PARAMETERS}. Fix: a"
+            " dataclass."
+        )
     return found
 
 

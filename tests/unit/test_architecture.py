@@ -24,7 +24,9 @@ def write_tree(folder: Path, files: dict[str, str]) -> Path:
 
 
 def source_files(root: Path) -> list[Path]:
-    return sorted([*root.glob("*.py"), *(p for name in (PACKAGE, "scripts", "benchmarks") for p in (root / name).rglob("*.py"))])
+    return sorted(
+        [*root.glob("*.py"), *(p for name in (PACKAGE, "scripts", "benchmarks") for p in (root / name).rglob("*.py"))]
+    )
 
 
 def test_layers(repo_root: Path):
@@ -48,7 +50,11 @@ def test_sizes(repo_root: Path):
 
 
 def test_test_files_are_short_too(repo_root: Path):
-    long = {p.name: n for p in (repo_root / "tests").rglob("*.py") if (n := len(p.read_text().splitlines())) > rules.MAX_FILE_LINES}
+    long = {
+        p.name: n
+        for p in (repo_root / "tests").rglob("*.py")
+        if (n := len(p.read_text().splitlines())) > rules.MAX_FILE_LINES
+    }
     assert long == {}
 
 
@@ -62,7 +68,11 @@ def test_nothing_else_at_the_top(repo_root: Path):
 
 
 def test_a_tree_that_keeps_the_rules_passes(tmp_path: Path):
-    files = {"records.py": "import slime_like.errors\n", "errors.py": "", "cluster/build.py": "import ray\nfrom slime_like import records\n"}
+    files = {
+        "records.py": "import slime_like.errors\n",
+        "errors.py": "",
+        "cluster/build.py": "import ray\nfrom slime_like import records\n",
+    }
     package = write_tree(tmp_path, files)
     assert checks.layer_violations(package) == checks.fence_violations(package) == checks.import_cycles(package) == []
 
@@ -70,14 +80,35 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"records.py": "from slime_like.rollout import buffer\n", "rollout/buffer.py": ""}, "records:1 imports rollout, which is not below it."),
-        ({"algorithms/a.py": "from slime_like.planning.p import x\n", "planning/p.py": "x = 1\n"}, "algorithms.a:1 imports planning, which is not below it."),
-        ({"errors.py": "def late():\n    from slime_like import cluster\n", "cluster/b.py": ""}, "errors:2 imports cluster, which is not below it."),
-        ({"errors.py": "import importlib\nimportlib.import_module('slime_like.cluster')\n"}, "errors:2 imports cluster, which is not below it."),
-        ({"rollout/a.py": "from ..cluster import b\n", "cluster/b.py": ""}, "rollout.a:1 imports cluster, which is not below it."),
-        ({"loops/a.py": "import slime_like.testing.engine\n", "testing/engine.py": ""}, "loops.a:1 imports testing, which is for tests only."),
+        (
+            {"records.py": "from slime_like.rollout import buffer\n", "rollout/buffer.py": ""},
+            "records:1 imports rollout, which is not below it.",
+        ),
+        (
+            {"algorithms/a.py": "from slime_like.planning.p import x\n", "planning/p.py": "x = 1\n"},
+            "algorithms.a:1 imports planning, which is not below it.",
+        ),
+        (
+            {"errors.py": "def late():\n    from slime_like import cluster\n", "cluster/b.py": ""},
+            "errors:2 imports cluster, which is not below it.",
+        ),
+        (
+            {"errors.py": "import importlib\nimportlib.import_module('slime_like.cluster')\n"},
+            "errors:2 imports cluster, which is not below it.",
+        ),
+        (
+            {"rollout/a.py": "from ..cluster import b\n", "cluster/b.py": ""},
+            "rollout.a:1 imports cluster, which is not below it.",
+        ),
+        (
+            {"loops/a.py": "import slime_like.testing.engine\n", "testing/engine.py": ""},
+            "loops.a:1 imports testing, which is for tests only.",
+        ),
         ({"helpers/a.py": ""}, "helpers: 'helpers' has no layer. Fix: add it to LAYERS."),
-        ({"cluster/a.py": "from arguments import parse_args\n"}, "cluster.a:1 imports arguments, which stands outside the package."),
+        (
+            {"cluster/a.py": "from arguments import parse_args\n"},
+            "cluster.a:1 imports arguments, which stands outside the package.",
+        ),
         ({"cluster/a.py": "import train\n"}, "cluster.a:1 imports train, which stands outside the package."),
     ],
 )
@@ -101,12 +132,19 @@ def test_a_broken_fence_is_found(tmp_path: Path, name: str, text: str):
 
 
 def test_a_fence_lets_its_own_modules_through(tmp_path: Path):
-    package = write_tree(tmp_path, {"weight_sync/transports/ipc.py": "import torch, sglang\n", "sglang_backend/cpu_server.py": "import sglang\n"})
+    package = write_tree(
+        tmp_path,
+        {"weight_sync/transports/ipc.py": "import torch, sglang\n", "sglang_backend/cpu_server.py": "import sglang\n"},
+    )
     assert checks.fence_violations(package) == []
 
 
 def test_an_import_cycle_is_found(tmp_path: Path):
-    files = {"rollout/a.py": "from slime_like.rollout.b import x\n", "rollout/b.py": "from . import c\n", "rollout/c.py": "from slime_like.rollout import a\n"}
+    files = {
+        "rollout/a.py": "from slime_like.rollout.b import x\n",
+        "rollout/b.py": "from . import c\n",
+        "rollout/c.py": "from slime_like.rollout import a\n",
+    }
     assert checks.import_cycles(write_tree(tmp_path, files)) == ["import cycle: rollout.a <-> rollout.b <-> rollout.c"]
 
 
@@ -121,13 +159,25 @@ MIRROR, OTHER = "unit/rollout/test_a.py", "e2e/test_x.py"
         ({OTHER: "from slime_like.rollout.a import f\n"}, {"rollout.a": (OTHER,)}, []),
         ({OTHER: "from slime_like.rollout import a\n"}, {"rollout.a": (OTHER,)}, []),
         ({OTHER: "COMMAND = 'python -m slime_like.rollout.a'\n"}, {"rollout.a": (OTHER,)}, []),
-        ({OTHER: "from tests.helpers.x import f\n", "helpers/x.py": "import slime_like.rollout.a\n"}, {"rollout.a": (OTHER,)}, []),
+        (
+            {OTHER: "from tests.helpers.x import f\n", "helpers/x.py": "import slime_like.rollout.a\n"},
+            {"rollout.a": (OTHER,)},
+            [],
+        ),
         ({OTHER: "import slime_like.rollout.a\n"}, {"rollout.a": (OTHER,)}, []),
         ({OTHER: "# It is killed while slime_like/rollout/a.py waits.\n"}, {"rollout": (OTHER,)}, []),
-        ({}, {}, [f"rollout.a has no tests/{MIRROR}. Fix: write it, or name the tests that cover it in TESTED_ELSEWHERE."]),
+        (
+            {},
+            {},
+            [f"rollout.a has no tests/{MIRROR}. Fix: write it, or name the tests that cover it in TESTED_ELSEWHERE."],
+        ),
         ({}, {"rollout.a": (OTHER,)}, [f"TESTED_ELSEWHERE: rollout.a: there is no tests/{OTHER}."]),
         ({}, {"rollout.a": ()}, ["TESTED_ELSEWHERE: rollout.a names no test."]),
-        ({OTHER: ""}, {"rollout.a": (OTHER,)}, [f"TESTED_ELSEWHERE: rollout.a: tests/{OTHER} neither imports nor names it."]),
+        (
+            {OTHER: ""},
+            {"rollout.a": (OTHER,)},
+            [f"TESTED_ELSEWHERE: rollout.a: tests/{OTHER} neither imports nor names it."],
+        ),
         (
             {OTHER: "import slime_like.rollout.ab\n"},
             {"rollout.a": (OTHER,)},
@@ -141,11 +191,16 @@ MIRROR, OTHER = "unit/rollout/test_a.py", "e2e/test_x.py"
         (
             {MIRROR: "import slime_like.rollout.a\n"},
             {"rollout.b": (MIRROR,)},
-            ["TESTED_ELSEWHERE: there is no module rollout.b.", f"TESTED_ELSEWHERE: rollout.b: tests/{MIRROR} neither imports nor names it."],
+            [
+                "TESTED_ELSEWHERE: there is no module rollout.b.",
+                f"TESTED_ELSEWHERE: rollout.b: tests/{MIRROR} neither imports nor names it.",
+            ],
         ),
     ],
 )
-def test_a_module_without_its_test_is_found(tmp_path: Path, tests: dict[str, str], elsewhere: dict[str, tuple[str, ...]], messages: list[str]):
+def test_a_module_without_its_test_is_found(
+    tmp_path: Path, tests: dict[str, str], elsewhere: dict[str, tuple[str, ...]], messages: list[str]
+):
     package = write_tree(tmp_path, {"rollout/a.py": LOGIC, "rollout/data.py": "class A:\n    x: int = 1\n"})
     for name, text in tests.items():
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +220,10 @@ def test_a_package_with_logic_of_its_own_has_a_test_too(tmp_path: Path):
     [
         ("x = 1\n" * 401, "slime_like/a.py: 401 lines, limit 400"),
         ("def long():\n" + "    x = 1\n" * 60, "slime_like/a.py:1 long: 61 lines, limit 60"),
-        ("class C:\n    def wide(self, a, b, c, d, e, f, g, *, h, i): ...\n", "slime_like/a.py:2 wide: 9 parameters, limit 8"),
+        (
+            "class C:\n    def wide(self, a, b, c, d, e, f, g, *, h, i): ...\n",
+            "slime_like/a.py:2 wide: 9 parameters, limit 8",
+        ),
     ],
 )
 def test_too_much_is_found(tmp_path: Path, text: str, message: str):
@@ -181,4 +239,6 @@ def test_just_enough_is_not_too_much(tmp_path: Path):
 
 def test_the_entry_points_have_limits_of_their_own(tmp_path: Path):
     (tmp_path / "train.py").write_text("x = 1\n" * 101)
-    assert checks.size_violations([tmp_path / "train.py"], tmp_path) == ["train.py: 101 lines, limit 100. Fix: split by responsibility."]
+    assert checks.size_violations([tmp_path / "train.py"], tmp_path) == [
+        "train.py: 101 lines, limit 100. Fix: split by responsibility."
+    ]

@@ -29,7 +29,9 @@ def test_an_orphan_is_found(monkeypatch: pytest.MonkeyPatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv(PROCESS_MARK, mark)
     before = children()  # engines and a Ray cluster that other tests keep for the whole session
-    pid = int(subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=30, check=True).stdout)
+    pid = int(
+        subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=30, check=True).stdout
+    )
     left = processes_left(mark, before)
     for process in left:
         process.kill()
@@ -47,9 +49,24 @@ def test_a_process_that_was_there_before_is_not_ours():
         process.wait(timeout=10)
 
 
-@pytest.mark.parametrize(("body", "status"), [("pass", 0), ("pytest.skip('why')", 5), ("assert False", 1)], ids=["passed", "only-skipped", "failed"])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [("pass", 0), ("pytest.skip('why')", 5), ("assert False", 1)],
+    ids=["passed", "only-skipped", "failed"],
+)
 def test_nothing_passed_is_a_failure(repo_root: Path, tmp_path: Path, body: str, status: int):
     (tmp_path / "conftest.py").write_text((repo_root / "tests" / "conftest.py").read_text())
     (tmp_path / "test_it.py").write_text(f"import pytest\ndef test_it():\n    {body}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--require-passed", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "--require-passed",
+        str(tmp_path),
+    ]
     assert subprocess.run(command, capture_output=True, timeout=60, check=False, cwd=tmp_path).returncode == status

@@ -9,7 +9,11 @@ import pytest
 from slime_like import errors
 from slime_like.errors import ConfigError, RunError, SlimeLikeError, UserError, WaitTimeout
 
-PLAIN = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SlimeLikeError) and kind not in (ConfigError, WaitTimeout)]
+PLAIN = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, SlimeLikeError) and kind not in (ConfigError, WaitTimeout)
+]
 
 
 def test_every_problem_is_listed_with_its_number():

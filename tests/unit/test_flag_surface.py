@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-HOW = "If that is meant: .venv/bin/python scripts/list_flags.py > tests/unit/flags.txt, and a line in .github/CHANGELOG.md."
+HOW = (
+    "If that is meant: .venv/bin/python scripts/list_flags.py > tests/unit/flags.txt, and a line in"
+    " .github/CHANGELOG.md."
+)
 
 
 def listed_flags(repo_root: Path) -> list[str]:
@@ -16,7 +19,11 @@ def listed_flags(repo_root: Path) -> list[str]:
 
 
 def difference(recorded: list[str], now: list[str]) -> str:
-    return "\n".join(line for line in difflib.unified_diff(recorded, now, "tests/unit/flags.txt", "train.py", lineterm="", n=0) if not line.startswith("@@"))
+    return "\n".join(
+        line
+        for line in difflib.unified_diff(recorded, now, "tests/unit/flags.txt", "train.py", lineterm="", n=0)
+        if not line.startswith("@@")
+    )
 
 
 def test_flags_are_the_recorded_ones(repo_root: Path):

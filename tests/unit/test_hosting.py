@@ -1,4 +1,6 @@
-"""Files that only other programs read (code hosts, pre-commit, editors) parse, and name commands and versions that are there."""
+"""Files that only other programs read (code hosts, pre-commit, editors) parse, and name commands and versions that are
+there.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def assert_our_command(root: Path, command: str) -> None:
     bash, script, *options = shlex.split(command)
     assert bash == "bash" and (root / script).is_file()
     for option in options:
-        assert re.search(rf"^ +{re.escape(option)}\)", (root / script).read_text(), re.MULTILINE), f"{script} does not know {option}"
+        assert re.search(rf"^ +{re.escape(option)}\)", (root / script).read_text(), re.MULTILINE), (
+            f"{script} does not know {option}"
+        )
 
 
 def minimum_python(root: Path) -> str:

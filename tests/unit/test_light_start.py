@@ -27,7 +27,17 @@ heavy = sorted(name for name in {heavy!r} if name in sys.modules)
 print(json.dumps({{"status": status or 0, "heavy": heavy}}), file=sys.stderr)
 """
 
-PLAN = ["--colocate", "--actor-num-gpus-per-node", "4", "--num-rollout", "1", "--rm-type", "math", "--rollout-batch-size", "4"]
+PLAN = [
+    "--colocate",
+    "--actor-num-gpus-per-node",
+    "4",
+    "--num-rollout",
+    "1",
+    "--rm-type",
+    "math",
+    "--rollout-batch-size",
+    "4",
+]
 SIZES = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--vocab-size", "320"]
 FILE = ["--config", "scripts/examples/colocate/run.toml"]
 MODEL = [*SIZES, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
@@ -37,10 +47,16 @@ def probe(root: Path, argv: list[str]) -> tuple[dict, str, float]:
     """(report, standard output, processor seconds) of train.py with this command line."""
     code = PROBE.format(root=str(root), argv=argv, heavy=rules.HEAVY)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=root)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=root
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stderr.splitlines()[-1]), result.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return (
+        json.loads(result.stderr.splitlines()[-1]),
+        result.stdout,
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,9 +78,14 @@ def test_nothing_heavy_is_imported(repo_root: Path, argv: list[str], status: int
 
 @pytest.mark.parametrize(("flags", "level"), [([], "WARNING"), (["--log-level", "debug"], "DEBUG")])
 def test_the_driver_has_the_log_level(repo_root: Path, flags: list[str], level: str):
-    code = f"import logging, train; train.main({[*PLAN, *MODEL, '--plan', *flags]!r}); logger = logging.getLogger('slime_like.cluster'); "
+    code = (
+        f"import logging, train; train.main({[*PLAN, *MODEL, '--plan', *flags]!r}); logger ="
+        " logging.getLogger('slime_like.cluster'); "
+    )
     code += "print(logging.getLevelName(logger.getEffectiveLevel()))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=repo_root)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=repo_root
+    )
     assert result.stdout.splitlines()[-1] == level
 
 
@@ -73,7 +94,9 @@ def test_the_probe_sees_a_heavy_import(repo_root: Path, tmp_path: Path):
     assert "transformers" in probe(tmp_path, [])[0]["heavy"]
 
 
-@pytest.mark.parametrize("argv", [["--help"], [*PLAN, *MODEL, "--plan"], [*FILE, "--plan"]], ids=["help", "plan", "plan-of-a-file"])
+@pytest.mark.parametrize(
+    "argv", [["--help"], [*PLAN, *MODEL, "--plan"], [*FILE, "--plan"]], ids=["help", "plan", "plan-of-a-file"]
+)
 def test_it_answers_at_once(repo_root: Path, argv: list[str]):
     # The better of two: the first one may have to compile.
     assert min(probe(repo_root, argv)[2] for _ in range(2)) < rules.MAX_PLAN_SECONDS

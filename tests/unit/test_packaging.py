@@ -51,7 +51,8 @@ def test_pins_lie_within_the_ranges(metadata: dict, pins: dict[str, Version]):
     wrong = [
         f"{r} but {pins.get(canonicalize_name(r.name))} is pinned"
         for r in requirements
-        if r.name not in GPU_ONLY and not r.specifier.contains(pins.get(canonicalize_name(r.name), Version("0")), prereleases=True)
+        if r.name not in GPU_ONLY
+        and not r.specifier.contains(pins.get(canonicalize_name(r.name), Version("0")), prereleases=True)
     ]
     assert wrong == []
 
@@ -86,8 +87,22 @@ def test_a_wheel_holds_the_package_and_says_that_it_is_typed(repo_root: Path, tm
     shutil.copytree(repo_root / "slime_like", tree / "slime_like", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(repo_root / name, tree / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(tree)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(tmp_path),
+        str(tree),
+    ]
     subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     (wheel,) = tmp_path.glob("slime_like-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == {path.relative_to(tree).as_posix() for path in (tree / "slime_like").rglob("*") if path.suffix == ".py"} | {"slime_like/py.typed"}
+    assert held == {
+        path.relative_to(tree).as_posix() for path in (tree / "slime_like").rglob("*") if path.suffix == ".py"
+    } | {"slime_like/py.typed"}

@@ -25,7 +25,9 @@ def test_different_experts_of_the_model_are_right():
 @pytest.mark.parametrize("wrong", [[0, 0, 0], [1, 2, 1], [1, 2, 5], [-1, 1, 2], [3, -1, 2]])
 def test_what_is_wrong_is_named(wrong):
     fault = routing_fault(experts_of([4, 0, 2], wrong, [-1, -1, -1], wrong), [1], 5)
-    assert fault == f"layer 1, token 1 has the experts {wrong}, not 3 different ones of 0 to 4 (2 such tokens and layers)"
+    assert (
+        fault == f"layer 1, token 1 has the experts {wrong}, not 3 different ones of 0 to 4 (2 such tokens and layers)"
+    )
 
 
 def test_only_layers_with_experts_count():
@@ -46,13 +48,16 @@ def sample(*, reward: float | None = None, **arrays) -> Sample:
 
 
 def group(*rewards: float | None) -> SampleGroup:
-    samples = tuple(dataclasses.replace(sample(reward=reward), sample_index=index) for index, reward in enumerate(rewards))
+    samples = tuple(
+        dataclasses.replace(sample(reward=reward), sample_index=index) for index, reward in enumerate(rewards)
+    )
     return SampleGroup(prompt=Prompt(index=7, text="q", tokens=np.array([11, 12], dtype=np.int32)), samples=samples)
 
 
 def test_response_tokens_are_those_that_are_trained_on():
     assert sample().num_response_tokens == 3
-    assert sample(loss_mask=np.array([0, 0, 1, 0, 1], dtype=np.int8)).num_response_tokens == 2  # a tool's answer between
+    # a tool's answer between
+    assert sample(loss_mask=np.array([0, 0, 1, 0, 1], dtype=np.int8)).num_response_tokens == 2
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "engine_logprobs", "weight_versions", "routed_experts"])
@@ -75,7 +80,10 @@ def test_counts_of_several_engines_add_up():
 
 
 def test_no_share_where_nobody_took_a_difference():
-    assert DeltaCount(num_bytes=7, full_engines=frozenset({1})).metrics() == {"sync/delta_bytes": 7.0, "sync/full_engines": 1.0}
+    assert DeltaCount(num_bytes=7, full_engines=frozenset({1})).metrics() == {
+        "sync/delta_bytes": 7.0,
+        "sync/full_engines": 1.0,
+    }
 
 
 def test_keys_are_not_printed():

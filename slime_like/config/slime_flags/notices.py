@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from slime_like.config.run import RunConfig
 
-#: SGLang's arguments that choose a kernel or library which only CUDA hosts have, with the values that mean nothing special.
+#: SGLang's arguments that choose a kernel or library which only CUDA hosts have, with the values that mean nothing
+#: special.
 _CUDA_ENGINE = {
     "attention_backend": ("torch_native", "triton", "flex_attention", "intel_amx"),
     "decode_attention_backend": ("torch_native", "triton", "flex_attention", "intel_amx"),
@@ -27,15 +28,30 @@ def notices(config: RunConfig) -> list[str]:
     if config.placement.rollout_external and config.placement.offload_rollout:
         found.append("--offload-rollout is off: external engines are never asked to give memory back")
     if config.rollout.filters_sampling and config.rollout.rollout_allow_filtered_sampling and config.uses_engines:
-        found.append("--rollout-allow-filtered-sampling: responses are drawn from another distribution than the one that is trained; their gradient is biased")
+        found.append(
+            "--rollout-allow-filtered-sampling: responses are drawn from another distribution than the one that is"
+            " trained; their gradient is biased"
+        )
     if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
         found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
     found += _loss(config)
-    if config.loss.use_routing_replay and not config.loss.use_rollout_routing_replay and config.num_steps_per_rollout == 1:
-        found.append("--use-routing-replay changes nothing with one step per rollout: the ratio is taken against that step's own forward pass")
+    if (
+        config.loss.use_routing_replay
+        and not config.loss.use_rollout_routing_replay
+        and config.num_steps_per_rollout == 1
+    ):
+        found.append(
+            "--use-routing-replay changes nothing with one step per rollout: the ratio is taken against that step's own"
+            " forward pass"
+        )
     if config.model.moe_token_dispatcher_type != "alltoall":
-        given = f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}" + (" and --moe-enable-deepep" if config.model.moe_enable_deepep else "")
-        found.append(f"{given}: the trainer's tokens go to their experts by alltoall, which computes the same and takes packs of any length")
+        given = f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}" + (
+            " and --moe-enable-deepep" if config.model.moe_enable_deepep else ""
+        )
+        found.append(
+            f"{given}: the trainer's tokens go to their experts by alltoall, which computes the same and takes packs of"
+            " any length"
+        )
     return found + _kernels(config)
 
 
@@ -47,29 +63,51 @@ def _loss(config: RunConfig) -> list[str]:
     found = []
     alone = config.rollout.n_samples_per_prompt == 1 and loss.estimator.compares_with == "group"
     if alone and not (loss.disable_rewards_normalization or loss.custom_advantage_function_path):
-        found.append(f"--n-samples-per-prompt 1 leaves --advantage-estimator {loss.advantage_estimator} nothing to compare with: advantages are raw rewards")
+        found.append(
+            f"--n-samples-per-prompt 1 leaves --advantage-estimator {loss.advantage_estimator} nothing to compare with:"
+            " advantages are raw rewards"
+        )
     if loss.use_kl_loss and loss.kl_loss_coef and loss.kl_loss_type == "k1" and not loss.use_unbiased_kl:
-        found.append("--kl-loss-type k1 as a loss pulls nowhere on average, as its mean gradient is 0 on policy: low_var_kl, k2 or --use-unbiased-kl do")
+        found.append(
+            "--kl-loss-type k1 as a loss pulls nowhere on average, as its mean gradient is 0 on policy: low_var_kl, k2"
+            " or --use-unbiased-kl do"
+        )
     if loss.kl_loss_type != "k1" and not loss.use_kl_loss and not loss.kl_coef:
         found.append(f"--kl-loss-type {loss.kl_loss_type} changes nothing without --use-kl-loss")
-    if not loss.custom_policy_loss_function_path and loss.policy_loss_name == "kl_cov" and config.num_steps_per_rollout == 1 and not loss.use_rollout_logprobs:
-        found.append("--policy-loss kl_cov holds nothing back with one step per rollout unless --use-rollout-logprobs is given: its penalty is flat at ratio 1")
+    if (
+        not loss.custom_policy_loss_function_path
+        and loss.policy_loss_name == "kl_cov"
+        and config.num_steps_per_rollout == 1
+        and not loss.use_rollout_logprobs
+    ):
+        found.append(
+            "--policy-loss kl_cov holds nothing back with one step per rollout unless --use-rollout-logprobs is given:"
+            " its penalty is flat at ratio 1"
+        )
     return found
 
 
 def _kernels(config: RunConfig) -> list[str]:
     """Choices of kernels: on a CPU host the trainer has its own, and SGLang refuses those of CUDA."""
     model = config.model
-    trainer = [f"--attention-backend {model.attention_backend}"] if model.attention_backend not in ("auto", "local") else []
-    trainer += [f"--{name.replace('_', '-')}" for name in ("moe_grouped_gemm", "moe_permute_fusion") if getattr(model, name)]
+    trainer = (
+        [f"--attention-backend {model.attention_backend}"] if model.attention_backend not in ("auto", "local") else []
+    )
+    trainer += [
+        f"--{name.replace('_', '-')}" for name in ("moe_grouped_gemm", "moe_permute_fusion") if getattr(model, name)
+    ]
     engine = [
-        f"--sglang-{name.replace('_', '-')}" + ("" if value is True else f" {value if isinstance(value, str) else ' '.join(value)}")
+        f"--sglang-{name.replace('_', '-')}"
+        + ("" if value is True else f" {value if isinstance(value, str) else ' '.join(value)}")
         for name, value in config.engine.sglang.items()
         if name in _CUDA_ENGINE and value not in _CUDA_ENGINE[name]
     ]
     found = []
     if trainer:
-        found.append(f"{', '.join(trainer)}: for GPU hosts; on a CPU host the trainer computes the same with torch's own attention and matrices")
+        found.append(
+            f"{', '.join(trainer)}: for GPU hosts; on a CPU host the trainer computes the same with torch's own"
+            " attention and matrices"
+        )
     if engine and config.uses_engines:
         found.append(f"{', '.join(engine)}: for GPU hosts; engines on a CPU host do not start with it")
     return found

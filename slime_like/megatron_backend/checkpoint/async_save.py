@@ -1,7 +1,9 @@
-"""A checkpoint that is written while training goes on: copied at once, written by a thread, and made the latest when all ranks are done.
+"""A checkpoint that is written while training goes on: copied at once, written by a thread, and made the latest when
+all ranks are done.
 
-Megatron's own callers do not serve here (0.16.1): the forking one would leave the results of the write in the child and may deadlock beside
-gloo's threads, the persistent one dies without CUDA (`rank % device_count`). A thread needs neither: writing files lets other threads run.
+Megatron's own callers do not serve here (0.16.1): the forking one would leave the results of the write in the child and
+may deadlock beside gloo's threads, the persistent one dies without CUDA (`rank % device_count`). A thread needs
+neither: writing files lets other threads run.
 """
 
 from __future__ import annotations
@@ -24,10 +26,16 @@ _RESULT_S = 10.0
 
 
 class PendingSave:
-    """One checkpoint being written. Until finish() says True the checkpoint before it is the latest, whatever happens."""
+    """One checkpoint being written.
+
+    Until finish() says True the checkpoint before it is the latest, whatever happens.
+    """
 
     def __init__(self, draft: Draft, state: TrainState, *, seconds: float):
-        """Copy the state and start to write it. Collective. seconds: how long finish() waits at most. Raises SaveError."""
+        """Copy the state and start to write it. Collective. seconds: how long finish() waits at most.
+
+        Raises SaveError.
+        """
         self._draft, self._seconds = draft, seconds
         self._thread: threading.Thread | None = None  # none where this rank has nothing to write
         self._results: Any = None  # Megatron's queue for what the thread found
@@ -55,7 +63,13 @@ class PendingSave:
             self._thread.join(self._seconds)
             if self._thread.is_alive():
                 seconds = time.monotonic() - started
-                raise WaitTimeout(who=self._who, whom=f"its write to {self._draft.path}", phase="save", seconds=seconds, last="still writing")
+                raise WaitTimeout(
+                    who=self._who,
+                    whom=f"its write to {self._draft.path}",
+                    phase="save",
+                    seconds=seconds,
+                    last="still writing",
+                )
         states: list = [None] * torch.distributed.get_world_size()
         is_writing = self._thread is not None and self._thread.is_alive()
         torch.distributed.all_gather_object(states, (is_writing, None if is_writing else self._write_error()))
@@ -63,7 +77,10 @@ class PendingSave:
             return False
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error]
         if errors:  # Megatron would tell only rank 0 what happened
-            raise SaveError(f"the checkpoint {self.path} could not be written by {len(errors)} of {len(states)} ranks. {'; '.join(errors)}")
+            raise SaveError(
+                f"the checkpoint {self.path} could not be written by {len(errors)} of {len(states)} ranks."
+                f" {'; '.join(errors)}"
+            )
         try:
             for function in self._finalize:
                 function()
@@ -79,7 +96,9 @@ class PendingSave:
         staged = request.preload_fn() if request.preload_fn is not None else buckets
         # In place: Megatron counts the buckets in the end, and its own references would keep a second copy alive.
         buckets[:] = [_own_bucket(ours, theirs) for ours, theirs in zip(staged, list(buckets), strict=True)]
-        self._thread = threading.Thread(target=_write, args=(request.async_fn, arguments), name="checkpoint writer", daemon=True)
+        self._thread = threading.Thread(
+            target=_write, args=(request.async_fn, arguments), name="checkpoint writer", daemon=True
+        )
         self._thread.start()
 
     def _write_error(self) -> str | None:
@@ -94,7 +113,9 @@ class PendingSave:
         return f"{type(result).__name__}: {result}" if isinstance(result, Exception) else None
 
     def _failure(self, error: BaseException) -> SaveError:
-        return SaveError(f"{self._who}: the checkpoint {self.path} could not be written: {type(error).__name__}: {error}")
+        return SaveError(
+            f"{self._who}: the checkpoint {self.path} could not be written: {type(error).__name__}: {error}"
+        )
 
 
 def _own_bucket(staged: tuple, original: tuple) -> tuple:

@@ -25,7 +25,8 @@ class Draft:
     """A checkpoint that is being written into a hidden folder; publish() makes it the latest one.
 
     retain_interval: after it the checkpoint before is deleted, unless its number divides by this; None: nothing is.
-    num_spared: how many earlier ones stay in any case. A critic's stays one longer: the policy's new one may not be there yet.
+    num_spared: how many earlier ones stay in any case. A critic's stays one longer: the policy's new one may not be
+    there yet.
     """
 
     folder: str
@@ -70,7 +71,10 @@ def is_megatron_folder(folder: str) -> bool:
 
 
 def find(folder: str, step: int | None = None) -> str:
-    """Path of the newest checkpoint, or of the one after `step` rollouts. Raises CheckpointError if there is none, or if it is torn."""
+    """Path of the newest checkpoint, or of the one after `step` rollouts.
+
+    Raises CheckpointError if there is none, or if it is torn.
+    """
     tracker = os.path.join(folder, TRACKER)
     if step is not None:
         path = os.path.join(folder, _folder_name(step))
@@ -93,7 +97,10 @@ def find(folder: str, step: int | None = None) -> str:
 
 
 def read_client_state(path: str) -> dict:
-    """client_state.json of one checkpoint, after checking that every file it lists is there in full. Raises CheckpointError."""
+    """client_state.json of one checkpoint, after checking that every file it lists is there in full.
+
+    Raises CheckpointError.
+    """
     state_path = os.path.join(path, STATE_FILE)
     try:
         with open(state_path, encoding="utf-8") as file:
@@ -101,15 +108,16 @@ def read_client_state(path: str) -> dict:
         sizes = state["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is no complete checkpoint: {state_path} cannot be read ({error!r}). Fix: write an older number into {TRACKER}, or remove the folder."
+            f"{path} is no complete checkpoint: {state_path} cannot be read ({error!r}). Fix: write an older number"
+            f" into {TRACKER}, or remove the folder."
         ) from None
     for name, size in sizes.items():
         file_path = os.path.join(path, name)
         found = os.path.getsize(file_path) if os.path.isfile(file_path) else None
         if found != size:
             raise CheckpointError(
-                f"{file_path} is {'missing' if found is None else f'{found} bytes long'}, but was written with {size}: the checkpoint is torn. "
-                f"Fix: write an older number into {TRACKER}, or restore the file."
+                f"{file_path} is {'missing' if found is None else f'{found} bytes long'}, but was written with {size}:"
+                f" the checkpoint is torn. Fix: write an older number into {TRACKER}, or restore the file."
             )
     return state
 
@@ -133,7 +141,9 @@ def swap_in(draft: str, final: str) -> None:
 def refuse_existing(folder: str) -> None:
     """Raise CheckpointError if the folder holds anything: a conversion never overwrites."""
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
-        raise CheckpointError(f"{folder} exists and is not empty; nothing is overwritten. Fix: another --output, or remove it.")
+        raise CheckpointError(
+            f"{folder} exists and is not empty; nothing is overwritten. Fix: another --output, or remove it."
+        )
 
 
 def _folder_name(number: int) -> str:
@@ -141,7 +151,9 @@ def _folder_name(number: int) -> str:
 
 
 def _delete_before(folder: str, number: int, *, interval: int, num_spared: int) -> None:
-    """Delete one checkpoint before `number`, the newest that need not be spared, if its own number does not divide by `interval`."""
+    """Delete one checkpoint before `number`, the newest that need not be spared, if its own number does not divide by
+    `interval`.
+    """
     earlier = sorted((n for n in iterations(folder) if n < number), reverse=True)[num_spared:]
     if earlier and earlier[0] % interval:
         path = os.path.join(folder, _folder_name(earlier[0]))

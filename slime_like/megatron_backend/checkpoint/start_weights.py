@@ -26,27 +26,42 @@ def start_source(options: CheckpointConfig) -> str:
 
 
 def start_step(options: CheckpointConfig) -> int | None:
-    """Which checkpoint of start_source() to take: --ckpt-step of --load, --ref-ckpt-step of --ref-load; None: the newest.
+    """Which checkpoint of start_source() to take: --ckpt-step of --load, --ref-ckpt-step of --ref-load; None: the
+    newest.
 
     Raises CheckpointError if --ckpt-step asks for one of a folder without any.
     """
     source = start_source(options)
     if options.ckpt_step is not None and (source != options.load or not is_megatron_folder(source)):
-        raise CheckpointError(f"--ckpt-step {options.ckpt_step}: --load {options.load} holds no Megatron checkpoint. Fix: another --load, or drop --ckpt-step.")
+        raise CheckpointError(
+            f"--ckpt-step {options.ckpt_step}: --load {options.load} holds no Megatron checkpoint. Fix: another --load,"
+            " or drop --ckpt-step."
+        )
     return options.ckpt_step if source == options.load else reference_step(options)
 
 
 def reference_step(options: CheckpointConfig) -> int | None:
     """--ref-ckpt-step. Raises CheckpointError if --ref-load is a folder without checkpoints."""
     if options.ref_ckpt_step is not None and not is_megatron_folder(options.ref_load or ""):
-        raise CheckpointError(f"--ref-ckpt-step {options.ref_ckpt_step}: --ref-load {options.ref_load} holds no Megatron checkpoint. Fix: drop it.")
+        raise CheckpointError(
+            f"--ref-ckpt-step {options.ref_ckpt_step}: --ref-load {options.ref_load} holds no Megatron checkpoint. Fix:"
+            " drop it."
+        )
     return options.ref_ckpt_step
 
 
-def load_weights(model: Sequence[torch.nn.Module], model_config: ModelConfig, folder: str, *, step: int | None = None, value_head: bool = False) -> None:
+def load_weights(
+    model: Sequence[torch.nn.Module],
+    model_config: ModelConfig,
+    folder: str,
+    *,
+    step: int | None = None,
+    value_head: bool = False,
+) -> None:
     """Fill the model from an HF folder, or from the newest Megatron checkpoint in a folder or the one of `step`.
 
-    value_head: the model is a critic; its head is filled from a critic's checkpoint only. Raises CheckpointError if the folder is neither.
+    value_head: the model is a critic; its head is filled from a critic's checkpoint only. Raises CheckpointError if the
+    folder is neither.
     """
     if is_megatron_folder(folder):
         state = checkpoint.TrainState(model=model, model_config=model_config, with_rng=False, value_head=value_head)
@@ -54,4 +69,6 @@ def load_weights(model: Sequence[torch.nn.Module], model_config: ModelConfig, fo
     elif is_hf_folder(folder):
         load_hf(unwrap(model), model_config, folder)
     else:
-        raise CheckpointError(f"{folder} is neither an HF folder (no config.json) nor a Megatron checkpoint (no {TRACKER}).")
+        raise CheckpointError(
+            f"{folder} is neither an HF folder (no config.json) nor a Megatron checkpoint (no {TRACKER})."
+        )

@@ -25,7 +25,8 @@ from slime_like.megatron_backend.step.optimizer import fit_optimizer_state
 
 #: What writing may raise; torch's CheckpointException is a BaseException.
 WRITE_FAILURES = (Exception, CheckpointException)
-#: Parameter-shaped optimizer state, readable under any layout. (dp_reshardable is silently wrong with torch AdamW in 0.16.1.)
+#: Parameter-shaped optimizer state, readable under any layout. (dp_reshardable is silently wrong with torch AdamW in
+#: 0.16.1.)
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 #: What must agree between a checkpoint and the model it is loaded into.
 _ARCHITECTURE = (
@@ -44,9 +45,22 @@ _EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router
 #: What only some families have: told where it is not the default.
 _FAMILY = (
     *("post_self_attn_layernorm", "post_mlp_layernorm", "rotary_interleaved", "rotary_percent"),
-    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"),
+    *(
+        "moe_router_score_function",
+        "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size",
+        "moe_router_topk_scaling_factor",
+    ),
     *("moe_router_num_groups", "moe_router_group_topk"),
-    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"),
+    *(
+        "multi_latent_attention",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rotary_scaling_factor",
+    ),
 )
 
 
@@ -63,9 +77,18 @@ class TrainState:
 
 
 def draft_of(
-    folder: str, state: TrainState, *, num_rollouts_done: int | None, client_state: dict, retain_interval: int | None = None, num_spared: int = 0
+    folder: str,
+    state: TrainState,
+    *,
+    num_rollouts_done: int | None,
+    client_state: dict,
+    retain_interval: int | None = None,
+    num_spared: int = 0,
 ) -> Draft:
-    """The checkpoint-to-be of `state` in `folder`. client_state must be JSON; num_rollouts_done None: converted weights, which resume nothing."""
+    """The checkpoint-to-be of `state` in `folder`.
+
+    client_state must be JSON; num_rollouts_done None: converted weights, which resume nothing.
+    """
     record = {
         "num_rollouts_done": num_rollouts_done or 0,
         "client_state": client_state,
@@ -76,7 +99,9 @@ def draft_of(
         "weights_only": state.scheduler is None,
         "value_head": state.value_head,
     }
-    return Draft(folder=folder, number=num_rollouts_done, record=record, retain_interval=retain_interval, num_spared=num_spared)
+    return Draft(
+        folder=folder, number=num_rollouts_done, record=record, retain_interval=retain_interval, num_spared=num_spared
+    )
 
 
 def save(draft: Draft, state: TrainState) -> str:
@@ -87,7 +112,9 @@ def save(draft: Draft, state: TrainState) -> str:
     try:
         start_writing(draft, state, in_background=False)
     except WRITE_FAILURES as error:
-        raise SaveError(f"the checkpoint {draft.final_path} could not be written: {type(error).__name__}: {error}") from error
+        raise SaveError(
+            f"the checkpoint {draft.final_path} could not be written: {type(error).__name__}: {error}"
+        ) from error
     finish_writing(draft)
     return draft.final_path
 
@@ -97,7 +124,9 @@ def start_writing(draft: Draft, state: TrainState, *, in_background: bool) -> As
     if torch.distributed.get_rank() == 0:
         draft.make()
     torch.distributed.barrier()
-    request = dist_checkpointing.save(_sharded_state(state, is_loading=False), draft.path, async_sharded_save=in_background)
+    request = dist_checkpointing.save(
+        _sharded_state(state, is_loading=False), draft.path, async_sharded_save=in_background
+    )
     torch.distributed.barrier()
     return request
 
@@ -118,13 +147,22 @@ def load(path: str, state: TrainState) -> dict:
     wanted, found = _architecture(state.model_config), saved.get("architecture")
     if found != wanted:
         theirs = found or {}
-        differing = [f"{k}: checkpoint {theirs.get(k)}, flags {wanted.get(k)}" for k in wanted | theirs if theirs.get(k) != wanted.get(k)]
+        differing = [
+            f"{k}: checkpoint {theirs.get(k)}, flags {wanted.get(k)}"
+            for k in wanted | theirs
+            if theirs.get(k) != wanted.get(k)
+        ]
         raise CheckpointError(f"{path} is of another architecture: {'; '.join(differing)}.")
     from_policy = state.value_head and not saved.get("value_head", False)
     if not state.value_head and saved.get("value_head", False) or from_policy and state.optimizer is not None:
-        raise CheckpointError(f"{path} is a {'policy' if from_policy else 'critic'}'s and cannot continue as a {'critic' if from_policy else 'policy'}.")
+        raise CheckpointError(
+            f"{path} is a {'policy' if from_policy else 'critic'}'s and cannot continue as a"
+            f" {'critic' if from_policy else 'policy'}."
+        )
     if state.optimizer is not None and not saved["has_optimizer"]:
-        raise CheckpointError(f"{path} has no optimizer state (it was saved with --no-save-optim). Fix: --no-load-optim.")
+        raise CheckpointError(
+            f"{path} has no optimizer state (it was saved with --no-save-optim). Fix: --no-load-optim."
+        )
     if saved["layout"] != _layout():
         state = dataclasses.replace(state, with_rng=False)
     sharded = _sharded_state(state, is_loading=True)
@@ -135,7 +173,9 @@ def load(path: str, state: TrainState) -> dict:
         try:
             loaded = dist_checkpointing.load(sharded, copy)
         except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
-            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {str(error).replace(copy, path)}") from error
+            raise CheckpointError(
+                f"{path} cannot be loaded: {type(error).__name__}: {str(error).replace(copy, path)}"
+            ) from error
     if own_head is not None:
         loaded[last][OUTPUT_WEIGHT] = own_head.data
     for name, chunk in chunks.items():
@@ -150,9 +190,14 @@ def load(path: str, state: TrainState) -> dict:
 
 
 def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
-    sharded: dict = {name: chunk.sharded_state_dict() for name, chunk in zip(_chunk_names(state.model), unwrap(state.model), strict=True)}
+    sharded: dict = {
+        name: chunk.sharded_state_dict()
+        for name, chunk in zip(_chunk_names(state.model), unwrap(state.model), strict=True)
+    }
     if state.optimizer is not None:
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=_METADATA)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(
+            dict(sharded), is_loading=is_loading, metadata=_METADATA
+        )
     if state.scheduler is not None:
         sharded["opt_param_scheduler"] = state.scheduler.state_dict()
     if state.with_rng:
@@ -168,7 +213,10 @@ def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
 
 
 def _chunk_names(model: Sequence[torch.nn.Module]) -> list[str]:
-    """Megatron's names of the chunks' state; tensors bear the numbers of the whole model's layers, so files do not depend on the chunks."""
+    """Megatron's names of the chunks' state.
+
+    Tensors bear the numbers of the whole model's layers, so files do not depend on the chunks.
+    """
     return ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
 
 
@@ -197,7 +245,9 @@ def _architecture(model: ModelConfig) -> dict:
     found = {name: getattr(model, name) for name in _ARCHITECTURE + (_EXPERTS if model.num_experts else ())}
     if model.num_experts and not all(model.expert_layers):
         found["moe_layer_freq"] = "".join(str(int(has_experts)) for has_experts in model.expert_layers)
-    return found | {name: getattr(model, name) for name in _FAMILY if getattr(model, name) != getattr(ModelConfig, name)}
+    return found | {
+        name: getattr(model, name) for name in _FAMILY if getattr(model, name) != getattr(ModelConfig, name)
+    }
 
 
 def _layout() -> list[int]:

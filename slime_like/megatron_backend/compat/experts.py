@@ -6,15 +6,15 @@ import torch
 
 
 def _patch_router_gemm(module) -> None:
-    """transformer/moe/moe_utils.py:1192 asks whether te_general_gemm is None, which it never defines without transformer-engine
-    (NameError in every router). Goes when the failed import sets it.
+    """transformer/moe/moe_utils.py:1192 asks whether te_general_gemm is None, which it never defines without
+    transformer-engine (NameError in every router). Goes when the failed import sets it.
     """
     module.__dict__.setdefault("te_general_gemm", None)
 
 
 def _patch_token_counts(module) -> None:
-    """transformer/moe/moe_utils.py:1093 turns only CUDA tensors into NumPy arrays, and all_to_all_single takes no tensors for the
-    sizes of its parts. Goes when it looks at as_numpy for CPU tensors too.
+    """transformer/moe/moe_utils.py:1093 turns only CUDA tensors into NumPy arrays, and all_to_all_single takes no
+    tensors for the sizes of its parts. Goes when it looks at as_numpy for CPU tensors too.
     """
 
     def maybe_move_tensor_to_cpu(tensor, as_numpy: bool = False, record_stream: bool = False):
@@ -24,8 +24,8 @@ def _patch_token_counts(module) -> None:
 
 
 def _patch_uneven_parts(module) -> None:
-    """tensor_parallel/mappings.py:150,205 gather and scatter parts of different lengths (tokens of experts that are split over tensor
-    parallel ranks), which gloo refuses. Goes when gloo takes them.
+    """tensor_parallel/mappings.py:150,205 gather and scatter parts of different lengths (tokens of experts that are
+    split over tensor parallel ranks), which gloo refuses. Goes when gloo takes them.
     """
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
@@ -50,13 +50,16 @@ def _patch_uneven_parts(module) -> None:
 
 
 def _patch_padding(module) -> None:
-    """transformer/moe/router.py:542 masks the [tokens, experts] routing of a router with a bias by [tokens]; and a micro-batch of nothing
-    but padding divides its balancing loss by no tokens. Goes when the mask is broadcast and the count is at least 1.
+    """transformer/moe/router.py:542 masks the [tokens, experts] routing of a router with a bias by [tokens]; and a
+    micro-batch of nothing but padding divides its balancing loss by no tokens. Goes when the mask is broadcast and the
+    count is at least 1.
     """
     count_by_bias, count = module.TopKRouter._apply_expert_bias, module.get_tokens_per_expert_and_token_count
 
     def apply_expert_bias(self, routing_map, padding_mask=None):
-        return count_by_bias(self, routing_map, padding_mask=None if padding_mask is None else padding_mask.unsqueeze(-1))
+        return count_by_bias(
+            self, routing_map, padding_mask=None if padding_mask is None else padding_mask.unsqueeze(-1)
+        )
 
     def count_tokens(*args, **kwargs):
         per_expert, local, total = count(*args, **kwargs)

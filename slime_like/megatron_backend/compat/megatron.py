@@ -1,8 +1,9 @@
-"""Lets megatron-core 0.16.1 run where CUDA, transformer-engine or apex are missing, and mends what is wrong in it on any host.
+"""Lets megatron-core 0.16.1 run where CUDA, transformer-engine or apex are missing, and mends what is wrong in it on
+any host.
 
 Megatron's sources stay untouched, and so does the global `torch` namespace apart from Tensor.cuda() and Tensor.type():
-on a CPU host every megatron module sees a stand-in for `torch` that maps CUDA devices to the CPU. Each patch names the upstream
-place (all 0.16.1) and when it can go; the last column of _MODULE_PATCHES says which ones a GPU host gets too.
+on a CPU host every megatron module sees a stand-in for `torch` that maps CUDA devices to the CPU. Each patch names the
+upstream place (all 0.16.1) and when it can go; the last column of _MODULE_PATCHES says which ones a GPU host gets too.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ _installed = False
 def install() -> None:
     """Prepare this process for `import megatron`. Idempotent; must run first in every process.
 
-    Without CUDA: the stand-in and all patches. With CUDA: the patches that are not marked "only without CUDA", for mistakes of megatron's
-    that a GPU host meets too: torch's AdamW in checkpoints (where transformer-engine is missing), the ends of buckets, two of its routers.
+    Without CUDA: the stand-in and all patches. With CUDA: the patches that are not marked "only without CUDA", for
+    mistakes of megatron's that a GPU host meets too: torch's AdamW in checkpoints (where transformer-engine is
+    missing), the ends of buckets, two of its routers.
     """
     global _installed
     if _installed:
@@ -111,7 +113,11 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         self._busy.add(name)
         try:
-            spec = importlib.util.find_spec(name) if path is None else importlib.machinery.PathFinder.find_spec(name, path, target)
+            spec = (
+                importlib.util.find_spec(name)
+                if path is None
+                else importlib.machinery.PathFinder.find_spec(name, path, target)
+            )
         finally:
             self._busy.discard(name)
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
@@ -177,8 +183,15 @@ def _cuda_stand_in() -> types.ModuleType:
     """`torch.cuda` of a host whose only device is the CPU."""
     cuda = types.ModuleType("torch.cuda[cpu]")
     stream = _NoStream()
-    cuda.__dict__.update(dict.fromkeys(("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"), _nothing))
-    cuda.__dict__.update(dict.fromkeys(("device_count", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), _zero))
+    cuda.__dict__.update(
+        dict.fromkeys(("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"), _nothing)
+    )
+    cuda.__dict__.update(
+        dict.fromkeys(
+            ("device_count", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+            _zero,
+        )
+    )
     cuda.__dict__.update(
         current_device=lambda: "cpu",
         is_available=lambda: False,
@@ -194,7 +207,14 @@ def _cuda_stand_in() -> types.ModuleType:
         manual_seed=lambda seed: torch.manual_seed(seed),
         get_rng_state=lambda *a, **k: torch.get_rng_state(),
         set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
-        nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range_start=_nothing, range_end=_nothing, mark=_nothing, range=_no_context),
+        nvtx=types.SimpleNamespace(
+            range_push=_nothing,
+            range_pop=_nothing,
+            range_start=_nothing,
+            range_end=_nothing,
+            mark=_nothing,
+            range=_no_context,
+        ),
     )
     cuda.__dict__["__getattr__"] = lambda name: getattr(torch.cuda, name)  # PEP 562: types, amp, …
     return cuda
@@ -304,7 +324,13 @@ def _patch_writer(module) -> None:
             pending: queue.Queue = queue.Queue()
             pending.put(index)
             writer.write_preloaded_data(
-                transforms, local_proc_idx=index, write_bucket=bucket, results_queue=done, count_queue=pending, use_fsync=True, use_msc=use_msc
+                transforms,
+                local_proc_idx=index,
+                write_bucket=bucket,
+                results_queue=done,
+                count_queue=pending,
+                use_fsync=True,
+                use_msc=use_msc,
             )
             number, written = done.get_nowait()
             if isinstance(written, Exception):

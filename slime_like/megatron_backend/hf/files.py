@@ -42,18 +42,27 @@ class HfReader:
         """Every tensor's name."""
         return set(self._file_of)
 
-    def read(self, name: str, *, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(
+        self, name: str, *, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
         """One tensor, or its rows (dim 0) or columns (dim 1) start:stop; `shape` is what the whole of it must be."""
         if name not in self._file_of:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}, which this architecture needs (it has {len(self._file_of)} others).")
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name!r}, which this architecture needs (it has {len(self._file_of)}"
+                " others)."
+            )
         path = self._file_of[name]
         try:
             view = self._file(path).get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together.") from None
+            raise CheckpointError(
+                f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together."
+            ) from None
         found = tuple(view.get_shape())
         if found != shape:
-            raise CheckpointError(f"{path}: tensor {name!r} has shape {list(found)}, the architecture asks for {list(shape)}.")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has shape {list(found)}, the architecture asks for {list(shape)}."
+            )
         if dim is None:
             return view[:]
         return view[start:stop] if dim == 0 else view[:, start:stop]
@@ -68,7 +77,9 @@ class HfReader:
         if os.path.isfile(index):
             try:
                 with open(index, encoding="utf-8") as file:
-                    return {name: os.path.join(self.folder, part) for name, part in json.load(file)["weight_map"].items()}
+                    return {
+                        name: os.path.join(self.folder, part) for name, part in json.load(file)["weight_map"].items()
+                    }
             except (OSError, ValueError, KeyError, AttributeError) as error:
                 raise CheckpointError(f"{index} is no index of tensors: {error!r}") from None
         single = os.path.join(self.folder, "model.safetensors")
@@ -86,7 +97,10 @@ class HfReader:
 
 
 def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix: str) -> tuple[dict[str, str], int]:
-    """Write named tensors as `<prefix>-<n>.safetensors` files of bounded size. Returns {name: file name}, and bytes in all."""
+    """Write named tensors as `<prefix>-<n>.safetensors` files of bounded size.
+
+    Returns {name: file name}, and bytes in all.
+    """
     file_of: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     number = total_bytes = 0
@@ -95,7 +109,11 @@ def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix:
         nonlocal number
         number += 1
         name = f"{prefix}-{number:05d}.safetensors"
-        save_file({key: value.contiguous().cpu() for key, value in pending.items()}, os.path.join(folder, name), metadata={"format": "pt"})
+        save_file(
+            {key: value.contiguous().cpu() for key, value in pending.items()},
+            os.path.join(folder, name),
+            metadata={"format": "pt"},
+        )
         file_of.update(dict.fromkeys(pending, name))
         pending.clear()
 
@@ -113,7 +131,9 @@ def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix:
 def finish_folder(folder: str, *, template: str, file_of: dict[str, str], total_bytes: int, dtype: torch.dtype) -> None:
     """Add the index, and config and tokenizer files of `template`; config.json is told the dtype of the weights."""
     with open(os.path.join(folder, INDEX_NAME), "w", encoding="utf-8") as file:
-        json.dump({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}, file, indent=1)
+        json.dump(
+            {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}, file, indent=1
+        )
     for entry in os.scandir(template):
         if entry.is_file() and not entry.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(entry.path, os.path.join(folder, entry.name))

@@ -23,7 +23,8 @@ from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT, has_valu
 from slime_like.planning.memory.parameters import model_parameters
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-#: An expert's place on this rank: local_experts.3.linear_fc1.weight, and linear_fc1.weight3 with transformer-engine's grouped matrices.
+#: An expert's place on this rank: local_experts.3.linear_fc1.weight, and linear_fc1.weight3 with transformer-engine's
+#: grouped matrices.
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 #: Buffers that old HF folders store and every implementation recomputes.
@@ -76,7 +77,9 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[Shard]:
         if entry is None:
             raise CheckpointError(f"parameter {name} is in no name table of the model's family.")
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
-        templates = tuple(hf.format(layer=int(layer[0]) + offset, expert="{expert}") if layer else hf for hf in entry.hf)
+        templates = tuple(
+            hf.format(layer=int(layer[0]) + offset, expert="{expert}") if layer else hf for hf in entry.hf
+        )
         is_tied_copy = tied and templates == (_OUTPUT,)
         yield Shard(
             parameter=parameter,
@@ -101,7 +104,10 @@ def load_hf(stage: Sequence[GPTModel], model: ModelConfig, folder: str) -> None:
     for shard in shards(stage, model):
         names = shard.hf_names(expert_rank)
         local = _split(shard.parameter, shard.layout, stage[0].config)
-        pieces = [_read_piece(reader, shard, names[i * len(names) // len(local)], piece, i, model.vocab_size) for i, piece in enumerate(local)]
+        pieces = [
+            _read_piece(reader, shard, names[i * len(names) // len(local)], piece, i, model.vocab_size)
+            for i, piece in enumerate(local)
+        ]
         merged = _merge(pieces, shard.layout, stage[0].config)
         # Rows past the vocabulary are padding: zero, and masked out of every log-prob.
         shard.parameter.zero_()
@@ -110,11 +116,12 @@ def load_hf(stage: Sequence[GPTModel], model: ModelConfig, folder: str) -> None:
 
 @torch.no_grad()
 def export_hf(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """This pipeline stage's HF tensors, whole, those of experts on other ranks too. Collective: every rank with joins_export() must
-    iterate to the end, and no other rank needs to. Beside the model at most one tensor, gathered, is alive.
+    """This pipeline stage's HF tensors, whole, those of experts on other ranks too. Collective: every rank with
+    joins_export() must iterate to the end, and no other rank needs to. Beside the model at most one tensor, gathered,
+    is alive.
 
-    A tied output layer is not repeated: the first stage sends it as the embedding. Some tensors are views of the parameters: they
-    hold until the next optimizer step or weight swap.
+    A tied output layer is not repeated: the first stage sends it as the embedding. Some tensors are views of the
+    parameters: they hold until the next optimizer step or weight swap.
     """
     for shard in shards(stage, model):
         if shard.is_tied_copy:
@@ -128,7 +135,9 @@ def export_hf(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[tuple[s
         by_part = [_split(part, shard.layout, stage[0].config) for part in parts]
         joined = len(by_part[0]) // len(shard.templates)
         for index in range(len(shard.templates)):
-            pieces = [pieces_of_part[i] for i in range(index * joined, (index + 1) * joined) for pieces_of_part in by_part]
+            pieces = [
+                pieces_of_part[i] for i in range(index * joined, (index + 1) * joined) for pieces_of_part in by_part
+            ]
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.dim or 0)
             whole = (whole[: model.vocab_size] if shard.is_vocabulary else whole).contiguous()
             if index == len(shard.templates) - 1:
@@ -142,7 +151,8 @@ def export_hf(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[tuple[s
 def joins_export() -> bool:
     """Whether this rank takes part in gathering its pipeline stage's weights for is_export_source().
 
-    These are the stage's first ranks: the smallest number of them that breaks up no tensor parallel group and no copy of the experts.
+    These are the stage's first ranks: the smallest number of them that breaks up no tensor parallel group and no copy
+    of the experts.
     """
     return rank_in_stage() < num_export_ranks()
 
@@ -150,7 +160,10 @@ def joins_export() -> bool:
 def num_export_ranks() -> int:
     """How many ranks of a pipeline stage have joins_export()."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    return math.lcm(tensor, parallel_state.get_expert_tensor_parallel_world_size() * parallel_state.get_expert_model_parallel_world_size())
+    return math.lcm(
+        tensor,
+        parallel_state.get_expert_tensor_parallel_world_size() * parallel_state.get_expert_model_parallel_world_size(),
+    )
 
 
 def is_export_source() -> bool:
@@ -179,10 +192,13 @@ def num_parameters(model: ModelConfig) -> int:
 def rank_in_stage() -> int:
     """Number of this rank within its pipeline stage.
 
-    Megatron numbers the ranks of a stage tensor parallel first, then context, then data parallel (and the experts' likewise).
+    Megatron numbers the ranks of a stage tensor parallel first, then context, then data parallel (and the experts'
+    likewise).
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    return parallel_state.get_tensor_model_parallel_rank() + tensor * parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return parallel_state.get_tensor_model_parallel_rank() + tensor * parallel_state.get_data_parallel_rank(
+        with_context_parallel=True
+    )
 
 
 def _split_dim(parameter: torch.nn.Parameter, layout: str, *, is_expert: bool) -> int | None:
@@ -190,12 +206,16 @@ def _split_dim(parameter: torch.nn.Parameter, layout: str, *, is_expert: bool) -
     if is_expert:
         shared = parallel_state.get_expert_tensor_parallel_world_size() > 1
         return (0 if layout == GATE_UP else 1) if shared else None
-    shared = getattr(parameter, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
+    shared = (
+        getattr(parameter, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
+    )
     return parameter.partition_dim if shared else None
 
 
 def _from_each_expert_rank(shard: Shard, index: int, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The HF tensor `index` of the expert in this place on every rank of the expert parallel group, one after another."""
+    """The HF tensor `index` of the expert in this place on every rank of the expert parallel group,
+    one after another.
+    """
     group = parallel_state.get_expert_model_parallel_group()
     for rank in range(group.size()):
         if group.size() == 1:
@@ -206,8 +226,13 @@ def _from_each_expert_rank(shard: Shard, index: int, whole: torch.Tensor) -> Ite
         yield shard.hf_names(rank)[index], tensor
 
 
-def _read_piece(reader: HfReader, shard: Shard, name: str, piece: torch.Tensor, index: int, vocab_size: int) -> torch.Tensor:
-    """What this rank holds of one HF tensor; `piece` has its shape. index: of the piece, where several lie in one HF tensor."""
+def _read_piece(
+    reader: HfReader, shard: Shard, name: str, piece: torch.Tensor, index: int, vocab_size: int
+) -> torch.Tensor:
+    """What this rank holds of one HF tensor; `piece` has its shape.
+
+    index: of the piece, where several lie in one HF tensor.
+    """
     joined = 2 if shard.layout == GATE_UP_JOINED else 1
     dim = shard.dim if joined == 1 else 0
     rank, size = (shard.tensor_group.rank(), shard.tensor_group.size()) if shard.dim is not None else (0, 1)
@@ -225,15 +250,30 @@ def _check_names(reader: HfReader, model: ModelConfig) -> None:
     expected = hf_names(model)
     missing = sorted(expected - reader.names)
     if missing:
-        raise CheckpointError(f"{reader.folder} has no tensor {missing[0]!r}, which this architecture needs ({len(missing)} of {len(expected)} are missing).")
+        raise CheckpointError(
+            f"{reader.folder} has no tensor {missing[0]!r}, which this architecture needs ({len(missing)} of"
+            f" {len(expected)} are missing)."
+        )
     # Layers for tokens beyond the next are left out; the user was told (config/hf_model.hf_notes).
     ahead = layers_ahead(read_hf_config(reader.folder))
-    left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(ahead)) + (("model.mtp_layers.",) if ahead else ())
-    unknown = sorted(name for name in reader.names - expected - {_OUTPUT} if not _IGNORED.search(name) and not name.startswith(left_out))
+    left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(ahead)) + (
+        ("model.mtp_layers.",) if ahead else ()
+    )
+    unknown = sorted(
+        name
+        for name in reader.names - expected - {_OUTPUT}
+        if not _IGNORED.search(name) and not name.startswith(left_out)
+    )
     if unknown and unknown[0].endswith("weight_scale_inv"):
-        raise CheckpointError(f"{reader.folder} holds fp8 weights ({unknown[0]!r}). Fix: convert it to bf16 first (its publisher has a script for it).")
+        raise CheckpointError(
+            f"{reader.folder} holds fp8 weights ({unknown[0]!r}). Fix: convert it to bf16 first (its publisher has a"
+            " script for it)."
+        )
     if unknown:
-        raise CheckpointError(f"{reader.folder} holds tensor {unknown[0]!r}, which this architecture has no place for ({len(unknown)} in all).")
+        raise CheckpointError(
+            f"{reader.folder} holds tensor {unknown[0]!r}, which this architecture has no place for ({len(unknown)} in"
+            " all)."
+        )
 
 
 def _merge(pieces: list[torch.Tensor], layout: str, config) -> torch.Tensor:

@@ -14,11 +14,14 @@ from slime_like.megatron_backend.hf import names_and_shards as hf_convert
 from slime_like.megatron_backend.hf.files import finish_folder, save_stage
 
 
-def save_hf_folder(weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], folder: str, *, template: str, dtype: torch.dtype) -> None:
-    """Write weights in `dtype`, and config and tokenizer files of `template`. Collective. Replaces the folder if it exists, once it is whole.
+def save_hf_folder(
+    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], folder: str, *, template: str, dtype: torch.dtype
+) -> None:
+    """Write weights in `dtype`, and config and tokenizer files of `template`. Collective.
 
-    weights: starts this rank's part of hf_convert.export_hf(). The first rank of each pipeline stage writes that stage's tensors,
-    at most hf_files.SHARD_BYTES of them in memory.
+    Replaces the folder if it exists, once it is whole.
+    weights: starts this rank's part of hf_convert.export_hf(). The first rank of each pipeline stage writes that
+    stage's tensors, at most hf_files.SHARD_BYTES of them in memory.
     """
     draft, rank = folder.rstrip("/") + ".tmp", torch.distributed.get_rank()
     if rank == 0:
@@ -28,7 +31,9 @@ def save_hf_folder(weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], fo
     file_of: dict[str, str] = {}
     num_bytes = 0
     if hf_convert.is_export_source():
-        file_of, num_bytes = save_stage(weights(), draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}")
+        file_of, num_bytes = save_stage(
+            weights(), draft, f"model-stage{parallel_state.get_pipeline_model_parallel_rank():02d}"
+        )
     elif hf_convert.joins_export():
         for _ in weights():
             pass

@@ -1,4 +1,6 @@
-"""Layer parts: transformer-engine's where it is usable, otherwise ours on plain torch, with the same parameter names in checkpoints."""
+"""Layer parts: transformer-engine's where it is usable, otherwise ours on plain torch, with the same parameter names in
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,17 @@ from slime_like.megatron_backend.step.context_parallel import ContextShare
 
 
 def block_spec(config: TransformerConfig, chunk: int = 0, *, post_norms: bool = False) -> TransformerBlockSubmodules:
-    """The decoder layers of one chunk of this pipeline stage; not interleaved, a stage has one chunk. post_norms: see PostNormLayer."""
+    """The decoder layers of one chunk of this pipeline stage; not interleaved, a stage has one chunk.
+
+    post_norms: see PostNormLayer.
+    """
     options = {"normalization": config.normalization, "vp_stage": chunk}
     if compat.has_transformer_engine():
         block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **options)
         norm = gpt_layer_specs.TENorm
     else:
-        # get_gpt_decoder_block_spec (0.16.1) takes no provider, so ours stands in while it runs. Goes when it takes one.
+        # get_gpt_decoder_block_spec (0.16.1) takes no provider, so ours stands in while it runs. Goes when it takes
+        # one.
         stock = gpt_layer_specs.LocalSpecProvider, gpt_layer_specs.LNImpl
         gpt_layer_specs.LocalSpecProvider, gpt_layer_specs.LNImpl = TorchSpecProvider, Norm
         try:
@@ -56,12 +62,16 @@ def _distinct(specs: list[ModuleSpec]) -> list[ModuleSpec]:
 
 
 def _fit_torch_layer(parts: TransformerLayerSubmodules) -> None:
-    """Whole down projections as transformer-engine's layers have them, and in checkpoints the names that norms have where it fuses them."""
+    """Whole down projections as transformer-engine's layers have them, and in checkpoints the names that norms have
+    where it fuses them.
+    """
     attention = parts.self_attention
     names: dict[str, str] = {}
     if attention.module is MLASelfAttention:
         attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = ReplicatedLinear
-        names |= {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
+        names |= {
+            f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")
+        }
     else:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     if parts.mlp.module is not MoELayer:
@@ -94,13 +104,17 @@ def _normed(norm: torch.nn.Module, get_add: Callable) -> Callable:
 
     def get(training: bool, fused: bool) -> Callable:
         add = get_add(training, fused)
-        return lambda output_with_bias, residual, probability: add((norm(output_with_bias[0]), None), residual, probability)
+        return lambda output_with_bias, residual, probability: add(
+            (norm(output_with_bias[0]), None), residual, probability
+        )
 
     return get
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A whole matrix on every tensor parallel rank, applied to the rank's own part of the sequence: transformer-engine's "duplicated" mode."""
+    """A whole matrix on every tensor parallel rank, applied to the rank's own part of the sequence:
+    transformer-engine's "duplicated" mode.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Callable, **_):
         super().__init__()
@@ -115,13 +129,15 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 if not compat.has_transformer_engine():
-    # multi_latent_attention.py:58 (0.16.1) takes its own stand-in for transformer-engine as the real one, and then asks isinstance(…, a mock);
-    # and MLASelfAttention passes a matrix as whole only to TELinear. Goes when it asks the spec.
+    # multi_latent_attention.py:58 (0.16.1) takes its own stand-in for transformer-engine as the real one, and then asks
+    # isinstance(…, a mock); and MLASelfAttention passes a matrix as whole only to TELinear. Goes when it asks the spec.
     multi_latent_attention.HAVE_TE, multi_latent_attention.TELinear = False, ReplicatedLinear
 
 
 class Norm:
-    """torch.nn.RMSNorm that tells megatron to sum its gradients over sequence parallel ranks (megatron's own refuses them)."""
+    """torch.nn.RMSNorm that tells megatron to sum its gradients over sequence parallel ranks (megatron's own refuses
+    them).
+    """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -143,40 +159,73 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention on torch's SDPA, for packed (thd) and batched (sbhd) input; megatron's own takes no packed input.
+    """Causal attention on torch's SDPA, for packed (thd) and batched (sbhd) input; megatron's own takes no packed
+    input.
 
     Same constructor and forward as megatron's DotProductAttention. No dropout. Context parallel ranks gather all
     keys and values and attend from their own tokens.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, **_):
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, **_
+    ):
         super().__init__(config=config)
-        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), f"only causal attention, not {attn_mask_type}"
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), (
+            f"only causal attention, not {attn_mask_type}"
+        )
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
-    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_):
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        **_,
+    ):
         """query [t, heads, d] (thd) or [s, b, heads, d] -> the same with heads and d joined."""
         assert attention_bias is None, "attention bias is not supported"
         share = ContextShare.of_this_rank()
         if packed_seq_params is None:
-            attended = self._attend(query, key, value) if share.size == 1 else self._attend_over_ranks(query, key, value, [query.size(0) * share.size])
+            attended = (
+                self._attend(query, key, value)
+                if share.size == 1
+                else self._attend_over_ranks(query, key, value, [query.size(0) * share.size])
+            )
             return attended.flatten(2)
         if share.size > 1:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             return self._attend_over_ranks(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist()).flatten(1)
         boundaries = packed_seq_params.cu_seqlens_q.tolist()
-        assert boundaries[-1] == query.size(0), f"the sequences of a pack end at {boundaries[-1]}, its tokens at {query.size(0)}"
+        assert boundaries[-1] == query.size(0), (
+            f"the sequences of a pack end at {boundaries[-1]}, its tokens at {query.size(0)}"
+        )
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        parts = [self._attend(query[a:b], key[a:b], value[a:b]) for a, b in zip(boundaries, boundaries[1:], strict=False)]
+        parts = [
+            self._attend(query[a:b], key[a:b], value[a:b]) for a, b in zip(boundaries, boundaries[1:], strict=False)
+        ]
         return torch.cat(parts).flatten(1)
 
     def _attend_over_ranks(self, query, key, value, segments):
-        """[s, b, heads, d] of this rank's tokens -> the same. segments: lengths of the sequences behind each other in s, of all ranks together."""
+        """[s, b, heads, d] of this rank's tokens -> the same.
+
+        segments: lengths of the sequences behind each other in s, of all ranks together.
+        """
         group, share = parallel_state.get_context_parallel_group(), ContextShare.of_this_rank()
-        assert sum(segments) == share.size * query.size(0), f"a pack of {sum(segments)} tokens on {share.size} ranks, {query.size(0)} of them here"
-        parts = [torch.as_tensor(dataclasses.replace(share, rank=rank).local(segments), device=query.device) for rank in range(share.size)]
+        assert sum(segments) == share.size * query.size(0), (
+            f"a pack of {sum(segments)} tokens on {share.size} ranks, {query.size(0)} of them here"
+        )
+        parts = [
+            torch.as_tensor(dataclasses.replace(share, rank=rank).local(segments), device=query.device)
+            for rank in range(share.size)
+        ]
         # In backward each rank receives the gradients of its keys and values from the tokens of all ranks.
-        gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=group)
+        gathered = gather_from_sequence_parallel_region(
+            torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=group
+        )
         keys, values = gathered[torch.cat(parts).argsort()].split([key.size(-1), value.size(-1)], -1)
         found, start, first = [], 0, 0
         for length in segments:
@@ -189,9 +238,14 @@ class CausalAttention(MegatronModule):
         return torch.cat(found)
 
     def _attend(self, query, key, value, visible=None):
-        """[s, b, heads, d] each (fewer key/value heads with grouped queries) -> [s, b, heads, d]. visible: [s, keys] bool; by default causal."""
+        """[s, b, heads, d] each (fewer key/value heads with grouped queries) -> [s, b, heads, d].
+
+        visible: [s, keys] bool; by default causal.
+        """
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if key.size(1) != query.size(1):
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
-        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None, scale=self.scale)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self.scale
+        )
         return attended.permute(2, 0, 1, 3)

@@ -1,4 +1,6 @@
-"""Flags -> this rank's part of a GPT model, wrapped for data parallelism: one chunk of layers, or several with an interleaved pipeline."""
+"""Flags -> this rank's part of a GPT model, wrapped for data parallelism: one chunk of layers, or several with an
+interleaved pipeline.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
-        # Packs differ in length, so the stages tell each other the shape of what they send. Interleaved, two stages would exchange the
-        # shapes of both directions in one batch and take one for the other (0.16.1), so there packs have one length (packing.PackLayout.holding).
+        # Packs differ in length, so the stages tell each other the shape of what they send. Interleaved, two stages
+        # would exchange the shapes of both directions in one batch and take one for the other (0.16.1), so there packs
+        # have one length (packing.PackLayout.holding).
         variable_seq_lengths=not interleaved,
         # Megatron's rule: two stages must not exchange both directions in one batch either.
         overlap_p2p_comm=interleaved,
@@ -95,17 +98,27 @@ def _latent(model: ModelConfig) -> dict:
         return {}
     same = (
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-        *("rotary_base", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        *(
+            "rotary_base",
+            "rotary_scaling_factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+        ),
     )
-    return {name: getattr(model, name) for name in same} | {"rope_type": "rope" if model.rotary_scaling_factor == 1.0 else "yarn"}
+    return {name: getattr(model, name) for name in same} | {
+        "rope_type": "rope" if model.rotary_scaling_factor == 1.0 else "yarn"
+    }
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict:
     """What TransformerConfig needs to know of the experts; nothing for a dense model.
 
-    Qwen3-MoE's norm_topk_prob is a softmax over the chosen logits: the same as softmax over all, chosen, then divided by their sum.
-    Without it the softmax comes first (moe_router_pre_softmax). One kernel for all experts, and fused permutation, exist in
-    transformer-engine only; without it the experts run one after the other.
+    Qwen3-MoE's norm_topk_prob is a softmax over the chosen logits: the same as softmax over all, chosen, then divided
+    by their sum. Without it the softmax comes first (moe_router_pre_softmax). One kernel for all experts, and fused
+    permutation, exist in transformer-engine only; without it the experts run one after the other.
     """
     if not model.num_experts:
         return {}
@@ -133,8 +146,13 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict:
     }
 
 
-def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False) -> list[DistributedDataParallel]:
-    """This rank's model chunks with gradient buffers, first layers first; weights are random until loaded. value_head: a critic."""
+def build_model(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks with gradient buffers, first layers first; weights are random until loaded.
+
+    value_head: a critic.
+    """
     chunks = build_frozen(model, parallel, optimizer, value_head=value_head)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
@@ -143,17 +161,31 @@ def build_model(model: ModelConfig, parallel: ParallelConfig, optimizer: Optimiz
         overlap_param_gather=parallel.overlap_param_gather,
         align_param_gather=parallel.overlap_param_gather and len(chunks) > 1,
     )
-    # Of several chunks only the first is cut into buckets: the others' collectives have the first one's passes to hide behind.
-    return [DistributedDataParallel(get_model_config(chunk), ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    # Of several chunks only the first is cut into buckets: the others' collectives have the first one's passes to hide
+    # behind.
+    return [
+        DistributedDataParallel(get_model_config(chunk), ddp, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
 
 
-def build_frozen(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False) -> list[torch.nn.Module]:
-    """This rank's model chunks without gradient buffers, for a role that only scores; weights are random until loaded."""
+def build_frozen(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False
+) -> list[torch.nn.Module]:
+    """This rank's model chunks without gradient buffers, for a role that only scores.
+
+    Weights are random until loaded.
+    """
     config = transformer_config(model, parallel, bf16=trains_in_bf16(optimizer))
-    return [_build_chunk(model, parallel, config, number, value_head) for number in range(parallel.virtual_pipeline_size(model.num_layers) or 1)]
+    return [
+        _build_chunk(model, parallel, config, number, value_head)
+        for number in range(parallel.virtual_pipeline_size(model.num_layers) or 1)
+    ]
 
 
-def _build_chunk(model: ModelConfig, parallel: ParallelConfig, config: TransformerConfig, number: int, value_head: bool) -> torch.nn.Module:
+def _build_chunk(
+    model: ModelConfig, parallel: ParallelConfig, config: TransformerConfig, number: int, value_head: bool
+) -> torch.nn.Module:
     """Chunk `number` of this rank, in bf16 inside its wrapper."""
     place = {"ignore_virtual": False, "vp_stage": number}
     stage = GPTModel(
@@ -192,8 +224,9 @@ def unwrap(model: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
 
 
 def release_hooks(model: Iterable[torch.nn.Module]) -> None:
-    """Let go of what keeps closed chunks alive: megatron's data parallel wrapper (0.16.1) and its hooks on gradient accumulators hold each
-    other where Python's collector does not see it, and with them the process groups, each of which has threads that go on polling.
+    """Let go of what keeps closed chunks alive: megatron's data parallel wrapper (0.16.1) and its hooks on gradient
+    accumulators hold each other where Python's collector does not see it, and with them the process groups, each of
+    which has threads that go on polling.
     """
     for chunk in model:
         accumulators = getattr(chunk, "grad_accs", [])

@@ -10,9 +10,11 @@ _BIAS = ".mlp.router.expert_bias"
 
 
 def named_weights(stage: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter, and of every router's bias for choosing experts: a buffer, learnt without gradients.
+    """(name, tensor) of every parameter, and of every router's bias for choosing experts: a buffer, learnt without
+    gradients.
 
-    The bias is kept in fp32, as the router itself does from its first forward pass on: its steps are too small for bf16.
+    The bias is kept in fp32, as the router itself does from its first forward pass on: its steps are too small for
+    bf16.
     """
     yield from stage.named_parameters()
     for name, buffer in stage.named_buffers():

@@ -12,7 +12,10 @@ OUTPUT_WEIGHT = "output_layer.weight"
 
 
 class ValueHead(torch.nn.Module):
-    """hidden -> 1, without bias, starting at 0, so that a fresh critic expects nothing. Whole on every tensor parallel rank."""
+    """hidden -> 1, without bias, starting at 0, so that a fresh critic expects nothing.
+
+    Whole on every tensor parallel rank.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -21,8 +24,13 @@ class ValueHead(torch.nn.Module):
         # Megatron adds such gradients up over the tensor parallel group: each rank saw only its part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None):
-        """(values [T, 1, 1], None), called by GPTModel as its output layer. hidden: [T, 1, H], with sequence parallelism this rank's part of T."""
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ):
+        """(values [T, 1, 1], None), called by GPTModel as its output layer.
+
+        hidden: [T, 1, H], with sequence parallelism this rank's part of T.
+        """
         values = torch.nn.functional.linear(hidden, self.weight)
         if self._gathers:
             # All ranks compute the same loss from the gathered values, so each keeps the gradient of its own part.

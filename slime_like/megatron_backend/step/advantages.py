@@ -33,7 +33,10 @@ class StepScores:
 
 
 def rollout_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[tuple[Rows, Rows]]:
-    """(advantages, returns) of each train step's samples on this rank. Whitened over the whole rollout. Collective over data parallel ranks."""
+    """(advantages, returns) of each train step's samples on this rank. Whitened over the whole rollout.
+
+    Collective over data parallel ranks.
+    """
     places = [(step, index) for step, batch in enumerate(batches) for pack_ in batch.packs for index in pack_.samples]
     advantages, returns = sample_advantages([parts[step][index] for step, index in places], loss, _sum_over_data_ranks)
     found: list[tuple[Rows, Rows]] = [({}, {}) for _ in batches]
@@ -42,7 +45,9 @@ def rollout_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossCon
     return found
 
 
-def with_token_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[StepScores]) -> list[StepBatch]:
+def with_token_advantages(
+    parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[StepScores]
+) -> list[StepBatch]:
     """The batches of one rollout with one advantage a token. Collective over data parallel ranks.
 
     Stages without logits get their batches back: no loss is computed there.
@@ -53,13 +58,21 @@ def with_token_advantages(parts: Parts, batches: Sequence[StepBatch], loss: Loss
     found = []
     for batch, (advantages, _) in zip(batches, rollout_advantages(scored, batches, loss), strict=True):
         rows = packed_rows(advantages, batch.packs)
-        packs = tuple(dataclasses.replace(pack_, advantages=row[pack_.trained]) for pack_, row in zip(batch.packs, rows, strict=True))
+        packs = tuple(
+            dataclasses.replace(pack_, advantages=row[pack_.trained])
+            for pack_, row in zip(batch.packs, rows, strict=True)
+        )
         found.append(dataclasses.replace(batch, packs=packs))
     return found
 
 
-def with_picked_tokens(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[StepScores]) -> list[StepBatch]:
-    """The batches of one rollout with the tokens that the policy loss treats apart. Collective over data parallel ranks; see with_token_advantages."""
+def with_picked_tokens(
+    parts: Parts, batches: Sequence[StepBatch], loss: LossConfig, scores: Sequence[StepScores]
+) -> list[StepBatch]:
+    """The batches of one rollout with the tokens that the policy loss treats apart.
+
+    Collective over data parallel ranks; see with_token_advantages.
+    """
     if not parallel_state.is_pipeline_last_stage():
         return list(batches)
     found = []
@@ -73,8 +86,13 @@ def with_picked_tokens(parts: Parts, batches: Sequence[StepBatch], loss: LossCon
     return found
 
 
-def _with_scores(part: Sequence[TrainSample], batch: StepBatch, loss: LossConfig, scores: StepScores) -> list[TrainSample]:
-    """This rank's samples of a train step with the KL and the distance to the teacher that their advantages need; others as they were."""
+def _with_scores(
+    part: Sequence[TrainSample], batch: StepBatch, loss: LossConfig, scores: StepScores
+) -> list[TrainSample]:
+    """This rank's samples of a train step with the KL and the distance to the teacher that their advantages need.
+
+    Others as they were.
+    """
     found = list(part)
     others = {"kl": scores.reference if loss.kl_in_trainer else None, "distillation": scores.teacher}
     for name, theirs in others.items():

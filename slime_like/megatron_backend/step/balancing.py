@@ -13,13 +13,17 @@ _NAME = "load_balancing_loss"
 
 def has_balancing_loss(model: ModelConfig) -> bool:
     """Whether routers are trained with --moe-aux-loss-coeff."""
-    return bool(model.num_experts) and model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type == "aux_loss"
+    return (
+        bool(model.num_experts) and model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type == "aux_loss"
+    )
 
 
 def take_balancing_loss(model: ModelConfig, num_micro_batches: int, device: torch.device) -> float:
-    """The loss (Switch Transformer, arXiv:2101.03961, eq. 4) without its coefficient, since it was last taken: 1 is perfect balance.
+    """The loss (Switch Transformer, arXiv:2101.03961, eq.
 
-    A mean over layers with experts, micro-batches and data parallel ranks. Collective over all ranks, with the same result on each.
+    4) without its coefficient, since it was last taken: 1 is perfect balance.
+    A mean over layers with experts, micro-batches and data parallel ranks. Collective over all ranks, with the same
+    result on each.
     """
     tracked = get_moe_layer_wise_logging_tracker().get(_NAME)
     # Each rank has the share of its own tokens and layers; several micro-batches were added up.

@@ -68,7 +68,11 @@ class ValueRunner(StepRunner):
         total = weighted_sum(part.loss, pack_.weights)
         error, wanted = target.double() - values.detach().double(), target.double()
         sums = {"train/value_loss": total.detach(), "train/value_clip_ratio": weighted_sum(part.clipped, pack_.weights)}
-        sums |= {"values": values.detach().double().sum(), "returns": wanted.sum(), "returns squared": wanted.square().sum()}
+        sums |= {
+            "values": values.detach().double().sum(),
+            "returns": wanted.sum(),
+            "returns squared": wanted.square().sum(),
+        }
         sums |= {"error": error.sum(), "error squared": error.square().sum()}
         return LossParts(loss=total, sums={name: value.double() for name, value in sums.items()})
 
@@ -77,9 +81,14 @@ class ValueRunner(StepRunner):
 
 
 def _value_metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
-    """Means, and how much of the returns' variance over trained tokens the critic explains: 1 all, 0 nothing (or nothing varies)."""
+    """Means, and how much of the returns' variance over trained tokens the critic explains: 1 all, 0 nothing (or
+    nothing varies).
+    """
     mean, mean_error = sums["returns"] / num_tokens, sums["error"] / num_tokens
-    variance, unexplained = sums["returns squared"] / num_tokens - mean**2, sums["error squared"] / num_tokens - mean_error**2
+    variance, unexplained = (
+        sums["returns squared"] / num_tokens - mean**2,
+        sums["error squared"] / num_tokens - mean_error**2,
+    )
     return {
         "train/value_loss": sums["train/value_loss"],
         "train/value_clip_ratio": sums["train/value_clip_ratio"],
@@ -92,14 +101,21 @@ def _value_metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
 def _brought(sample: TrainSample) -> np.ndarray:
     """The values that a sample brought. Raises DataError if it has none."""
     if sample.values is None:
-        raise DataError(f"sample {sample.prompt_index}/{sample.sample_index} has no values, which the critic is fitted from.")
+        raise DataError(
+            f"sample {sample.prompt_index}/{sample.sample_index} has no values, which the critic is fitted from."
+        )
     return sample.values
 
 
 def with_value_targets(parts: Parts, batches: Sequence[StepBatch], loss: LossConfig) -> list[StepBatch]:
-    """The batches of one rollout with the values that their samples bring, and the returns; on every pipeline stage. Collective."""
+    """The batches of one rollout with the values that their samples bring, and the returns; on every pipeline stage.
+
+    Collective.
+    """
     targets = []
     for part, batch, (_, returns) in zip(parts, batches, rollout_advantages(parts, batches, loss), strict=True):
         old = {index: _brought(part[index]) for index in returns}
-        targets.append(batch.with_columns(values=packed_rows(old, batch.packs), returns=packed_rows(returns, batch.packs)))
+        targets.append(
+            batch.with_columns(values=packed_rows(old, batch.packs), returns=packed_rows(returns, batch.packs))
+        )
     return targets

@@ -15,7 +15,9 @@ HOST_ELEMENTS = 1 << 19
 
 
 def run_model(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """This chunk's output for one pack, in the model's type: logits [R, T, V / tensor parallel size] from the last, activations before it."""
+    """This chunk's output for one pack, in the model's type: logits [R, T, V / tensor parallel size] from the last,
+    activations before it.
+    """
     # Blocks of bf16 logits are made fp32 one after another; a whole fp32 copy would be twice as large as they are.
     kept = {"fp32_output": False} if get_model_config(model).bf16 else {}
     padding = _padding_for_routers(model, batch)
@@ -29,7 +31,9 @@ def _padding_for_routers(model: torch.nn.Module, batch: PackedBatch) -> torch.Te
         return None
     if config.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
         # Only the first pipeline stage shares it out (0.16.1).
-        return batch.padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
+        return batch.padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), 1)[
+            parallel_state.get_tensor_model_parallel_rank()
+        ]
     return batch.padding
 
 
@@ -42,28 +46,36 @@ class Scoring:
     chunk_tokens: int | None = None
 
 
-def log_probs_and_entropy(logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+def log_probs_and_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target) [R x T] and entropy in nats [R x T], of softmax(logits / temperature) over the real vocabulary.
 
-    logits: [R, T, V / tensor parallel size], targets: [R x T]. Equal on every tensor parallel rank; differentiable once.
-    The gradient takes the place of logits that an operation made, so nobody else may look at these after backward; a leaf is left alone.
-    Beside both at most two [chunk_tokens, V / tp] fp32 tensors are alive, on the host far less.
+    logits: [R, T, V / tensor parallel size], targets: [R x T]. Equal on every tensor parallel rank; differentiable
+    once. The gradient takes the place of logits that an operation made, so nobody else may look at these after
+    backward; a leaf is left alone. Beside both at most two [chunk_tokens, V / tp] fp32 tensors are alive, on the host
+    far less.
     """
     replaces = logits.requires_grad and not logits.is_leaf
-    return _VocabParallelLogProb.apply(logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group(), replaces)
+    return _VocabParallelLogProb.apply(
+        logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group(), replaces
+    )
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
-    """Log-softmax at the target and entropy, without gathering the vocabulary; probabilities are computed again for backward.
+    """Log-softmax at the target and entropy, without gathering the vocabulary; probabilities are computed again for
+    backward.
 
-    All passes over one block of rows come before the next block: on the host it stays in the core's cache. Ranks tell each other a few
-    numbers a row, of all rows at once.
+    All passes over one block of rows come before the next block: on the host it stays in the core's cache. Ranks tell
+    each other a few numbers a row, of all rows at once.
     """
 
     @staticmethod
     def forward(ctx, logits, targets, scoring, group, replaces):
         columns = _Columns.of_this_rank(logits.size(-1), scoring)
-        highest, total, at_target, mean_logit = (logits.new_zeros(logits.size(0), dtype=torch.float32) for _ in range(4))
+        highest, total, at_target, mean_logit = (
+            logits.new_zeros(logits.size(0), dtype=torch.float32) for _ in range(4)
+        )
         highest.fill_(torch.finfo(torch.float32).min)
         for rows in _blocks(logits, scoring.chunk_tokens) if columns.width else ():
             scaled, is_copy = columns.scaled(logits[rows])
@@ -106,7 +118,8 @@ class _VocabParallelLogProb(torch.autograd.Function):
             scaled, is_copy = columns.scaled(logits[rows])
             place = grad[rows, : columns.width]
             part = torch.sub(scaled, normalizer[rows, None], out=scaled if is_copy else place)
-            # dH/dz = -p (log p + H), d log p(target)/dz = [target] - p; each step in place: passes over the vocabulary cost time and memory.
+            # dH/dz = -p (log p + H), d log p(target)/dz = [target] - p; each step in place: passes over the vocabulary
+            # cost time and memory.
             if by_entropy is None:
                 part.exp_().mul_(-by_log_prob)
             else:

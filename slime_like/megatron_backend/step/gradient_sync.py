@@ -12,9 +12,10 @@ from megatron.core.utils import get_model_config
 class GradientSync:
     """The collectives between data parallel ranks around one optimizer step. Every method is collective.
 
-    With --overlap-grad-reduce Megatron's schedules start a bucket's reduction in the last micro-batch's backward pass, so nothing may
-    be added afterwards: passes after which more gradients may come are run inside `held_back`. With --overlap-param-gather an
-    optimizer step leaves every rank with new values of its own part only; `whole_weights` fetches the rest where no forward pass will.
+    With --overlap-grad-reduce Megatron's schedules start a bucket's reduction in the last micro-batch's backward pass,
+    so nothing may be added afterwards: passes after which more gradients may come are run inside `held_back`. With
+    --overlap-param-gather an optimizer step leaves every rank with new values of its own part only; `whole_weights`
+    fetches the rest where no forward pass will.
     """
 
     def __init__(self, model: Sequence[DistributedDataParallel]):
@@ -27,13 +28,15 @@ class GradientSync:
             self._connect()
 
     def _connect(self) -> None:
-        """Give the schedules what they call (as megatron.training does). With several chunks the stages start theirs at the same time,
-        since one that waits for its collectives would make the others wait too.
+        """Give the schedules what they call (as megatron.training does). With several chunks the stages start theirs at
+        the same time, since one that waits for its collectives would make the others wait too.
         """
         config, several = get_model_config(self._model[0]), len(self._model) > 1
         config.no_sync_func = [chunk.no_sync for chunk in self._model] if several else self._model[0].no_sync
         config.grad_sync_func = [chunk.start_grad_sync for chunk in self._model] if several else None
-        config.param_sync_func = [chunk.start_param_sync for chunk in self._model] if several and self._gathers_late else None
+        config.param_sync_func = (
+            [chunk.start_param_sync for chunk in self._model] if several and self._gathers_late else None
+        )
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:

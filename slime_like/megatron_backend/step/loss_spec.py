@@ -1,4 +1,6 @@
-"""Which loss a trainer takes gradients of: the one that the flags ask for, or a plain sum over tokens of what the records bring."""
+"""Which loss a trainer takes gradients of: the one that the flags ask for, or a plain sum over tokens of what the
+records bring.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ def _ppo(batch: LossBatch, numbers: Mapping[str, float]) -> torch.Tensor:
     return -torch.minimum(ratio * batch.advantages, bounded * batch.advantages)
 
 
-#: Sums over the trained tokens, each times its weight in the record. cross_entropy: -log p. importance_sampling: -ratio x advantage,
-#: against the log-probs in the record. ppo: the same with the ratio held between two thresholds (arXiv:1707.06347, eq. 7).
+#: Sums over the trained tokens, each times its weight in the record. cross_entropy: -log p. importance_sampling: -ratio
+#: x advantage, against the log-probs in the record. ppo: the same with the ratio held between two thresholds
+#: (arXiv:1707.06347, eq. 7).
 PLAIN_LOSSES = {
     "cross_entropy": PlainLoss(_cross_entropy),
     "importance_sampling": PlainLoss(_importance_sampling),
@@ -58,9 +61,9 @@ PLAIN_LOSSES = {
 class LossSpec:
     """What `forward_backward` takes gradients of.
 
-    name: "configured" is the flags' own: a mean over the train step. One of PLAIN_LOSSES, or "custom" with a `function`, is a sum over
-    tokens, so that parts of a batch sent in several calls add up. config: the numbers of a plain or custom loss.
-    Raises ValueError for another name, or a number that the loss does not have.
+    name: "configured" is the flags' own: a mean over the train step. One of PLAIN_LOSSES, or "custom" with a
+    `function`, is a sum over tokens, so that parts of a batch sent in several calls add up. config: the numbers of a
+    plain or custom loss. Raises ValueError for another name, or a number that the loss does not have.
     Example: LossSpec(name="ppo", config={"clip_high_threshold": 1.28})
     """
 
@@ -78,7 +81,9 @@ class LossSpec:
             return
         names = PLAIN_LOSSES[self.name].defaults if self.name in PLAIN_LOSSES else {}
         if unknown := sorted(set(self.config) - set(names)):
-            raise ValueError(f"loss {self.name!r} has no {', '.join(unknown)}. It has: {', '.join(names) or 'no numbers'}.")
+            raise ValueError(
+                f"loss {self.name!r} has no {', '.join(unknown)}. It has: {', '.join(names) or 'no numbers'}."
+            )
 
     @property
     def is_configured(self) -> bool:
@@ -86,16 +91,25 @@ class LossSpec:
         return self.name == "configured"
 
     def __call__(self, batch: LossBatch) -> LossParts:
-        """One micro-batch's share of a plain or custom loss; `batch.weights` are the records' own. Raises RunError if a function gives no such thing."""
+        """One micro-batch's share of a plain or custom loss; `batch.weights` are the records' own.
+
+        Raises RunError if a function gives no such thing.
+        """
         if self.function is None:
             row = PLAIN_LOSSES[self.name]
             loss = weighted_sum(row.of_tokens(batch, {**row.defaults, **self.config}), batch.weights)
             return LossParts(loss=loss, sums={"train/loss": loss.detach().double()})
         answer = self.function(batch, self.config)
         if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
-            raise RunError(f"the loss function gave {type(answer).__name__}; it must give (loss, metrics), where metrics is a dict.")
+            raise RunError(
+                f"the loss function gave {type(answer).__name__}; it must give (loss, metrics), where metrics is a"
+                " dict."
+            )
         loss, metrics = answer
         for name, value in {"loss": loss, **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.dim() != 0:
                 raise RunError(f"the loss function's {name} is no scalar tensor.")
-        return LossParts(loss=loss, sums={f"train/{name}": value.detach().double() for name, value in {**metrics, "loss": loss}.items()})
+        return LossParts(
+            loss=loss,
+            sums={f"train/{name}": value.detach().double() for name, value in {**metrics, "loss": loss}.items()},
+        )

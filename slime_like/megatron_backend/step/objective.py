@@ -1,4 +1,6 @@
-"""The loss of one micro-batch: policy loss, corrections, KL and entropy put together, and what is reported about them."""
+"""The loss of one micro-batch: policy loss, corrections, KL and entropy put together, and what is
+reported about them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class LossParts:
 
 
 class Objective:
-    """The loss that the flags ask for. Its shares of all micro-batches of all ranks add up to the loss of the train step."""
+    """The loss that the flags ask for.
+
+    Its shares of all micro-batches of all ranks add up to the loss of the train step.
+    """
 
     def __init__(self, loss: LossConfig, plugins: LossPlugins, args: PluginArgs | None = None):
         self._loss = loss
@@ -38,10 +43,16 @@ class Objective:
         self._args = args
 
     def __call__(self, batch: LossBatch) -> LossParts:
-        """Loss and metrics of one micro-batch. Raises RunError if a user's function gives something else than it should."""
+        """Loss and metrics of one micro-batch.
+
+        Raises RunError if a user's function gives something else than it should.
+        """
         if self._loss.loss_type == "sft_loss":
             loss = weighted_sum(-batch.log_probs, batch.weights)
-            return LossParts(loss=loss, sums=_plain({"train/loss": loss, "train/entropy": weighted_sum(batch.entropy, batch.weights)}))
+            return LossParts(
+                loss=loss,
+                sums=_plain({"train/loss": loss, "train/entropy": weighted_sum(batch.entropy, batch.weights)}),
+            )
         if self._loss.loss_type == "custom_loss":
             return self._custom_loss(batch)
         return self._policy_gradient(batch)
@@ -54,12 +65,19 @@ class Objective:
         corrected, corrections = self._correct(policy_loss, batch)
         pg_loss, entropy = weighted_sum(corrected, batch.policy_weights), mean(batch.entropy)
         loss = pg_loss - self._loss.entropy_coef * entropy
-        sums = {"train/pg_loss": pg_loss, "train/entropy": entropy, **{name: mean(values) for name, values in reported.items()}}
+        sums = {
+            "train/pg_loss": pg_loss,
+            "train/entropy": entropy,
+            **{name: mean(values) for name, values in reported.items()},
+        }
         sums |= {"train/ppo_kl": mean(batch.old_log_probs - batch.log_probs), **corrections}
         if batch.reference_log_probs is not None:
             kl_loss = mean(self._kl(batch, batch.reference_log_probs))
             loss = loss + self._loss.kl_loss_coef * kl_loss
-            sums |= {"train/kl_loss": kl_loss, "train/kl": mean(kl_estimate(batch.log_probs.detach(), batch.reference_log_probs, "k3"))}
+            sums |= {
+                "train/kl_loss": kl_loss,
+                "train/kl": mean(kl_estimate(batch.log_probs.detach(), batch.reference_log_probs, "k3")),
+            }
         if batch.distillation is not None:
             sums["train/opd_kl"] = mean(batch.distillation)
         return self._with_differences(loss, sums, batch)
@@ -70,7 +88,9 @@ class Objective:
         sums = {"train/loss": loss, **sums, "train/logprob_abs_diff": difference.sum()}
         maxima = {"train/logprob_abs_diff_max": _largest(difference)}
         if self._loss.get_mismatch_metrics:
-            found = mismatch(batch.trainer_log_probs, batch.engine_log_probs, low=self._loss.tis_clip_low, high=self._loss.tis_clip)
+            found = mismatch(
+                batch.trainer_log_probs, batch.engine_log_probs, low=self._loss.tis_clip_low, high=self._loss.tis_clip
+            )
             sums |= {f"train/mismatch_{name}": values.sum() for name, values in found.items()}
             maxima["train/mismatch_ratio_max"] = _largest(found["ratio"])
         return LossParts(loss=loss, sums=_plain(sums), maxima=_plain(maxima))
@@ -105,7 +125,10 @@ class Objective:
                 high=options.tis_clip,
             )
             policy_loss = policy_loss * factors
-            sums = {"train/tis": weighted_sum(factors, batch.weights), "train/tis_clip_ratio": weighted_sum(bounded, batch.weights)}
+            sums = {
+                "train/tis": weighted_sum(factors, batch.weights),
+                "train/tis_clip_ratio": weighted_sum(bounded, batch.weights),
+            }
         if options.tis_reject_level is not None:
             rejected = rejected_samples(
                 batch.trainer_log_probs,
@@ -118,7 +141,13 @@ class Objective:
             policy_loss = policy_loss * (1.0 - rejected)
             sums["train/tis_rejected_ratio"] = weighted_sum(rejected, batch.weights)
         if options.use_opsm:
-            kept = off_policy_sequence_mask(batch.log_probs, batch.engine_log_probs, batch.advantages, batch.sample_of_token, delta=options.opsm_delta)
+            kept = off_policy_sequence_mask(
+                batch.log_probs,
+                batch.engine_log_probs,
+                batch.advantages,
+                batch.sample_of_token,
+                delta=options.opsm_delta,
+            )
             policy_loss = policy_loss * kept
             sums["train/opsm_masked_ratio"] = weighted_sum(1.0 - kept, batch.weights)
         return policy_loss, sums
@@ -128,9 +157,13 @@ class Objective:
             return unbiased_kl_estimate(batch.log_probs, batch.old_log_probs, reference, self._loss.kl_loss_type)
         return kl_estimate(batch.log_probs, reference, self._loss.kl_loss_type)
 
-    def _custom_correction(self, function: Callable, policy_loss: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _custom_correction(
+        self, function: Callable, policy_loss: torch.Tensor, batch: LossBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         where = f"--custom-tis-function-path {self._loss.custom_tis_function_path}"
-        given = function(self._args, policy_loss, batch.trainer_log_probs, batch.engine_log_probs, batch.sample_of_token)
+        given = function(
+            self._args, policy_loss, batch.trainer_log_probs, batch.engine_log_probs, batch.sample_of_token
+        )
         corrected, metrics = _per_token(given, where, policy_loss.shape)
         return corrected, {name: weighted_sum(values, batch.weights) for name, values in metrics.items()}
 
@@ -141,11 +174,15 @@ class Objective:
         loss, metrics = _pair(given, where, "(loss, metrics)")
         for name, value in {"loss": loss, **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.dim() != 0:
-                raise RunError(f"{where}: {name} is {_shape(value)}; it must be a scalar tensor, such as reduce(values) gives.")
+                raise RunError(
+                    f"{where}: {name} is {_shape(value)}; it must be a scalar tensor, such as reduce(values) gives."
+                )
         if batch.log_probs.requires_grad and not loss.requires_grad:
             raise RunError(f"{where}: the loss has no gradient. Fix: compute it from batch.log_probs or batch.entropy.")
         sums = {f"train/{name}": value for name, value in metrics.items()}
-        return self._with_differences(loss, {"train/entropy": weighted_sum(batch.entropy, batch.weights), **sums}, batch)
+        return self._with_differences(
+            loss, {"train/entropy": weighted_sum(batch.entropy, batch.weights), **sums}, batch
+        )
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
@@ -157,11 +194,16 @@ def _plain(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _per_token(given: object, where: str, shape: torch.Size) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What a user's function of tokens gave: (loss [K], {"train/<name>": [K]}). Raises RunError if it is anything else."""
+    """What a user's function of tokens gave: (loss [K], {"train/<name>": [K]}).
+
+    Raises RunError if it is anything else.
+    """
     loss, metrics = _pair(given, where, "(pg_loss, metrics)")
     for name, values in {"pg_loss": loss, **metrics}.items():
         if not isinstance(values, torch.Tensor) or values.shape != shape:
-            raise RunError(f"{where}: {name} is {_shape(values)}; it must be a tensor of shape {list(shape)}, one value a token.")
+            raise RunError(
+                f"{where}: {name} is {_shape(values)}; it must be a tensor of shape {list(shape)}, one value a token."
+            )
     return loss, {f"train/{name}": values for name, values in metrics.items()}
 
 

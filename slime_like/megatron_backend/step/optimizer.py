@@ -21,7 +21,8 @@ from slime_like.megatron_backend.model.provider import trains_in_bf16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamParams:
-    """The numbers of one optimizer step that a caller gives itself, instead of the flags and the learning rate's schedule.
+    """The numbers of one optimizer step that a caller gives itself, instead of the flags and the learning rate's
+    schedule.
 
     weight_decay is decoupled, and not taken from norms and biases.
     """
@@ -44,7 +45,9 @@ class AdamParams:
             raise ValueError("; ".join(wrong))
 
 
-def build_optimizer(model: Sequence[DistributedDataParallel], optimizer: OptimizerConfig, parallel: ParallelConfig) -> MegatronOptimizer:
+def build_optimizer(
+    model: Sequence[DistributedDataParallel], optimizer: OptimizerConfig, parallel: ParallelConfig
+) -> MegatronOptimizer:
     """AdamW over this rank's chunks, with gradient clipping over the whole model."""
     bf16 = trains_in_bf16(optimizer)
     built = get_megatron_optimizer(
@@ -84,7 +87,10 @@ def stepping_with(built: MegatronOptimizer, params: AdamParams | None) -> Iterat
 
 
 def forget_moments(built: MegatronOptimizer) -> None:
-    """Zero Adam's moments and its count of steps, as before the first step; weights, main weights and the learning rate's schedule stay."""
+    """Zero Adam's moments and its count of steps, as before the first step.
+
+    weights, main weights and the learning rate's schedule stay.
+    """
     for part in getattr(built, "chained_optimizers", [built]):
         for adam in getattr(part.optimizer, "sub_optimizers", [part.optimizer]):
             for state in adam.state.values():
@@ -99,10 +105,12 @@ def forget_moments(built: MegatronOptimizer) -> None:
 
 
 def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
-    """A loaded optimizer state in the form that `optimizer` takes. Raises CheckpointError if it cannot be brought into it.
+    """A loaded optimizer state in the form that `optimizer` takes.
 
-    With expert parallelism Megatron (0.16.1) has two optimizers, of everything else and of the experts, and {0: state, 1: state};
-    without it one, and one state. The moments belong to parameters and fit either way; settings and step count are moved over here.
+    Raises CheckpointError if it cannot be brought into it.
+    With expert parallelism Megatron (0.16.1) has two optimizers, of everything else and of the experts, and {0: state,
+    1: state}; without it one, and one state. The moments belong to parameters and fit either way; settings and step
+    count are moved over here.
     """
     number = len(optimizer.chained_optimizers)
     saved = [loaded[index] for index in (0, 1) if _has_settings(loaded.get(index, {}))] or [loaded]
@@ -110,8 +118,8 @@ def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
         return loaded
     if "param_state_sharding_type" not in saved[0]:
         raise CheckpointError(
-            "the optimizer state was saved with another --expert-model-parallel-size and without --use-distributed-optimizer, which Megatron cannot "
-            "load. Fix: the same size, or --no-load-optim."
+            "the optimizer state was saved with another --expert-model-parallel-size and without"
+            " --use-distributed-optimizer, which Megatron cannot load. Fix: the same size, or --no-load-optim."
         )
     groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
     others = [{**group, "is_expert_parallel": not group["is_expert_parallel"]} for group in groups]
@@ -127,16 +135,29 @@ def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
 
 
 def _has_settings(part: dict) -> bool:
-    """Whether an optimizer's settings were saved in this part of a state; in the others are at most this run's lists of parameters."""
+    """Whether an optimizer's settings were saved in this part of a state.
+
+    In the others are at most this run's lists of parameters.
+    """
     groups = part.get("optimizer", part).get("param_groups", ())  # a replicated fp32 optimizer has them at the top
     return bool(groups) and "wd_mult" in groups[0]
 
 
-def build_scheduler(built: MegatronOptimizer, optimizer: OptimizerConfig, *, total_steps: int) -> OptimizerParamScheduler:
-    """Learning rate as a function of optimizer steps done. total_steps: of the whole run, where --lr-decay-iters is not given."""
+def build_scheduler(
+    built: MegatronOptimizer, optimizer: OptimizerConfig, *, total_steps: int
+) -> OptimizerParamScheduler:
+    """Learning rate as a function of optimizer steps done.
+
+    total_steps: of the whole run, where --lr-decay-iters is not given.
+    """
     decay_steps = optimizer.lr_decay_iters or total_steps
-    warmup_steps = optimizer.lr_warmup_iters if optimizer.lr_warmup_fraction is None else int(optimizer.lr_warmup_fraction * decay_steps)
-    decay_steps = max(decay_steps, warmup_steps + 1)  # a run may end within its warm-up; Megatron's scheduler wants a decay after it
+    warmup_steps = (
+        optimizer.lr_warmup_iters
+        if optimizer.lr_warmup_fraction is None
+        else int(optimizer.lr_warmup_fraction * decay_steps)
+    )
+    # a run may end within its warm-up; Megatron's scheduler wants a decay after it
+    decay_steps = max(decay_steps, warmup_steps + 1)
     return OptimizerParamScheduler(
         built,
         init_lr=0.0,

@@ -15,7 +15,8 @@ from slime_like.records import TrainSample
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackLayout:
-    """How samples lie in a micro-batch's tensors: end to end in one row (Megatron calls it thd), or padded, one a row (bshd).
+    """How samples lie in a micro-batch's tensors: end to end in one row (Megatron calls it thd), or padded, one a row
+    (bshd).
 
     multiple: a rank's tokens (of a row) are padded to a multiple of it, since sequence parallel ranks hold equal parts.
     min_rows, min_tokens (of a row, of all context parallel ranks): what the tensors have at least; see holding.
@@ -47,11 +48,12 @@ class PackLayout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One micro-batch: R rows of T tokens, K of them trained. End to end there is one row; padded, each sample has its own.
+    """One micro-batch: R rows of T tokens, K of them trained.
 
-    Everything but tokens and positions is in *predicting* layout: entry j belongs to the prediction of the token after j.
-    With context parallelism tokens, positions and targets are this rank's part, [T / ranks]; all else describes the whole samples,
-    without the padding between them, as scores do after `context_parallel.whole`.
+    End to end there is one row; padded, each sample has its own.
+    Everything but tokens and positions is in *predicting* layout: entry j belongs to the prediction of the token after
+    j. With context parallelism tokens, positions and targets are this rank's part, [T / ranks]; all else describes the
+    whole samples, without the padding between them, as scores do after `context_parallel.whole`.
     """
 
     samples: tuple[int, ...]  # positions in the train step's list
@@ -67,9 +69,11 @@ class PackedBatch:
     advantages: torch.Tensor  # [K] float32
     engine_logprobs: torch.Tensor  # [K] float32
     restoring: torch.Tensor | None = None  # int64: see ContextShare.restoring
-    padding: torch.Tensor | None = None  # [R, T] bool, laid out as tokens: what belongs to no sample; None: nothing, on no rank
+    #: [R, T] bool, laid out as tokens: what belongs to no sample; None: nothing, on no rank
+    padding: torch.Tensor | None = None
     metadata: tuple[dict, ...] = ()  # of each sample
-    routed_experts: torch.Tensor | None = None  # [R, T, layers, experts per token] int16, laid out as tokens; -1: the router's own choice
+    #: [R, T, layers, experts per token] int16, laid out as tokens; -1: the router's own choice
+    routed_experts: torch.Tensor | None = None
 
     @property
     def num_scores(self) -> int:
@@ -94,7 +98,8 @@ def pack(
     chosen = [samples[i] for i in indices]
     lengths = [len(s.tokens) for s in chosen]
     segments = layout.segments(lengths, context)
-    # T counts the padding; max_seqlen is the longest sequence, because megatron (0.16.1) takes positions over the whole pack when it equals T.
+    # T counts the padding; max_seqlen is the longest sequence, because megatron (0.16.1) takes positions over the whole
+    # pack when it equals T.
     boundaries = torch.tensor(np.concatenate([[0], np.cumsum(segments)]), dtype=torch.int32, device=device)
     tokens = np.zeros(sum(segments), dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
@@ -139,7 +144,9 @@ def pack(
     )
 
 
-def _routed_experts(samples: Sequence[TrainSample], segments: Sequence[int], local: np.ndarray, *, rows: int, device: torch.device) -> torch.Tensor | None:
+def _routed_experts(
+    samples: Sequence[TrainSample], segments: Sequence[int], local: np.ndarray, *, rows: int, device: torch.device
+) -> torch.Tensor | None:
     """PackedBatch.routed_experts; None where no sample brings them. Padding is for the router to choose."""
     if not samples or samples[0].routed_experts is None:
         return None
@@ -178,8 +185,13 @@ def packed_rows(rows: Mapping[int, np.ndarray], packs: Sequence[PackedBatch]) ->
     return found
 
 
-def laid_out_as(packs: Sequence[PackedBatch], scores: Sequence[torch.Tensor], scored: Sequence[PackedBatch]) -> list[torch.Tensor]:
-    """Scores of the packs `scored` -> scores of `packs`, which hold the same samples otherwise cut; predicting layout [T], 0 at padding."""
+def laid_out_as(
+    packs: Sequence[PackedBatch], scores: Sequence[torch.Tensor], scored: Sequence[PackedBatch]
+) -> list[torch.Tensor]:
+    """Scores of the packs `scored` -> scores of `packs`, which hold the same samples otherwise cut.
+
+    Predicting layout [T], 0 at padding.
+    """
     rows: dict[int, torch.Tensor] = {}
     for pack_, values in zip(scored, scores, strict=True):
         parts = values[: sum(pack_.lengths)].split(pack_.lengths)
@@ -194,7 +206,9 @@ def laid_out_as(packs: Sequence[PackedBatch], scores: Sequence[torch.Tensor], sc
 
 
 def record_layout(values: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
-    """[T] of a pack in predicting layout -> per sample [length] float32, where entry t belongs to tokens[t] and entry 0 is 0."""
+    """[T] of a pack in predicting layout -> per sample [length] float32, where entry t belongs to tokens[t] and entry 0
+    is 0.
+    """
     flat = values.detach().float().cpu().numpy()
     out, start = [], 0
     for length in lengths:

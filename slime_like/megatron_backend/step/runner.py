@@ -43,16 +43,21 @@ class StepBatch:
     num_samples: int
     num_tokens: int
     num_trained_tokens: int
-    policy_weights: tuple[torch.Tensor, ...] | None = None  # [K] a pack: what tokens weigh in the policy loss; None: the packs' own weights
+    #: [K] a pack: what tokens weigh in the policy loss; None: the packs' own weights
+    policy_weights: tuple[torch.Tensor, ...] | None = None
     picked: tuple[torch.Tensor, ...] | None = None  # [K] a pack: LossBatch.picked
-    scoring_packs: tuple[PackedBatch, ...] | None = None  # the same samples in larger packs, for passes without gradients; None: packs
-    #: What a loss compares with, a number a token, [T] a pack in predicting layout. old: log-probs before the rollout's first step (without them
-    #: the present ones, detached); reference, teacher: theirs, for the KL loss and to measure the distillation; values, returns: a critic's.
+    #: the same samples in larger packs, for passes without gradients; None: packs
+    scoring_packs: tuple[PackedBatch, ...] | None = None
+    #: What a loss compares with, a number a token, [T] a pack in predicting layout. old: log-probs before the rollout's
+    #: first step (without them the present ones, detached); reference, teacher: theirs, for the KL loss and to measure
+    #: the distillation; values, returns: a critic's.
     columns: Mapping[str, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def with_columns(self, **columns: Scores) -> StepBatch:
         """The batch with more columns; one that is None, as on stages without logits, is left out."""
-        return dataclasses.replace(self, columns={**self.columns, **{name: rows for name, rows in columns.items() if rows is not None}})
+        return dataclasses.replace(
+            self, columns={**self.columns, **{name: rows for name, rows in columns.items() if rows is not None}}
+        )
 
     def column(self, name: str, index: int) -> torch.Tensor | None:
         """A column's numbers at the trained tokens of one micro-batch, [K]."""
@@ -84,7 +89,8 @@ class StepRunner:
         self.loss = loss
         self._plugins, self._plugin_args = load_loss_plugins(loss), plugin_args
         self._objective = Objective(loss, self._plugins, plugin_args)
-        self.replay: RoutingReplay | None = None  # set by who owns a policy that trains with the experts of another pass
+        # set by who owns a policy that trains with the experts of another pass
+        self.replay: RoutingReplay | None = None
         self._batch = batch
         self._flops = forward_flops(model_config) if batch.balance_by_flops else None
         chunk = batch.log_probs_chunk_size if batch.log_probs_chunk_size > 0 else None
@@ -106,16 +112,23 @@ class StepRunner:
             self._scoring = before
 
     def prepare(self, samples: Sequence[TrainSample]) -> StepBatch:
-        """Cut one train step's samples (the same list on every rank) and keep this rank's part. Raises DataError for a sample of one token or none."""
+        """Cut one train step's samples (the same list on every rank) and keep this rank's part.
+
+        Raises DataError for a sample of one token or none.
+        """
         lengths = [len(s.tokens) for s in samples]
         if not lengths or min(lengths) < 2:
             short = [f"{s.prompt_index}/{s.sample_index}" for s in samples if len(s.tokens) < 2]
-            raise DataError(f"a train step needs samples of at least 2 tokens; too short are {short or 'all (there are none)'}.")
+            raise DataError(
+                f"a train step needs samples of at least 2 tokens; too short are {short or 'all (there are none)'}."
+            )
         if self.replay is not None:
             self.replay.check(samples)
         trained = [num_trained_tokens(s) for s in samples]
         rollouts = [(s.prompt_index, s.sample_index) for s in samples]
-        weights = token_weights(trained, reduction=self.loss.reduction, rollouts=rollouts, divisor=self.loss.loss_divisor)
+        weights = token_weights(
+            trained, reduction=self.loss.reduction, rollouts=rollouts, divisor=self.loss.loss_divisor
+        )
         share = ContextShare.of_this_rank()
 
         def packed(tokens_per_gpu: int | None) -> tuple[PackedBatch, ...]:
@@ -124,7 +137,9 @@ class StepRunner:
             if len(self.model) > 1:
                 # The interleaved schedule knows one shape for all micro-batches (model/provider.py says why).
                 layout = layout.holding([[lengths[i] for i in indices] for indices in mine], share)
-            return tuple(pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine)
+            return tuple(
+                pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine
+            )
 
         limit, scoring_limit = self._batch.max_tokens_per_gpu, self._batch.log_probs_max_tokens_per_gpu
         packs = packed(limit)
@@ -137,18 +152,32 @@ class StepRunner:
             scoring_packs=packed(scoring_limit) if scoring_limit not in (None, limit) else None,
         )
 
-    def _policy_weights(self, samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> tuple[torch.Tensor, ...] | None:
-        """What trained tokens weigh in the policy loss, [K] a pack, as the user's reducer says of the whole train step; None without one."""
+    def _policy_weights(
+        self, samples: Sequence[TrainSample], packs: Sequence[PackedBatch]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """What trained tokens weigh in the policy loss, [K] a pack, as the user's reducer says of the whole train step.
+
+        None without one.
+        """
         if self._plugins.pg_reducer is None:
             return None
         given = self._plugins.pg_reducer(self._plugin_args, list(samples))
         weights = checked_weights(given, len(samples), str(self.loss.custom_pg_loss_reducer_function_path))
-        each = [torch.as_tensor(weights[list(p.samples)], dtype=torch.float32, device=self._device)[p.sample_of_token] for p in packs]
+        each = [
+            torch.as_tensor(weights[list(p.samples)], dtype=torch.float32, device=self._device)[p.sample_of_token]
+            for p in packs
+        ]
         return tuple(row * p.own_weights for row, p in zip(each, packs, strict=True))
 
-    def _plan(self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None) -> Sequence[tuple[int, ...]]:
-        """This data parallel rank's micro-batches: positions of samples. Which samples it gets does not depend on tokens_per_gpu."""
-        # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one GPU.
+    def _plan(
+        self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None
+    ) -> Sequence[tuple[int, ...]]:
+        """This data parallel rank's micro-batches: positions of samples.
+
+        Which samples it gets does not depend on tokens_per_gpu.
+        """
+        # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one
+        # GPU.
         batch = dataclasses.replace(self._batch, max_tokens_per_gpu=tokens_per_gpu and tokens_per_gpu * share.size)
         plan = plan_micro_batches(
             [share.padded(length) for length in lengths],
@@ -162,17 +191,26 @@ class StepRunner:
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> dict[str, Scores]:
-        """`scores` under the present weights; no gradients. routing: REPLAY for the policy itself, OWN for other weights swapped in."""
+        """`scores` under the present weights; no gradients.
+
+        routing: REPLAY for the policy itself, OWN for other weights swapped in.
+        """
         return self._forward(batch, routing, None)
 
     @torch.no_grad()
     def forward_recording(self, batch: StepBatch) -> tuple[dict[str, Scores], StepBatch]:
-        """As forward, for the policy; the batch comes back with the experts that its routers chose, where train steps are to replay these."""
+        """As forward, for the policy; the batch comes back with the experts that its routers chose, where train steps
+        are to replay these.
+        """
         if self.replay is None or not self.replay.records:
             return self._forward(batch, Routing.REPLAY, None), batch
         recorded: list[dict[int, torch.Tensor]] = [{} for _ in batch.packs]
-        scores = self._forward(dataclasses.replace(batch, scoring_packs=None), Routing.RECORD, recorded)  # in the packs that are trained on
-        packs = [dataclasses.replace(p, routed_experts=self.replay.as_routed_experts(p, r)) for p, r in zip(batch.packs, recorded, strict=True)]
+        # in the packs that are trained on
+        scores = self._forward(dataclasses.replace(batch, scoring_packs=None), Routing.RECORD, recorded)
+        packs = [
+            dataclasses.replace(p, routed_experts=self.replay.as_routed_experts(p, r))
+            for p, r in zip(batch.packs, recorded, strict=True)
+        ]
         return scores, dataclasses.replace(batch, packs=tuple(packs))
 
     def _forward(self, batch: StepBatch, routing: Routing, recorded: list[dict] | None) -> dict[str, Scores]:
@@ -185,22 +223,28 @@ class StepRunner:
         columns = self._columns(found)
         if wide is batch:
             return columns
-        return {name: None if rows is None else laid_out_as(batch.packs, rows, wide.packs) for name, rows in columns.items()}
+        return {
+            name: None if rows is None else laid_out_as(batch.packs, rows, wide.packs) for name, rows in columns.items()
+        }
 
     def _columns(self, scores: Sequence[dict[str, torch.Tensor]]) -> dict[str, Scores]:
         is_last = parallel_state.is_pipeline_last_stage()
         return {name: [part[name] for part in scores] if is_last else None for name in self.scores}
 
     def forward_backward(self, batch: StepBatch, loss: LossSpec) -> tuple[dict[str, float], dict[str, Scores]]:
-        """Add one loss's gradients to the buffers (not yet summed over ranks); returns metrics, equal on every rank, and `scores`."""
+        """Add one loss's gradients to the buffers (not yet summed over ranks).
+
+        Returns metrics, equal on every rank, and `scores`.
+        """
         scale = parallel_state.get_data_parallel_world_size() * len(batch.packs)
         position = {id(p): i for i, p in enumerate(batch.packs)}
 
         def loss_function(outputs, pack_: PackedBatch):
             scores = self._score(outputs, pack_)
             parts = self._loss_parts(scores, batch, position[id(pack_)], loss)
-            # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of ranks. That these
-            # include the context parallel ones, whose gradients are to be summed, the schedule makes good.
+            # The schedule divides by the number of micro-batches (in place), data parallel averaging by the number of
+            # ranks. That these include the context parallel ones, whose gradients are to be summed, the schedule makes
+            # good.
             return parts.loss * scale, (parts.sums, parts.maxima, {name: row.detach() for name, row in scores.items()})
 
         outputs = self._run(batch, loss_function, forward_only=False, routing=Routing.REPLAY)
@@ -239,7 +283,15 @@ class StepRunner:
             metadata=pack_.metadata,
         )
 
-    def _run(self, batch: StepBatch, loss_function, *, forward_only: bool, routing: Routing = Routing.OWN, recorded: list[dict] | None = None) -> list:
+    def _run(
+        self,
+        batch: StepBatch,
+        loss_function,
+        *,
+        forward_only: bool,
+        routing: Routing = Routing.OWN,
+        recorded: list[dict] | None = None,
+    ) -> list:
         replay, position = self.replay, {id(p): i for i, p in enumerate(batch.packs)}
 
         def routed(model, pack_: PackedBatch):
@@ -276,7 +328,10 @@ class StepRunner:
         return {"log_probs": whole(log_probs, pack_.restoring), "entropy": whole(entropy, pack_.restoring)}
 
     def _reduce(self, outputs: list, batch: StepBatch) -> dict[str, float]:
-        """Add up micro-batches and data parallel ranks on the last stage, then tell every stage. outputs: (sums, maxima, …) of each micro-batch."""
+        """Add up micro-batches and data parallel ranks on the last stage, then tell every stage.
+
+        outputs: (sums, maxima, …) of each micro-batch.
+        """
         metrics: dict[str, float] = {}
         if parallel_state.is_pipeline_last_stage():
             for place, operation in enumerate((torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.MAX)):
@@ -286,18 +341,29 @@ class StepRunner:
                     metrics[name] /= max(batch.num_trained_tokens, 1)
         told = [metrics]  # the names, too: a user's function may add some
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            last, group = parallel_state.get_pipeline_model_parallel_last_rank(), parallel_state.get_pipeline_model_parallel_group()
+            last, group = (
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                parallel_state.get_pipeline_model_parallel_group(),
+            )
             torch.distributed.broadcast_object_list(told, last, group=group)
         return told[0]
 
     def _over_data_ranks(self, parts: Sequence[dict[str, torch.Tensor]], operation) -> dict[str, float]:
-        """Sums or maxima of scalars by name, over all micro-batches of all data parallel ranks. Raises RunError if micro-batches differ in their names."""
+        """Sums or maxima of scalars by name, over all micro-batches of all data parallel ranks.
+
+        Raises RunError if micro-batches differ in their names.
+        """
         names = list(parts[0])
         if any(set(part) != set(names) for part in parts):
-            raise RunError(f"metrics differ from micro-batch to micro-batch: {sorted({name for part in parts for name in part})}. Fix: your loss function.")
+            raise RunError(
+                f"metrics differ from micro-batch to micro-batch: {sorted({name for part in parts for name in part})}."
+                " Fix: your loss function."
+            )
         if not names:
             return {}
-        rows = torch.stack([torch.stack([part[name] for name in names]).to(self._device, torch.float64) for part in parts])
+        rows = torch.stack(
+            [torch.stack([part[name] for name in names]).to(self._device, torch.float64) for part in parts]
+        )
         total = rows[0]
         for row in rows[1:]:
             total = total + row if operation == torch.distributed.ReduceOp.SUM else torch.maximum(total, row)

@@ -2,8 +2,8 @@
 
     python -m slime_like.planning.advisor.advise --model scripts/models/qwen3-8B.sh --gpus 64 --gpu-memory-gib 80
 
-Every proposal is a RunConfig whose plan was made and fits; the flags printed are those of that config. The order is by rules of thumb
-(`cost`), each of which is printed as a reason: nothing was measured.
+Every proposal is a RunConfig whose plan was made and fits; the flags printed are those of that config. The order is by
+rules of thumb (`cost`), each of which is printed as a reason: nothing was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _READ_TIMEOUT_S = 10
 
 
 def read_model(path: str) -> ModelConfig:
-    """The architecture of a scripts/models/*.sh file. Raises UserError if it cannot be sourced or sets no MODEL_ARGS."""
+    """The architecture of a scripts/models/*.sh file.
+
+    Raises UserError if it cannot be sourced or sets no MODEL_ARGS.
+    """
     if not os.path.isfile(path):
         raise UserError(f"--model {path}: no such file. Fix: one of scripts/models/*.sh.")
     try:
@@ -49,7 +52,13 @@ def read_model(path: str) -> ModelConfig:
 def render(request: Request, found: list[Proposal], *, top: int) -> str:
     """The answer as text."""
     size = model_parameters(request.model)
-    lines = [f"{size / 1e9:.2f} billion parameters, {2 * size / 1e9:.1f} GB in bf16; {request.gpus} GPUs of {request.gpu_memory_gib:g} GiB", ""]
+    lines = [
+        (
+            f"{size / 1e9:.2f} billion parameters, {2 * size / 1e9:.1f} GB in bf16; {request.gpus} GPUs of"
+            f" {request.gpu_memory_gib:g} GiB"
+        ),
+        "",
+    ]
     if not found:
         return "\n".join([*lines, *request.why_nothing()])
     for number, proposal in enumerate(found[:top], 1):
@@ -62,7 +71,9 @@ def render(request: Request, found: list[Proposal], *, top: int) -> str:
 
 def main(argv: list[str]) -> int:
     """The command line; returns 0 where something fits, 1 where nothing does, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m slime_like.planning.advisor.advise", description="Propose layouts that fit.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_like.planning.advisor.advise", description="Propose layouts that fit.", allow_abbrev=False
+    )
     parser.add_argument("--model", required=True, help="A file like scripts/models/qwen3-8B.sh, which sets MODEL_ARGS.")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole run.")
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="Memory of one GPU, in GiB.")
@@ -73,7 +84,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         request = Request(
-            model=read_model(options.model), gpus=options.gpus, gpu_memory_gib=options.gpu_memory_gib, gpus_per_node=options.gpus_per_node,
+            model=read_model(options.model), gpus=options.gpus, gpu_memory_gib=options.gpu_memory_gib,
+            gpus_per_node=options.gpus_per_node,
             max_tokens_per_gpu=options.max_tokens_per_gpu, max_response_tokens=options.max_response_len,
         )  # fmt: skip
         request.check()

@@ -27,13 +27,18 @@ from slime_like.planning.placement import PlacementPlan, make_plan
 from slime_like.planning.sync_bound import SyncPlan, sync_plan
 
 _GROUPS = {
-    "placement": PlacementConfig, "parallel": ParallelConfig, "data": DataConfig, "rollout": RolloutConfig, "reward": RewardConfig, "batch": BatchConfig,
+    "placement": PlacementConfig, "parallel": ParallelConfig, "data": DataConfig, "rollout": RolloutConfig,
+    "reward": RewardConfig, "batch": BatchConfig,
     "optimizer": OptimizerConfig, "sync": SyncConfig,
 }  # fmt: skip
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: What is tried when a split does not fit, cheapest first: (parallel flags, optimizer flags, what it costs).
-_REMEDIES: tuple[tuple[dict, dict, float], ...] = (({}, {}, 0.0), (_RECOMPUTE, {}, 1.0), (_RECOMPUTE, {"optimizer_cpu_offload": True}, 4.0))
+_REMEDIES: tuple[tuple[dict, dict, float], ...] = (
+    ({}, {}, 0.0),
+    (_RECOMPUTE, {}, 1.0),
+    (_RECOMPUTE, {"optimizer_cpu_offload": True}, 4.0),
+)
 
 #: A KV cache below this share of the card keeps too few sequences in flight.
 _LEAST_CACHE = 0.08
@@ -68,8 +73,9 @@ class Request:
         size = model_parameters(self.model)
         least = 6 * size / self.gpus / GIB
         arithmetic = (
-            f"Nothing fits. Weights in bf16 and gradients in fp32 are 6 bytes a parameter: {least:.1f} GiB on each of {self.gpus} GPUs even with the "
-            f"optimizer on the host, and {18 * size / self.gpus / GIB:.1f} GiB with it (18 bytes), before engines, activations and caches."
+            f"Nothing fits. Weights in bf16 and gradients in fp32 are 6 bytes a parameter: {least:.1f} GiB on each of"
+            f" {self.gpus} GPUs even with the optimizer on the host, and {18 * size / self.gpus / GIB:.1f} GiB with it"
+            " (18 bytes), before engines, activations and caches."
         )
         return [arithmetic, "Fix: more --gpus, a larger --gpu-memory-gib, or a smaller --max-tokens-per-gpu."]
 
@@ -93,7 +99,10 @@ class Proposal:
         mode = "colocated" if self.plan.mode == "colocate" else "disaggregated"
         where = "" if self.plan.mode == "colocate" else f" on {actor.num_gpus} GPUs"
         split = f"tensor {actor.tp} x pipeline {actor.pp} x data {actor.dp}{expert}"
-        return f"{mode}, {self.plan.num_gpus} GPUs: trainer{where} {split}, {len(engines)} engine{'s' * (len(engines) > 1)} of {len(engines[0].bundles)}"
+        return (
+            f"{mode}, {self.plan.num_gpus} GPUs: trainer{where} {split}, {len(engines)}"
+            f" engine{'s' * (len(engines) > 1)} of {len(engines[0].bundles)}"
+        )
 
     def reasons(self) -> list[str]:
         """Why it stands where it stands: peaks, caches, what it costs, the sync's bound."""
@@ -102,20 +111,30 @@ class Proposal:
         phase = max(fullest.phases, key=lambda p: p.total_bytes)
         cache = max(p.bytes.get("kv_cache", 0) for gpu in self.memory.per_gpu for p in gpu.phases)
         found = [
-            f"fullest GPU {phase.total_bytes / GIB:.1f} of {limit / GIB:.1f} GiB, in phase {phase.name}; KV cache {cache / GIB:.1f} GiB on each engine GPU"
+            (
+                f"fullest GPU {phase.total_bytes / GIB:.1f} of {limit / GIB:.1f} GiB, in phase {phase.name}; KV cache"
+                f" {cache / GIB:.1f} GiB on each engine GPU"
+            )
         ]
         if self.config.optimizer.optimizer_cpu_offload:
             host = max(gpu.host_bytes for gpu in self.memory.per_gpu) / GIB
-            found.append(f"slow steps: the optimizer is on the host ({host:.0f} GiB for each GPU), nothing else fits this split")
+            found.append(
+                f"slow steps: the optimizer is on the host ({host:.0f} GiB for each GPU), nothing else fits this split"
+            )
         if self.config.parallel.recompute_granularity:
             found.append("activations are computed twice (about a third more work in training)")
         if self.plan.roles["actor"].pp > 1:
             found.append(f"{self.plan.roles['actor'].pp} pipeline stages: bubbles unless there are many micro-batches")
         found.append(
-            "trainer and engines take turns on all GPUs" if self.plan.mode == "colocate" else "each side waits while the other works, in the sync loop"
+            "trainer and engines take turns on all GPUs"
+            if self.plan.mode == "colocate"
+            else "each side waits while the other works, in the sync loop"
         )
         if self.sync is not None:
-            found.append(f"weight sync {self.sync.bytes / 1e9:.1f} GB by {self.sync.transport}: at least {self.sync.bound_s:.2f} s")
+            found.append(
+                f"weight sync {self.sync.bytes / 1e9:.1f} GB by {self.sync.transport}: at least"
+                f" {self.sync.bound_s:.2f} s"
+            )
         missing = "; ".join(problem.split(": a real run")[0] for problem in self.config.not_yet())
         return found + ([f"not in this version yet, only in its plan: {missing}"] if missing else [])
 
@@ -148,7 +167,13 @@ def propose(request: Request) -> list[Proposal]:
             continue
         for tp, pp, ep in _splits(request, trainer_gpus):
             for recompute, offload, cost in _REMEDIES:
-                proposal = _try(request, (trainer_gpus, engine_gpus, engine), {**_split_flags(request, tp, pp, ep), **recompute}, offload, cost)
+                proposal = _try(
+                    request,
+                    (trainer_gpus, engine_gpus, engine),
+                    {**_split_flags(request, tp, pp, ep), **recompute},
+                    offload,
+                    cost,
+                )
                 if proposal is not None:
                     found.append(proposal)
                     break
@@ -156,7 +181,10 @@ def propose(request: Request) -> list[Proposal]:
 
 
 def _shares(request: Request) -> Iterator[tuple[int, int]]:
-    """(trainer's GPUs, engines' own GPUs): 0 engines' GPUs is colocated; apart in whole machines, or in halves of one."""
+    """(trainer's GPUs, engines' own GPUs): 0 engines' GPUs is colocated.
+
+    Apart in whole machines, or in halves of one.
+    """
     gpus, node = request.gpus, min(request.gpus, request.gpus_per_node)
     yield gpus, 0
     step = node if gpus > node else max(1, node // 2)
@@ -167,7 +195,8 @@ def _shares(request: Request) -> Iterator[tuple[int, int]]:
 
 
 def engine_size(request: Request, gpus: int) -> int | None:
-    """The smallest engine whose weights leave most of its cards to the KV cache, or, once it needs a whole machine, a good part of them.
+    """The smallest engine whose weights leave most of its cards to the KV cache, or, once it needs a whole machine, a
+    good part of them.
 
     Else the largest that can hold them; None if none can.
     """
@@ -187,7 +216,12 @@ def _splits(request: Request, gpus: int) -> Iterator[tuple[int, int, int]]:
     """(tensor, pipeline, expert) sizes that divide the model and the GPUs, and could hold weights and gradients."""
     model, size = request.model, model_parameters(request.model)
     for tp in (1, 2, 4, 8):
-        if tp > min(request.gpus_per_node, gpus) or model.num_attention_heads % tp or model.num_kv_heads % tp or model.mlp_size % tp:
+        if (
+            tp > min(request.gpus_per_node, gpus)
+            or model.num_attention_heads % tp
+            or model.num_kv_heads % tp
+            or model.mlp_size % tp
+        ):
             continue
         for pp in (1, 2, 4, 8, 16):
             if gpus % (tp * pp) or pp > model.num_layers:
@@ -214,8 +248,13 @@ def _split_flags(request: Request, tp: int, pp: int, ep: int) -> dict:
     return flags
 
 
-def _try(request: Request, gpus: tuple[int, int, int], parallel: dict, optimizer: dict, remedy_cost: float) -> Proposal | None:
-    """The proposal, or None if it is impossible or does not fit. gpus: the trainer's, the engines' own, of one engine."""
+def _try(
+    request: Request, gpus: tuple[int, int, int], parallel: dict, optimizer: dict, remedy_cost: float
+) -> Proposal | None:
+    """The proposal, or None if it is impossible or does not fit.
+
+    gpus: the trainer's, the engines' own, of one engine.
+    """
     if parallel.get("decoder_last_pipeline_num_layers", 1) < 1:
         return None
     settings = _settings(request, gpus, parallel, optimizer)
@@ -225,7 +264,11 @@ def _try(request: Request, gpus: tuple[int, int, int], parallel: dict, optimizer
     memory = memory_plan(config, plan)
     if gpus[1] == 0:
         # The engines' share is what the trainer leaves: everything of the fullest generating phase but the cache.
-        others = max(p.total_bytes - p.bytes.get("kv_cache", 0) - p.bytes.get("engine weights", 0) for gpu in memory.per_gpu for p in gpu.phases[:2])
+        others = max(
+            p.total_bytes - p.bytes.get("kv_cache", 0) - p.bytes.get("engine weights", 0)
+            for gpu in memory.per_gpu
+            for p in gpu.phases[:2]
+        )
         share = math.floor(100 * (1 - _MARGIN - others / memory.limit_bytes)) / 100
         if share <= 0:
             return None
@@ -235,21 +278,37 @@ def _try(request: Request, gpus: tuple[int, int, int], parallel: dict, optimizer
             return None
         memory = memory_plan(config, plan)
     fullest = memory.fullest
-    cache = min(p.bytes.get("kv_cache", 0) for gpu in memory.per_gpu for p in gpu.phases if p.name == "generate" and "engine weights" in p.bytes)
+    cache = min(
+        p.bytes.get("kv_cache", 0)
+        for gpu in memory.per_gpu
+        for p in gpu.phases
+        if p.name == "generate" and "engine weights" in p.bytes
+    )
     # Engines alone fill their cards on purpose; a trainer needs room for what the estimates miss.
     trainer = max(memory.per_gpu[index].peak_bytes for index in plan.roles["actor"].bundles)
-    if fullest is None or not memory.fits or trainer > (1 - _MARGIN) * memory.limit_bytes + GIB // 100 or cache < _LEAST_CACHE * memory.limit_bytes:
+    if (
+        fullest is None
+        or not memory.fits
+        or trainer > (1 - _MARGIN) * memory.limit_bytes + GIB // 100
+        or cache < _LEAST_CACHE * memory.limit_bytes
+    ):
         return None
     sync = sync_plan(config, plan)
     # Half a minute of syncing in every step costs as much as a doubling of communication.
-    cost = _cost(request, plan, cache / memory.limit_bytes) + remedy_cost + (min(3.0, sync.bound_s / 30) if sync else 0.0)
+    cost = (
+        _cost(request, plan, cache / memory.limit_bytes) + remedy_cost + (min(3.0, sync.bound_s / 30) if sync else 0.0)
+    )
     return Proposal(settings=settings, config=config, plan=plan, memory=memory, sync=sync, cost=cost)
 
 
 def _settings(request: Request, gpus: tuple[int, int, int], parallel: dict, optimizer: dict) -> dict[str, dict]:
     trainer, apart, engine = gpus
     node = min(trainer, request.gpus_per_node)
-    placement: dict = {"actor_num_nodes": trainer // node, "actor_num_gpus_per_node": node, "rollout_num_gpus_per_engine": engine}
+    placement: dict = {
+        "actor_num_nodes": trainer // node,
+        "actor_num_gpus_per_node": node,
+        "rollout_num_gpus_per_engine": engine,
+    }
     placement |= {"colocate": True} if not apart else {"rollout_num_gpus": apart}
     return {
         "placement": placement | {"num_gpus_per_node": request.gpus_per_node, "gpu_memory_gib": request.gpu_memory_gib},
@@ -264,7 +323,11 @@ def _settings(request: Request, gpus: tuple[int, int, int], parallel: dict, opti
         "data": {"num_rollout": 1},
         "reward": {"rm_type": "math"},
         # Shared memory ends at the machine, and NCCL refuses two ranks on one GPU.
-        "sync": {} if apart or trainer <= request.gpus_per_node else {"update_weight_transport": fitting(colocate=True, several_machines=True)[0]},
+        "sync": (
+            {}
+            if apart or trainer <= request.gpus_per_node
+            else {"update_weight_transport": fitting(colocate=True, several_machines=True)[0]}
+        ),
         # Engines apart from the trainer fill their cards up to a tenth that SGLang works in.
         "engine": {"mem_fraction_static": 0.85},
     }
@@ -281,7 +344,9 @@ def _plan(request: Request, settings: dict[str, dict]) -> tuple[RunConfig, Place
 
 
 def _cost(request: Request, plan: PlacementPlan, cache: float) -> float:
-    """Rules of thumb, in doublings of communication: tensor parallelism costs each layer a wait, pipelines bubbles, small caches queues."""
+    """Rules of thumb, in doublings of communication: tensor parallelism costs each layer a wait, pipelines bubbles,
+    small caches queues.
+    """
     actor, engine = plan.roles["actor"], len(plan.engines[0].bundles)
     found = math.log2(actor.tp) + 1.2 * math.log2(actor.pp) + 0.3 * math.log2(actor.ep) + 0.5 * math.log2(engine)
     found += max(0.0, 0.3 - cache) * 10

@@ -1,8 +1,9 @@
 """An estimate of what a forward pass keeps for the backward pass, in bytes per micro-batch and GPU.
 
-A count, tensor by tensor, of what each part of a megatron-core layer saves (the method of arXiv:2205.05198, sec. 4, for gated MLPs,
-grouped queries, flash attention, no dropout). With our settings (megatron_backend/model/provider.py), in which the gated activation is not fused.
-tests/multiprocess/test_plan_memory.py measures the error of the CPU variant against real layers; docs/planning.md states it.
+A count, tensor by tensor, of what each part of a megatron-core layer saves (the method of arXiv:2205.05198, sec. 4, for
+gated MLPs, grouped queries, flash attention, no dropout). With our settings (megatron_backend/model/provider.py), in
+which the gated activation is not fused. tests/multiprocess/test_plan_memory.py measures the error of the CPU variant
+against real layers; docs/planning.md states it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class ActivationSizes:
         return self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
 
     def norm(self, channels: float) -> float:
-        """What a norm keeps beside its output: transformer-engine its input; torch the input and the normalised input in fp32."""
+        """What a norm keeps beside its output: transformer-engine its input.
+
+        Torch the input and the normalised input in fp32.
+        """
         return self.width * channels + _STATISTIC if self.transformer_engine else 8 * channels + _STATISTIC
 
     def mlp(self, channels: float) -> float:
@@ -50,7 +54,8 @@ class ActivationSizes:
             found += self.norm(queries) + self.norm(keys) + _STATISTIC * (heads - 2)
         if self.transformer_engine:
             return found + width * (2 * queries + 2 * keys)
-        # Keys and values are repeated for each query head, the output is joined to a copy, rope keeps its cosines and sines twice.
+        # Keys and values are repeated for each query head, the output is joined to a copy, rope keeps its cosines and
+        # sines twice.
         return found + width * (5 * queries + 4 * model.head_size)
 
     def _latent_attention(self) -> float:
@@ -70,7 +75,8 @@ class ActivationSizes:
         around = (norms * self.norm(model.hidden_size) + 2 * self.width * model.hidden_size) / self._split
         if not has_experts:
             return around + self.attention() + self.mlp(model.mlp_size / tp)
-        # Each token's copies and their expert channels; evenly routed, each GPU gets as many copies as its own tokens make.
+        # Each token's copies and their expert channels; evenly routed, each GPU gets as many copies as its own tokens
+        # make.
         expert = model.moe_ffn_hidden_size or model.mlp_size
         tokens = model.moe_router_topk * (1 / self._split if self.parallel.expert_tp_size < tp else 1)
         experts = tokens * self.width * (model.hidden_size + 6 * expert / self.parallel.expert_tp_size)
@@ -80,7 +86,11 @@ class ActivationSizes:
     def layers(self, stage: int) -> list[float]:
         """Every layer of one pipeline stage."""
         numbers = [layer for chunk in self.parallel.chunks_of_stage(self.model.num_layers, stage) for layer in chunk]
-        kinds = {has_experts: self.layer(has_experts=has_experts) for has_experts in (False, True) if has_experts is False or self.model.num_experts}
+        kinds = {
+            has_experts: self.layer(has_experts=has_experts)
+            for has_experts in (False, True)
+            if has_experts is False or self.model.num_experts
+        }
         return [kinds[self.model.expert_layers[layer]] for layer in numbers]
 
     def stage(self, stage: int) -> float:
@@ -111,14 +121,17 @@ class ActivationSizes:
         return whole - sum(layers) + -(-len(layers) // chunk) * boundary, working + largest * min(chunk, len(layers))
 
     def forward_only(self) -> float:
-        """Most that is alive at once when only log-probs are computed: one layer's residual, input, and its widest part."""
+        """Most that is alive at once when only log-probs are computed: one layer's residual, input, and its widest
+        part.
+        """
         return self.width * (3 * self.model.hidden_size / self._split + 4 * self._widest())
 
     def logits(self, tokens: int, *, chunk_tokens: int | None) -> float:
-        """Most bytes that are alive at once around `tokens` tokens' logits on the last stage, with our loss (megatron_backend/step/forward.py).
+        """Most bytes that are alive at once around `tokens` tokens' logits on the last stage, with our loss
+        (megatron_backend/step/forward.py).
 
-        The logits, whose place their gradient takes; for a chunk of the tokens, two fp32 tensors of that size: the scaled logits and their
-        probabilities.
+        The logits, whose place their gradient takes; for a chunk of the tokens, two fp32 tensors of that size: the
+        scaled logits and their probabilities.
         """
         tp = self.parallel.tensor_model_parallel_size
         chunk = min(tokens, chunk_tokens or tokens)
@@ -129,4 +142,6 @@ class ActivationSizes:
         dense = 0.0 if all(model.expert_layers) else model.mlp_size / tp
         if not model.num_experts:
             return dense
-        return max(dense, model.moe_router_topk * (model.moe_ffn_hidden_size or model.mlp_size) / self.parallel.expert_tp_size)
+        return max(
+            dense, model.moe_router_topk * (model.moe_ffn_hidden_size or model.mlp_size) / self.parallel.expert_tp_size
+        )

@@ -1,8 +1,9 @@
 """Config + placement -> bytes on every GPU in every phase of a step, and whether they fit.
 
-Weights, gradients and optimizer state of the trainer are exact; everything else is an estimate (docs/planning.md says how good).
-It tells what this version does, not what could be done: the trainer keeps weights, gradients and optimizer state on its GPUs in
-every phase, only engines give memory back (--offload-rollout); a swapped reference lies in the host's memory.
+Weights, gradients and optimizer state of the trainer are exact; everything else is an estimate (docs/planning.md says
+how good). It tells what this version does, not what could be done: the trainer keeps weights, gradients and optimizer
+state on its GPUs in every phase, only engines give memory back (--offload-rollout); a swapped reference lies in the
+host's memory.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class MemoryPlan:
         shared: dict[int, list[dict]] = {}  # GPUs with the same phases share one list: there may be thousands
         for gpu in self.per_gpu:
             if id(gpu.phases) not in shared:
-                shared[id(gpu.phases)] = [{"name": p.name, "bytes": p.bytes, "total_bytes": p.total_bytes} for p in gpu.phases]
+                shared[id(gpu.phases)] = [
+                    {"name": p.name, "bytes": p.bytes, "total_bytes": p.total_bytes} for p in gpu.phases
+                ]
         per_gpu = [
             {
                 "bundle": gpu.bundle,
@@ -115,7 +118,9 @@ def _gpus(config: RunConfig, plan: PlacementPlan) -> tuple[GpuMemory, ...]:
     known: dict[tuple, tuple[tuple[PhaseMemory, ...], int]] = {}
     found = []
     for bundle in plan.bundles:
-        here = [(name, roles[name].key(positions[name][bundle.index])) for name in roles if bundle.index in positions[name]]
+        here = [
+            (name, roles[name].key(positions[name][bundle.index])) for name in roles if bundle.index in positions[name]
+        ]
         has_engine = engine is not None and bundle.index in engine_bundles
         key = (tuple(here), has_engine)
         if key not in known:
@@ -125,21 +130,31 @@ def _gpus(config: RunConfig, plan: PlacementPlan) -> tuple[GpuMemory, ...]:
             known[key] = (_add(parts, phases), sum(roles[name].host_bytes(role_key) for name, role_key in here))
         memory, host = known[key]
         fits = not has_engine or engine is None or engine.kv_cache > 0
-        found.append(GpuMemory(bundle=bundle.index, phases=memory, limit_bytes=limit, host_bytes=host, engine_fits=fits))
+        found.append(
+            GpuMemory(bundle=bundle.index, phases=memory, limit_bytes=limit, host_bytes=host, engine_fits=fits)
+        )
     return tuple(found)
 
 
 def _engine_phases(config: RunConfig, engine: EngineBytes) -> PhaseBytes:
-    """Engines on the trainer's GPUs give weights and KV cache back after generating, weights first come back for the sync."""
+    """Engines on the trainer's GPUs give weights and KV cache back after generating, weights first come back for the
+    sync.
+    """
     held = {"engine weights": engine.weights, "kv_cache": max(0, engine.kv_cache), "communication": PROCESS_BYTES}
     idle = {"communication": PROCESS_BYTES} if config.offload_rollout else held
     bucket = {"sync buffers": config.sync.update_weight_buffer_size}
     back = {"engine weights": engine.weights, "communication": PROCESS_BYTES} if config.offload_rollout else held
-    return {"start": held, "generate": held | {"engine work": engine.work}, "score": idle, "train": idle, "sync": back | bucket}
+    return {
+        "start": held,
+        "generate": held | {"engine work": engine.work},
+        "score": idle,
+        "train": idle,
+        "sync": back | bucket,
+    }
 
 
 def _add(parts: list[PhaseBytes], names: tuple[str, ...]) -> tuple[PhaseMemory, ...]:
-    """Roles on one GPU are processes of their own: what they hold adds up, their allocators give nothing to each other."""
+    """Roles on one GPU are processes of their own: what they hold adds up; their allocators share nothing."""
     found = []
     for name in names:
         total: dict[str, int] = {}
@@ -155,27 +170,45 @@ def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]
     phase = max(gpu.phases, key=lambda p: p.total_bytes)
     over, parts, found = phase.total_bytes - gpu.limit_bytes, phase.bytes, []
     if not gpu.engine_fits:
-        found.append("--rollout-num-gpus-per-engine: a larger engine, or a larger --sglang-mem-fraction-static; its weights do not fit in its share")
+        found.append(
+            "--rollout-num-gpus-per-engine: a larger engine, or a larger --sglang-mem-fraction-static; its weights do"
+            " not fit in its share"
+        )
     gib = {name: f"{size / GIB:.1f} GiB" for name, size in parts.items()}
     static = gpu.limit_bytes - sum(size for name, size in parts.items() if name not in ("engine weights", "kv_cache"))
     if parts.get("kv_cache", 0) > max(0, over) > 0 and static > 0:
         share = int(100 * static / gpu.limit_bytes) / 100
-        found.append(f"--sglang-mem-fraction-static {share:g}: {phase.name} is {over / GIB:.1f} GiB too full, the KV cache has {gib['kv_cache']}")
+        found.append(
+            f"--sglang-mem-fraction-static {share:g}: {phase.name} is {over / GIB:.1f} GiB too full, the KV cache has"
+            f" {gib['kv_cache']}"
+        )
     if plan.mode == "colocate" and not config.offload_rollout and phase.name in ("score", "train"):
         found.append("--offload-rollout: the engines give their memory back while training")
     if parts.get("activations", 0) and config.parallel.recompute_granularity != "full":
-        found.append(f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: activations are {gib['activations']}")
+        found.append(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: activations are"
+            f" {gib['activations']}"
+        )
     if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size < 0:
         found.append(f"--log-probs-chunk-size 1024: what stands around the logits is {gib['logits']}")
     if parts.get("logits", 0) + parts.get("activations", 0) > 2 * GIB and config.batch.max_tokens_per_gpu:
-        found.append(f"a smaller --max-tokens-per-gpu than {config.batch.max_tokens_per_gpu}, and --sequence-parallel where there is tensor parallelism")
+        found.append(
+            f"a smaller --max-tokens-per-gpu than {config.batch.max_tokens_per_gpu}, and --sequence-parallel where"
+            " there is tensor parallelism"
+        )
     if parts.get("optimizer", 0):
         if not config.parallel.use_distributed_optimizer and config.data_parallel_size > 1:
-            found.append(f"--use-distributed-optimizer: splits {gib['optimizer']} of optimizer state over {config.data_parallel_size} data parallel ranks")
+            found.append(
+                f"--use-distributed-optimizer: splits {gib['optimizer']} of optimizer state over"
+                f" {config.data_parallel_size} data parallel ranks"
+            )
         found.append(f"--optimizer-cpu-offload: moves {gib['optimizer']} of optimizer state to the host")
     if parts.get("weights", 0):
         model = config.parallel.model_parallel_size
-        found.append(f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size than their product {model}, or more --actor-num-nodes")
+        found.append(
+            f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size than their product {model}, or"
+            " more --actor-num-nodes"
+        )
     if plan.mode == "colocate":
         found.append("engines on GPUs of their own: --rollout-num-gpus instead of --colocate")
     return found

@@ -1,4 +1,7 @@
-"""What one GPU of a rollout engine holds: weights, KV cache, working memory. Estimates of SGLang's layout, without its quantisation."""
+"""What one GPU of a rollout engine holds: weights, KV cache, working memory.
+
+Estimates of SGLang's layout, without its quantisation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ _WHOLE = ("layernorm", "router", "q_down_proj", "kv_down_proj", "gate_weight")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineBytes:
-    """One GPU of an engine. kv_cache is what --sglang-mem-fraction-static leaves beside the weights; below 0 the engine cannot start."""
+    """One GPU of an engine.
+
+    kv_cache is what --sglang-mem-fraction-static leaves beside the weights; below 0 the engine cannot start.
+    """
 
     weights: int
     kv_cache: int
@@ -55,7 +61,9 @@ def engine_bytes(config: RunConfig, card: int) -> EngineBytes:
 
 
 def engine_elements(model: ModelConfig, *, tp: int, attention_tp: int, pp: int) -> int:
-    """Elements of the model on the fullest rank: matrices divided, fewer key/value heads than ranks repeated, norms and routers whole."""
+    """Elements of the model on the fullest rank: matrices divided, fewer key/value heads than ranks repeated, norms and
+    routers whole.
+    """
     experts = model.num_experts or 1
     # One expert stands for all of them: a list of 256 in each layer would cost seconds.
     layout = ParallelConfig(expert_model_parallel_size=experts)

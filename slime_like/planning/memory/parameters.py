@@ -1,7 +1,7 @@
 """Every parameter of one trainer rank, by name and shape, without building the model.
 
-Names, shapes and order are those of megatron-core 0.16.1's GPTModel; tests/multiprocess/test_plan_memory.py compares them
-with real models. Only sizes are needed, so whatever changes no shape (rope, epsilons, dropout) is not looked at.
+Names, shapes and order are those of megatron-core 0.16.1's GPTModel; tests/multiprocess/test_plan_memory.py compares
+them with real models. Only sizes are needed, so whatever changes no shape (rope, epsilons, dropout) is not looked at.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ class Variant:
     value_head: bool = False
 
 
-def stage_chunks(model: ModelConfig, parallel: ParallelConfig, stage: int, variant: Variant = Variant()) -> list[list[Parameter]]:
-    """Every trained tensor of one rank of pipeline stage `stage`, in the model's order, for each chunk of layers (one, unless interleaved).
+def stage_chunks(
+    model: ModelConfig, parallel: ParallelConfig, stage: int, variant: Variant = Variant()
+) -> list[list[Parameter]]:
+    """Every trained tensor of one rank of pipeline stage `stage`, in the model's order, for each chunk of layers (one,
+    unless interleaved).
 
     All ranks of a stage hold the same shapes. Layers are numbered within their chunk.
     """
@@ -49,11 +52,17 @@ def stage_chunks(model: ModelConfig, parallel: ParallelConfig, stage: int, varia
     rank = _Rank(model, parallel)
     tied = not model.untie_embeddings_and_output_weights and not variant.value_head
     chunks = [
-        [parameter for number, layer in enumerate(layers) for parameter in rank.layer(f"decoder.layers.{number}.", has_experts=rank.expert_layers[layer])]
+        [
+            parameter
+            for number, layer in enumerate(layers)
+            for parameter in rank.layer(f"decoder.layers.{number}.", has_experts=rank.expert_layers[layer])
+        ]
         for layers in ranges
     ]
     if stage == 0:
-        chunks[0].insert(0, Parameter("embedding.word_embeddings.weight", rank.embedding_shape, shared_embedding=tied and stages > 1))
+        chunks[0].insert(
+            0, Parameter("embedding.word_embeddings.weight", rank.embedding_shape, shared_embedding=tied and stages > 1)
+        )
     if stage == stages - 1:
         chunks[-1].append(Parameter("decoder.final_layernorm.weight", (model.hidden_size,)))
         if variant.value_head:
@@ -63,13 +72,17 @@ def stage_chunks(model: ModelConfig, parallel: ParallelConfig, stage: int, varia
     return chunks
 
 
-def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int, variant: Variant = Variant()) -> list[Parameter]:
+def stage_parameters(
+    model: ModelConfig, parallel: ParallelConfig, stage: int, variant: Variant = Variant()
+) -> list[Parameter]:
     """The tensors of all chunks of a stage."""
     return [parameter for chunk in stage_chunks(model, parallel, stage, variant) for parameter in chunk]
 
 
 def stage_buffer_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int, *, weight_bytes: int) -> int:
-    """Bytes that a rank holds beside parameters: per router the fp32 expert bias, and the tokens per expert in the weights' type."""
+    """Bytes that a rank holds beside parameters: per router the fp32 expert bias, and the tokens per expert in the
+    weights' type.
+    """
     if not model.num_experts or not model.moe_router_enable_expert_bias:
         return 0
     layers = [layer for chunk in parallel.chunks_of_stage(model.num_layers, stage) for layer in chunk]
@@ -98,7 +111,11 @@ class _Rank:
         """One decoder layer."""
         model, hidden = self.model, self.model.hidden_size
         yield Parameter(prefix + "input_layernorm.weight", (hidden,))
-        yield from self._latent_attention(prefix + "self_attention.") if model.multi_latent_attention else self._attention(prefix + "self_attention.")
+        yield from (
+            self._latent_attention(prefix + "self_attention.")
+            if model.multi_latent_attention
+            else self._attention(prefix + "self_attention.")
+        )
         yield Parameter(prefix + "pre_mlp_layernorm.weight", (hidden,))
         if has_experts:
             yield from self._experts(prefix + "mlp.")
@@ -132,8 +149,13 @@ class _Rank:
         else:
             yield Parameter(prefix + "linear_q_down_proj.weight", (model.q_lora_rank, model.hidden_size))
             yield Parameter(prefix + "linear_q_up_proj.weight", (heads * head // self.tp, model.q_lora_rank))
-        yield Parameter(prefix + "linear_kv_down_proj.weight", (model.kv_lora_rank + model.qk_pos_emb_head_dim, model.hidden_size))
-        yield Parameter(prefix + "linear_kv_up_proj.weight", (heads * (model.qk_head_dim + model.v_head_dim) // self.tp, model.kv_lora_rank))
+        yield Parameter(
+            prefix + "linear_kv_down_proj.weight", (model.kv_lora_rank + model.qk_pos_emb_head_dim, model.hidden_size)
+        )
+        yield Parameter(
+            prefix + "linear_kv_up_proj.weight",
+            (heads * (model.qk_head_dim + model.v_head_dim) // self.tp, model.kv_lora_rank),
+        )
         if model.qk_layernorm:
             if model.q_lora_rank is not None:
                 yield Parameter(prefix + "q_layernorm.weight", (model.q_lora_rank,))
@@ -154,7 +176,12 @@ class _Rank:
         # Without expert parallelism megatron reduces experts together with everything else.
         apart = self.ep > 1
         for number in range(model.num_experts // self.ep):
-            yield from self._mlp(f"{prefix}experts.local_experts.{number}.", model.moe_ffn_hidden_size or model.mlp_size, self.etp, expert=apart)
+            yield from self._mlp(
+                f"{prefix}experts.local_experts.{number}.",
+                model.moe_ffn_hidden_size or model.mlp_size,
+                self.etp,
+                expert=apart,
+            )
         if model.moe_shared_expert_intermediate_size:
             if model.moe_shared_expert_gate:
                 yield Parameter(prefix + "shared_experts.gate_weight", (1, model.hidden_size))

@@ -20,7 +20,10 @@ _PHASES = ("start", "generate", "score", "train", "sync")
 
 @dataclasses.dataclass(frozen=True)
 class RankKey:
-    """All that tells one rank's bytes from another's. source: 2 sends weights in a sync, 1 helps to gather them, 0 waits."""
+    """All that tells one rank's bytes from another's.
+
+    source: 2 sends weights in a sync, 1 helps to gather them, 0 waits.
+    """
 
     stage: int
     held: TrainerBytes
@@ -28,11 +31,16 @@ class RankKey:
 
 
 class RoleBytes:
-    """Bytes of every rank of one role. Ranks are in Megatron's order: tensor, context, data, pipeline parallel, the first fastest."""
+    """Bytes of every rank of one role.
+
+    Ranks are in Megatron's order: tensor, context, data, pipeline parallel, the first fastest.
+    """
 
     def __init__(self, config: RunConfig, plan: PlacementPlan, name: str):
         if name == "reward":  # a whole copy a GPU, and batches of its own
-            batch = dataclasses.replace(config.batch, use_dynamic_batch_size=False, micro_batch_size=config.reward.reward_batch_size)
+            batch = dataclasses.replace(
+                config.batch, use_dynamic_batch_size=False, micro_batch_size=config.reward.reward_batch_size
+            )
             config = dataclasses.replace(config, parallel=ParallelConfig(), batch=batch)
         self.name, self._config, self._plan, self._role = name, config, plan, plan.roles[name]
         self._precision = Precision.of(config.optimizer)
@@ -41,7 +49,11 @@ class RoleBytes:
         self._variant = Variant(value_head=name in ("critic", "reward"))
         parallel, model = config.parallel, config.model
         self._per_stage = max(1, self._role.num_gpus // parallel.pipeline_model_parallel_size)
-        self._experts = parallel.expert_tp_size * parallel.expert_model_parallel_size if model.num_experts else parallel.tensor_model_parallel_size
+        self._experts = (
+            parallel.expert_tp_size * parallel.expert_model_parallel_size
+            if model.num_experts
+            else parallel.tensor_model_parallel_size
+        )
         self._sizes = ActivationSizes(model=model, parallel=parallel, width=self._precision.weight)
         self._stages: dict[int, StageBytes] = {}
         self._largest: dict[int, int] = {}
@@ -55,10 +67,15 @@ class RoleBytes:
             chunks = stage_chunks(self._config.model, parallel, stage, self._variant)
             dp_size = max(1, self._per_stage // parallel.tensor_model_parallel_size)
             self._stages[stage] = StageBytes(
-                chunks, parallel, self._precision, dp_size=dp_size, expert_dp_size=max(1, self._per_stage // self._experts),
+                chunks, parallel, self._precision, dp_size=dp_size,
+                expert_dp_size=max(1, self._per_stage // self._experts),
                 bucket_elements=bucket_elements(parallel, stage=stage, dp_size=dp_size),
             )  # fmt: skip
-            self._largest[stage] = max((p.numel for chunk in chunks for p in chunk), default=0) * parallel.tensor_model_parallel_size * self._precision.weight
+            self._largest[stage] = (
+                max((p.numel for chunk in chunks for p in chunk), default=0)
+                * parallel.tensor_model_parallel_size
+                * self._precision.weight
+            )
         data_rank = within // parallel.tensor_model_parallel_size
         first_copy = data_rank < parallel.context_parallel_size
         source = (2 if within == 0 else 1) if first_copy else 0
@@ -68,7 +85,10 @@ class RoleBytes:
         return self._keys[short]
 
     def host_bytes(self, key: RankKey) -> int:
-        """In the host's memory: the swapped reference and, while it is swapped in, the actor's own weights; offloaded optimizer state."""
+        """In the host's memory: the swapped reference and, while it is swapped in, the actor's own weights.
+
+        Offloaded optimizer state.
+        """
         if self._swapped:
             return 2 * key.held.num_parameters * self._precision.weight
         return key.held.host_optimizer if self._trained else 0
@@ -106,17 +126,24 @@ class RoleBytes:
     def _scores(self) -> bool:
         """Whether this role computes log-probs or values apart from training."""
         config = self._config
-        return self.name != "actor" or config.swaps_reference or (config.num_steps_per_rollout > 1 and not config.is_sft)
+        return (
+            self.name != "actor" or config.swaps_reference or (config.num_steps_per_rollout > 1 and not config.is_sft)
+        )
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a micro-batch on one GPU: a pack, or one sample that is longer than a pack may be; context parallel ranks share it."""
+        """Most tokens of a micro-batch on one GPU: a pack, or one sample that is longer than a pack may be.
+
+        Context parallel ranks share it.
+        """
         return self._most_tokens(self._config.batch.max_tokens_per_gpu)
 
     def _most_tokens(self, pack_tokens: int | None) -> int:
         config, rollout = self._config, self._config.rollout
         longest = (config.data.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
-        longest = min(longest, rollout.rollout_max_context_len or config.model.context_tokens, config.model.context_tokens)
+        longest = min(
+            longest, rollout.rollout_max_context_len or config.model.context_tokens, config.model.context_tokens
+        )
         # --max-tokens-per-gpu already counts one context parallel rank's share.
         share = -(-longest // config.parallel.context_parallel_size)
         if config.batch.use_dynamic_batch_size and pack_tokens:
@@ -130,7 +157,9 @@ class RoleBytes:
         return int(self._sizes.logits(tokens, chunk_tokens=chunk if chunk > 0 else None))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
-        tokens = self._most_tokens(self._config.batch.log_probs_max_tokens_per_gpu or self._config.batch.max_tokens_per_gpu)
+        tokens = self._most_tokens(
+            self._config.batch.log_probs_max_tokens_per_gpu or self._config.batch.max_tokens_per_gpu
+        )
         return {
             prefix + "activations": int(tokens * self._sizes.forward_only()),
             prefix + "logits": self._logits(key, tokens),
@@ -139,24 +168,35 @@ class RoleBytes:
     def _training(self, key: RankKey, prefix: str) -> dict[str, int]:
         """The first stage starts as many micro-batches as there are stages before the first one comes back (1F1B).
 
-        Interleaved, stage s of p starts 2 (p - s - 1) + (v - 1) p + 1 micro-batches of one of its v chunks (Megatron's get_pp_rank_microbatches).
+        Interleaved, stage s of p starts 2 (p - s - 1) + (v - 1) p + 1 micro-batches of one of its v chunks (Megatron's
+        get_pp_rank_microbatches).
         """
         config = self._config
         per_rank = max(1, config.global_batch_size // max(1, self._role.dp))
         batches = per_rank if config.batch.use_dynamic_batch_size else max(1, per_rank // config.batch.micro_batch_size)
-        stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_size(config.model.num_layers) or 1
+        stages, chunks = (
+            config.parallel.pipeline_model_parallel_size,
+            config.parallel.virtual_pipeline_size(config.model.num_layers) or 1,
+        )
         in_flight: float = min(stages - key.stage, batches)
         if chunks > 1:
             batches = max(batches, stages)  # filled up with empty ones
             in_flight = min(2 * (stages - key.stage - 1) + (chunks - 1) * stages + 1, batches * chunks) / chunks
         every, once = self._sizes.kept(key.stage)
-        found = {prefix + "activations": int(self.tokens * (in_flight * every + once)), prefix + "logits": self._logits(key, self.tokens)}
-        if self._precision.gradient == 2 and self._precision.state:  # the step works on an fp32 copy of the owned gradients
+        found = {
+            prefix + "activations": int(self.tokens * (in_flight * every + once)),
+            prefix + "logits": self._logits(key, self.tokens),
+        }
+        # the step works on an fp32 copy of the owned gradients
+        if self._precision.gradient == 2 and self._precision.state:
             found[prefix + "gradient copy"] = held_elements(key.held, self._precision) * 4
         return found
 
     def _syncing(self, key: RankKey) -> dict[str, int]:
-        """A source gathers whole tensors up to a bucket and sends them as one flat copy; its neighbours gather one tensor with it."""
+        """A source gathers whole tensors up to a bucket and sends them as one flat copy.
+
+        Its neighbours gather one tensor with it.
+        """
         bucket = max(self._config.sync.update_weight_buffer_size, self._largest[key.stage])
         return {"sync buffers": (0, self._largest[key.stage], 2 * bucket)[key.source]}
 

@@ -1,9 +1,11 @@
-"""Parameters of one rank -> exact bytes of weights, gradients and optimizer state, as megatron-core 0.16.1 lays them out.
+"""Parameters of one rank -> exact bytes of weights, gradients and optimizer state, as megatron-core 0.16.1 lays them
+out.
 
-Parameters lie one behind the other, the model's last first, in a gradient buffer (and with the distributed optimizer in a weight
-buffer as well). With the distributed optimizer each parameter starts at a multiple of 64 elements, each bucket ends at a multiple
-of lcm(data parallel size, 128), and each data parallel rank owns an equal slice of every bucket: the elements of parameters in its
-slice, not the padding, have optimizer state (distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py).
+Parameters lie one behind the other, the model's last first, in a gradient buffer (and with the distributed optimizer in
+a weight buffer as well). With the distributed optimizer each parameter starts at a multiple of 64 elements, each bucket
+ends at a multiple of lcm(data parallel size, 128), and each data parallel rank owns an equal slice of every bucket: the
+elements of parameters in its slice, not the padding, have optimizer state (distributed/param_and_grad_buffer.py,
+optimizer/distrib_optimizer.py).
 """
 
 from __future__ import annotations
@@ -35,15 +37,22 @@ class Precision:
     def of(cls, optimizer: OptimizerConfig) -> Precision:
         """bf16 (the default on GPUs) has fp32 main weights in the optimizer; fp32 trains its weights themselves.
 
-        Precision-aware: transformer-engine's Adam keeps only the 16 bits that bf16 weights lack of the fp32 main weights
-        (store_param_remainders, its default since 2.1).
+        Precision-aware: transformer-engine's Adam keeps only the 16 bits that bf16 weights lack of the fp32 main
+        weights (store_param_remainders, its default since 2.1).
         """
         bf16 = optimizer.bf16 is not False
-        main = (2 if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload else 4) if bf16 else 0
+        main = (
+            (2 if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload else 4) if bf16 else 0
+        )
         state = main + _MOMENT_BYTES
         if optimizer.optimizer_cpu_offload:
             # The host also keeps a copy of fp32 weights to step on.
-            return cls(weight=2 if bf16 else 4, gradient=_gradient_bytes(optimizer), state=0, host_state=max(state, 4 + _MOMENT_BYTES))
+            return cls(
+                weight=2 if bf16 else 4,
+                gradient=_gradient_bytes(optimizer),
+                state=0,
+                host_state=max(state, 4 + _MOMENT_BYTES),
+            )
         return cls(weight=2 if bf16 else 4, gradient=_gradient_bytes(optimizer), state=state)
 
 
@@ -64,7 +73,10 @@ class TrainerBytes:
 
 @dataclasses.dataclass(frozen=True)
 class _Buffer:
-    """Where the parameters of one group lie; `bounds` are the buckets' ends, `starts` and `filled` say how many elements lie before."""
+    """Where the parameters of one group lie.
+
+    `bounds` are the buckets' ends, `starts` and `filled` say how many elements lie before.
+    """
 
     numel: int
     bounds: tuple[tuple[int, int], ...]
@@ -91,8 +103,8 @@ def _up(value: int, multiple: int) -> int:
 
 
 def bucket_elements(parallel: ParallelConfig, *, stage: int, dp_size: int) -> int | None:
-    """Where Megatron cuts the buffer of a stage's first chunk; None: nowhere, since gradients are not reduced during the backward pass,
-    or on later stages, whose collectives nobody waits for (DistributedDataParallel).
+    """Where Megatron cuts the buffer of a stage's first chunk; None: nowhere, since gradients are not reduced during
+    the backward pass, or on later stages, whose collectives nobody waits for (DistributedDataParallel).
     """
     return max(40_000_000, 1_000_000 * dp_size) if parallel.overlap_grad_reduce and stage == 0 else None
 
@@ -100,7 +112,8 @@ def bucket_elements(parallel: ParallelConfig, *, stage: int, dp_size: int) -> in
 def _lay_out(parameters: Iterable[Parameter], dp_size: int, *, padded: bool, bucket_elements: int | None) -> _Buffer:
     """Megatron's placement of one group of parameters. padded: with the distributed optimizer.
 
-    An embedding that two stages share has a bucket of its own; else a bucket ends with the parameter that fills it (None: none does).
+    An embedding that two stages share has a bucket of its own; else a bucket ends with the parameter that fills it
+    (None: none does).
     """
     end_multiple = math.lcm(dp_size, 128) if padded else 1
     position = bucket_start = 0
@@ -144,7 +157,10 @@ class StageBytes:
         expert_dp_size: int,
         bucket_elements: int | None = None,
     ):
-        """dp_size counts context parallel ranks too; both groups are Megatron's. bucket_elements: of the first chunk, see bucket_elements()."""
+        """dp_size counts context parallel ranks too; both groups are Megatron's.
+
+        bucket_elements: of the first chunk, see bucket_elements().
+        """
         self._precision, self._sharded = precision, parallel.use_distributed_optimizer
         self._num_parameters = sum(p.numel for chunk in chunks for p in chunk)
         self._dense: list[_Buffer] = []

@@ -47,7 +47,15 @@ def rows(plan: dict) -> list[tuple[str, dict]]:
     found = []
     for group in sorted(groups.values(), key=lambda group: -group[0]["peak_bytes"])[:_ROWS]:
         first, more = group[0], f" and {len(group) - 1} more alike" if len(group) > 1 else ""
-        found.append((f"GPU {first['bundle']}{more}: peak {first['peak_bytes'] / GIB:.1f} GiB, {'fits' if first['fits'] else 'does not fit'}", first))
+        found.append(
+            (
+                (
+                    f"GPU {first['bundle']}{more}: peak {first['peak_bytes'] / GIB:.1f} GiB,"
+                    f" {'fits' if first['fits'] else 'does not fit'}"
+                ),
+                first,
+            )
+        )
     return found
 
 
@@ -67,7 +75,10 @@ def as_html(plan: dict) -> str:
     key = "".join(f'<i style="background:{color(part)}"></i>{html.escape(part)}' for part in _names(plan))
     lines = [
         "<!doctype html><meta charset=utf-8><title>memory of one step</title>",
-        "<style>body{font:14px sans-serif;margin:2em}.bar{position:relative;height:22px;background:#f4f4f4;width:900px;display:flex}",
+        (
+            "<style>body{font:14px"
+            " sans-serif;margin:2em}.bar{position:relative;height:22px;background:#f4f4f4;width:900px;display:flex}"
+        ),
         ".bar i{height:100%}.bar b{position:absolute;top:-3px;bottom:-3px;width:2px;background:#000}",
         "td{padding:2px 8px}.key i{display:inline-block;width:12px;height:12px;margin:0 4px 0 14px}</style>",
         f"<h1>Memory of one step: {html.escape(plan['mode'])}, {plan['num_gpus']} GPUs of {limit / GIB:.1f} GiB</h1>",
@@ -77,7 +88,8 @@ def as_html(plan: dict) -> str:
         lines.append(f"<h3>{html.escape(name)}</h3><table>")
         for phase in gpu["phases"]:
             cells = "".join(
-                f'<i style="background:{color(part)};width:{100 * size / largest:.2f}%" title="{html.escape(part)} {size / GIB:.2f} GiB"></i>'
+                f'<i style="background:{color(part)};width:{100 * size / largest:.2f}%" title="{html.escape(part)}'
+                f' {size / GIB:.2f} GiB"></i>'
                 for part, size in _parts(phase)
             )
             end = f'<b style="left:{100 * limit / largest:.2f}%"></b>'
@@ -93,7 +105,10 @@ def draw_png(plan: dict, path: str) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError(f"{path}: a PNG needs matplotlib, which is not installed ({error}). Fix: pip install matplotlib, or an .html name.") from None
+        raise UserError(
+            f"{path}: a PNG needs matplotlib, which is not installed ({error}). Fix: pip install matplotlib, or an"
+            " .html name."
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -119,7 +134,11 @@ def draw_png(plan: dict, path: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Reads `--plan json` from standard input; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m slime_like.planning.report.picture", description="Draw the memory timeline of a plan.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_like.planning.report.picture",
+        description="Draw the memory timeline of a plan.",
+        allow_abbrev=False,
+    )
     parser.add_argument("output", help="Where to write: a name that ends in .png or .html.")
     output = parser.parse_args(argv).output
     try:
@@ -138,11 +157,16 @@ def main(argv: list[str]) -> int:
 
 
 def read_plan(text: str) -> dict:
-    """The object of `--plan json`. Raises UserError if it is none, or has no memory plan because its placement is impossible."""
+    """The object of `--plan json`.
+
+    Raises UserError if it is none, or has no memory plan because its placement is impossible.
+    """
     try:
         plan = json.loads(text)
     except ValueError:
-        raise UserError("standard input is no JSON: pipe the output of `python train.py … --plan json` into this command.") from None
+        raise UserError(
+            "standard input is no JSON: pipe the output of `python train.py … --plan json` into this command."
+        ) from None
     if not isinstance(plan, dict) or not plan.get("memory"):
         problems = "; ".join(plan.get("problems", [])) if isinstance(plan, dict) else ""
         raise UserError(f"the plan has no memory timeline. {problems or 'Is it the output of train.py --plan json?'}")

@@ -13,7 +13,8 @@ from slime_like.planning.placement import Bundle, PlacementPlan, make_plan
 from slime_like.planning.report.timeline import render_memory
 from slime_like.planning.sync_bound import SyncPlan, render_sync, sync_plan
 
-#: What is computed exactly of training roles, not estimated: if these alone are more than the card holds, no run can succeed.
+#: What is computed exactly of training roles, not estimated: if these alone are more than the card holds, no run can
+#: succeed.
 _EXACT = ("weights", "gradients", "optimizer")
 
 #: GPUs up to which each has a line of its own; above, equal neighbours share one.
@@ -22,7 +23,10 @@ _LINES = 32
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """A plan and what follows from it. memory is None where the placement is impossible, sync where nothing is synced."""
+    """A plan and what follows from it.
+
+    memory is None where the placement is impossible, sync where nothing is synced.
+    """
 
     plan: PlacementPlan
     memory: MemoryPlan | None
@@ -48,13 +52,18 @@ class PlanReport:
 
 
 def make_report(config: RunConfig, *, planning: bool = True) -> PlanReport:
-    """Everything that is known before a start. planning: only a plan is wanted; a real run knows its cards only from --gpu-memory-gib."""
+    """Everything that is known before a start.
+
+    planning: only a plan is wanted; a real run knows its cards only from --gpu-memory-gib.
+    """
     plan = make_plan(config)
     if plan.problems:
         return PlanReport(plan, None, None, plan.problems)
     memory = memory_plan(config, plan)
     knows_cards = planning or config.placement.gpu_memory_gib is not None
-    return PlanReport(plan, memory, sync_plan(config, plan), tuple(_memory_problems(config, memory) if knows_cards else ()))
+    return PlanReport(
+        plan, memory, sync_plan(config, plan), tuple(_memory_problems(config, memory) if knows_cards else ())
+    )
 
 
 def as_json(report: PlanReport) -> str:
@@ -72,7 +81,9 @@ def render_plan(plan: PlacementPlan) -> str:
         split = f"tensor {role.tp}  pipeline {role.pp}  " + "".join(
             f"{word} {size}  " for word, size in (("context", role.cp), ("expert", role.ep)) if size > 1
         )
-        lines.append(f"  {name:<8} {role.num_gpus} GPUs  {split}{'engines' if name == 'rollout' else 'data'} {role.dp}{apart}")
+        lines.append(
+            f"  {name:<8} {role.num_gpus} GPUs  {split}{'engines' if name == 'rollout' else 'data'} {role.dp}{apart}"
+        )
     for engine in plan.engines:
         if engine.external_url:
             lines.append(f"  engine {engine.index} at {engine.external_url} (external: no GPU is reserved for it)")
@@ -87,25 +98,38 @@ def render_plan(plan: PlacementPlan) -> str:
 
 
 def _render_problems(problems: tuple[str, ...]) -> str:
-    return "\n".join(["This plan cannot run:"] + [f"[{i}] {problem}" for i, problem in enumerate(problems, 1)]) if problems else ""
+    return (
+        "\n".join(["This plan cannot run:"] + [f"[{i}] {problem}" for i, problem in enumerate(problems, 1)])
+        if problems
+        else ""
+    )
 
 
 def _memory_problems(config: RunConfig, memory: MemoryPlan) -> list[str]:
-    """Cards that cannot hold even what is known exactly. Activations and caches are estimates: they make a verdict, no refusal."""
+    """Cards that cannot hold even what is known exactly.
+
+    Activations and caches are estimates: they make a verdict, no refusal.
+    """
     worst, name, bundle = 0, "", 0
     for gpu in memory.per_gpu:
         for phase in gpu.phases:
-            exact = sum(size for part, size in phase.bytes.items() if part.split(" ")[-1] in _EXACT and not part.startswith("engine"))
+            exact = sum(
+                size
+                for part, size in phase.bytes.items()
+                if part.split(" ")[-1] in _EXACT and not part.startswith("engine")
+            )
             if exact > worst:
                 worst, name, bundle = exact, phase.name, gpu.bundle
     if worst <= memory.limit_bytes:
         return []
     parallel, gib = config.parallel, 2**30
     problem = (
-        f"GPU {bundle} needs {worst / gib:.1f} GiB for weights, gradients and optimizer alone in phase {name}, but has {memory.limit_bytes / gib:.1f} "
-        f"(--gpu-memory-gib): --actor-num-nodes {config.placement.actor_num_nodes}, --actor-num-gpus-per-node {config.placement.actor_num_gpus_per_node}, "
-        f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}, --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}, "
-        f"--rollout-num-gpus-per-engine {config.placement.rollout_num_gpus_per_engine}. Fix: split the model over more GPUs."
+        f"GPU {bundle} needs {worst / gib:.1f} GiB for weights, gradients and optimizer alone in phase {name}, but has"
+        f" {memory.limit_bytes / gib:.1f} (--gpu-memory-gib): --actor-num-nodes {config.placement.actor_num_nodes},"
+        f" --actor-num-gpus-per-node {config.placement.actor_num_gpus_per_node}, --tensor-model-parallel-size"
+        f" {parallel.tensor_model_parallel_size}, --pipeline-model-parallel-size"
+        f" {parallel.pipeline_model_parallel_size}, --rollout-num-gpus-per-engine"
+        f" {config.placement.rollout_num_gpus_per_engine}. Fix: split the model over more GPUs."
     )
     return [problem]
 
@@ -141,4 +165,7 @@ def _span(word: str, first: int, last: int) -> str:
 
 
 def _shares(bundle: Bundle) -> str:
-    return ", ".join(f"{role} {share:g}" if share else f"{role} (swapped in)" for role, share in bundle.roles.items()) or "idle"
+    return (
+        ", ".join(f"{role} {share:g}" if share else f"{role} (swapped in)" for role, share in bundle.roles.items())
+        or "idle"
+    )

@@ -33,11 +33,19 @@ def letter(part: str) -> str:
 
 def render_memory(plan: MemoryPlan) -> str:
     """Several lines for a terminal; GPUs with the same bytes share one block."""
-    lines = [f"memory of one step (cards of {plan.limit_bytes / GIB:.1f} GiB; weights, gradients, optimizer exact, the rest estimated)"]
+    lines = [
+        (
+            f"memory of one step (cards of {plan.limit_bytes / GIB:.1f} GiB; weights, gradients, optimizer exact,"
+            " the rest estimated)"
+        )
+    ]
     groups = _alike(plan.per_gpu)
     for gpus in groups[:_BLOCKS]:
         first = gpus[0]
-        lines += ["", f"  {_names(gpus)}: peak {first.peak_bytes / GIB:.1f} GiB, {'fits' if first.fits else 'DOES NOT FIT'}"]
+        lines += [
+            "",
+            f"  {_names(gpus)}: peak {first.peak_bytes / GIB:.1f} GiB, {'fits' if first.fits else 'DOES NOT FIT'}",
+        ]
         lines += [_bar(phase, plan.limit_bytes) for phase in first.phases]
         if first.host_bytes:
             lines.append(f"    host     {first.host_bytes / GIB:.1f} GiB in the host's memory for each of them")
@@ -51,7 +59,9 @@ def render_memory(plan: MemoryPlan) -> str:
 
 def legend(plan: MemoryPlan) -> str:
     """`W weights  O optimizer …`, only what occurs."""
-    parts = dict.fromkeys(part for gpu in plan.per_gpu[:1] + plan.per_gpu[-1:] for phase in gpu.phases for part in phase.bytes)
+    parts = dict.fromkeys(
+        part for gpu in plan.per_gpu[:1] + plan.per_gpu[-1:] for phase in gpu.phases for part in phase.bytes
+    )
     return "  ".join(f"{letter(part)} {part}" for part in sorted(parts, key=_order)) + "  | the card"
 
 
@@ -72,7 +82,9 @@ def _bar(phase: PhaseMemory, limit: int) -> str:
 
 
 def _alike(gpus: tuple[GpuMemory, ...]) -> list[list[GpuMemory]]:
-    """Runs of GPUs whose phases agree to 1/100 GiB (padding makes data parallel ranks differ by bytes), the fullest first."""
+    """Runs of GPUs whose phases agree to 1/100 GiB (padding makes data parallel ranks differ by bytes), the fullest
+    first.
+    """
     groups: dict[tuple, list[GpuMemory]] = {}
     for gpu in gpus:
         key = (gpu.fits, *(round(phase.total_bytes / GIB, 2) for phase in gpu.phases))

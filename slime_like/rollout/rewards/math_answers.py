@@ -1,4 +1,7 @@
-"""Whether a response's final answer equals the label mathematically. Runs in a worker process: parsing may take for ever."""
+"""Whether a response's final answer equals the label mathematically.
+
+Runs in a worker process: parsing may take for ever.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,17 @@ def math_strict_score(response: str, label: str) -> float:
 def deepscaler_score(response: str, label: str) -> float:
     r"""1 if the marked final answer equals the label; reasoning before the last </think> does not count.
 
-    The answer must be marked: \boxed{…}, <answer>…</answer> or "answer is …". Otherwise 0, whatever numbers the text holds.
+    The answer must be marked: \boxed{…}, <answer>…</answer> or "answer is …". Otherwise 0, whatever numbers the text
+    holds.
     """
     return _score(marked_answer(response.rpartition("</think>")[2]), label)
 
 
 def deepscaler_strict_score(response: str, label: str) -> float:
-    """As math_strict_score, of what stands behind the last </think>, or behind the first ###Response; 0 without either (slime's `deepscaler`)."""
+    """As math_strict_score, of what stands behind the last </think>, or behind the first ###Response.
+
+    0 without either (slime's `deepscaler`).
+    """
     if "</think>" in response:
         answer = response.rpartition("</think>")[2]
     elif "###Response" in response:
@@ -52,7 +59,10 @@ def deepscaler_strict_score(response: str, label: str) -> float:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The content of the last \boxed{…}, else of the last <answer> tag, else what follows the last "answer is"; None if unmarked."""
+    r"""The content of the last \boxed{…}, else of the last <answer> tag, else what follows the last "answer is".
+
+    None if unmarked.
+    """
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -85,4 +95,9 @@ def _score(answer: str | None, label: str, *, as_written: bool = False) -> float
     return float(bool(answer) and bool(gold) and same_answer(str(answer), str(gold), as_written=as_written))
 
 
-SCORERS = {"math": math_score, "math_strict": math_strict_score, "deepscaler": deepscaler_score, "deepscaler_strict": deepscaler_strict_score}
+SCORERS = {
+    "math": math_score,
+    "math_strict": math_strict_score,
+    "deepscaler": deepscaler_score,
+    "deepscaler_strict": deepscaler_strict_score,
+}

@@ -1,4 +1,6 @@
-"""Whether two final answers are equal: first as they are written, then number by number and part by part, at last by math_verify."""
+"""Whether two final answers are equal: first as they are written, then number by number and part by part, at last by
+math_verify.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from slime_like.rollout.rewards.math_notation import Number, clean, compact, is_
 
 _OPENING, _CLOSING = "([{", ")]}"
 _WRAPPED = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
-_MATRIX = re.compile(r"[(\[]?\\begin\{(?P<kind>[pbB]?matrix|vmatrix|array)\}(?:\{[lcr|]*\})?(?P<cells>.*)\\end\{(?P=kind)\}[)\]]?", re.DOTALL)
+_MATRIX = re.compile(
+    r"[(\[]?\\begin\{(?P<kind>[pbB]?matrix|vmatrix|array)\}(?:\{[lcr|]*\})?(?P<cells>.*)\\end\{(?P=kind)\}[)\]]?",
+    re.DOTALL,
+)
 _BASE = re.compile(r"(?P<digits>[0-9A-Za-z.]+)_\{?(?P<base>[0-9]+|[a-z]+)\}?")
 _NAMED = re.compile(r"(?P<name>[A-Za-z](?:\([a-z]\)|_\{?\w\}?)?|\\[a-z]+)\s*(?:=|\\in(?![a-z]))\s*(?P<value>[^=<>]+)")
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
@@ -27,10 +32,11 @@ _LONGEST = 2000
 def same_answer(answer: str, label: str, *, as_written: bool = False) -> bool:
     """Whether the answer is the label.
 
-    Tuples and intervals are compared in order and with their brackets, sets without order. A list without brackets is a set if it is of
-    values, and an order if it is of names (A, B, C). A unit, sign of currency or percent sign may be left out; two that differ are unequal.
-    What has more than 2000 characters must be the same text.
-    as_written: as slime's: fractions must be written with the same numbers, an integer as an integer, and a list without brackets is an order.
+    Tuples and intervals are compared in order and with their brackets, sets without order. A list without brackets is a
+    set if it is of values, and an order if it is of names (A, B, C). A unit, sign of currency or percent sign may be
+    left out; two that differ are unequal. What has more than 2000 characters must be the same text.
+    as_written: as slime's: fractions must be written with the same numbers, an integer as an integer, and a list
+    without brackets is an order.
     """
     if max(len(answer), len(label)) > _LONGEST:
         return answer.split() == label.split()
@@ -128,7 +134,9 @@ def _same_unions(a: str, b: str, as_written: bool, depth: int) -> bool | None:
 
 
 def _same_lists(a: str, b: str, as_written: bool, depth: int) -> bool | None:
-    """None if neither is a tuple, an interval, a set or a bare list, or one is but the other may mean the same in other words."""
+    """None if neither is a tuple, an interval, a set or a bare list, or one is but the other may mean the same in other
+    words.
+    """
     brackets, parts = _list_parts(a)
     other_brackets, others = _list_parts(b)
     if brackets is None and other_brackets is None:
@@ -137,16 +145,24 @@ def _same_lists(a: str, b: str, as_written: bool, depth: int) -> bool | None:
         if _SEVERAL.search((parts if brackets is None else others)[0]):
             return None
         bare = ("()",) if as_written else ("()", "\\{\\}")  # (x+1) is x+1, and the only member of {5} is 5
-        return len(parts) == len(others) == 1 and (brackets or other_brackets) in bare and _same(parts[0], others[0], as_written, depth + 1)
+        return (
+            len(parts) == len(others) == 1
+            and (brackets or other_brackets) in bare
+            and _same(parts[0], others[0], as_written, depth + 1)
+        )
     if brackets != other_brackets and "" not in (brackets, other_brackets):
         return False
     if "[" in brackets + other_brackets and "" in (brackets, other_brackets):
         return False  # an interval is no list
     are_names = all(re.fullmatch(r"[A-Za-z]", part) or is_words(part) for part in parts + others)
-    unordered = "\\{\\}" in (brackets, other_brackets) or (brackets == other_brackets == "" and not are_names and not as_written)
+    unordered = "\\{\\}" in (brackets, other_brackets) or (
+        brackets == other_brackets == "" and not are_names and not as_written
+    )
     if unordered:
         return _same_sets(parts, others, as_written, depth)
-    return len(parts) == len(others) and all(_same(part, other, as_written, depth + 1) for part, other in zip(parts, others, strict=True))
+    return len(parts) == len(others) and all(
+        _same(part, other, as_written, depth + 1) for part, other in zip(parts, others, strict=True)
+    )
 
 
 def _same_sets(parts: list[str], others: list[str], as_written: bool, depth: int) -> bool:
@@ -163,7 +179,10 @@ def _same_sets(parts: list[str], others: list[str], as_written: bool, depth: int
 
 
 def _list_parts(text: str) -> tuple[str | None, list[str]]:
-    """(brackets, parts): "(1, 2]" -> ("(]", ["1", "2"]), "1, 2" -> ("", ["1", "2"]); (None, [text]) for what is no list."""
+    """(brackets, parts): "(1, 2]" -> ("(]", ["1", "2"]), "1, 2" -> ("", ["1", "2"]).
+
+    (None, [text]) for what is no list.
+    """
     match = _WRAPPED.fullmatch(text)
     if match and _encloses(text, len(match[1])):
         return match[1] + match[3], _elements(match[2])
@@ -172,7 +191,9 @@ def _list_parts(text: str) -> tuple[str | None, list[str]]:
 
 
 def _elements(text: str) -> list[str]:
-    """Parts between commas; where some commas are followed by a blank, those between groups of digits belong to numbers: "1,000, 2" has two."""
+    """Parts between commas; where some commas are followed by a blank, those between groups of digits belong to
+    numbers: "1,000, 2" has two.
+    """
     if re.search(r",\s", text):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     return _split(text, ",")

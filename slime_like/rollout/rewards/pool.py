@@ -17,7 +17,8 @@ _GRACE_S = 5.0
 class WorkerPool:
     """Scores in child processes (rewards/worker.py); a stuck one is killed and replaced.
 
-    Children start at first use, as plain commands: forking a driver with threads is not safe. Use inside one event loop.
+    Children start at first use, as plain commands: forking a driver with threads is not safe. Use inside one event
+    loop.
     """
 
     def __init__(self, num_workers: int | None = None):
@@ -52,19 +53,31 @@ class WorkerPool:
             await self._end(worker)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
+        }
         worker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "slime_like.rollout.rewards.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
+            sys.executable,
+            "-m",
+            "slime_like.rollout.rewards.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
         )
         self._all.add(worker)
         try:
             ready = await asyncio.wait_for(_read(worker), _START_S)
         except TimeoutError:
             await self._end(worker)
-            raise WaitTimeout(who="rollout", whom="a reward process", phase="its start", seconds=_START_S, last="nothing") from None
+            raise WaitTimeout(
+                who="rollout", whom="a reward process", phase="its start", seconds=_START_S, last="nothing"
+            ) from None
         if ready is None:
             await self._end(worker)
-            raise RewardError(f"a reward process ended while starting (exit status {worker.returncode}); its message is on stderr above.")
+            raise RewardError(
+                f"a reward process ended while starting (exit status {worker.returncode}); its message is on stderr"
+                " above."
+            )
         return worker
 
     async def _end(self, worker: asyncio.subprocess.Process) -> None:

@@ -1,4 +1,6 @@
-"""A reward over HTTP: POST {"prompt", "response", "label"} to --rm-url, answered by a number or an object (slime's remote_rm)."""
+"""A reward over HTTP: POST {"prompt", "response", "label"} to --rm-url, answered by a number or an object (slime's
+remote_rm).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ class RemoteFailure(Exception):
 
 
 class RemoteReward:
-    """One session for all samples, --rm-concurrency requests at a time. Create and use it inside one running event loop."""
+    """One session for all samples, --rm-concurrency requests at a time.
+
+    Create and use it inside one running event loop.
+    """
 
     def __init__(self, config: RewardConfig):
         self._config = config
@@ -40,7 +45,10 @@ class RemoteReward:
             )  # fmt: skip
         except NoAnswer as error:
             why = {
-                "deadline": f"gave no answer within {config.reward_timeout_s:g} s (--reward-timeout-s). Last heard: {error.last}",
+                "deadline": (
+                    f"gave no answer within {config.reward_timeout_s:g} s (--reward-timeout-s). Last heard:"
+                    f" {error.last}"
+                ),
                 "tries": f"failed {config.rm_retries} times (--rm-retries). Last: {error.last}",
                 "refused": f"refused the sample: {error.last}",
             }

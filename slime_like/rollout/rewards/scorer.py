@@ -20,7 +20,8 @@ from slime_like.rollout.rewards.pool import WorkerPool
 from slime_like.rollout.rewards.remote import RemoteFailure, RemoteReward
 from slime_like.utils.supervise import running
 
-#: --rm-type values that score in a worker process, the ones that score right here, and the one that another server scores.
+#: --rm-type values that score in a worker process, the ones that score right here, and the one that another server
+#: scores.
 IN_WORKER = ("math", "math_strict", "deepscaler", "deepscaler_strict")
 IN_PROCESS = {"exact": exact}
 REMOTE = "remote_rm"
@@ -37,16 +38,28 @@ class ScoresSamples(Protocol):
 
 
 class RewardScorer:
-    """Gives samples their reward, inside the rollout's event loop: the rule's + --reward-model-weight x the model's, or the one that there is.
+    """Gives samples their reward, inside the rollout's event loop: the rule's + --reward-model-weight x the model's, or
+    the one that there is.
 
-    function: the user's rule (--custom-rm-path), None for --rm-type. model: the reward model, None without --reward-load.
-    num_unscorable: samples that a built-in rule could not judge within its deadline; the rule's part of their reward is 0.
+    function: the user's rule (--custom-rm-path), None for --rm-type. model: the reward model, None without
+    --reward-load.
+    num_unscorable: samples that a built-in rule could not judge within its deadline; the rule's part of their reward is
+    0.
     """
 
-    def __init__(self, config: RewardConfig, function: Callable | None, plugin_args: Any, model: ScoresSamples | None = None):
+    def __init__(
+        self, config: RewardConfig, function: Callable | None, plugin_args: Any, model: ScoresSamples | None = None
+    ):
         known = (*IN_WORKER, *IN_PROCESS, REMOTE)
         if function is None and config.rm_type not in known and not (config.rm_type is None and model is not None):
-            raise ConfigError([f"--rm-type {config.rm_type} is unknown. Known: {', '.join(known)}; or --custom-rm-path module.function."])
+            raise ConfigError(
+                [
+                    (
+                        f"--rm-type {config.rm_type} is unknown. Known: {', '.join(known)}; or --custom-rm-path"
+                        " module.function."
+                    )
+                ]
+            )
         self.config = config
         self.plugin_args = plugin_args
         self.num_unscorable = 0
@@ -58,20 +71,35 @@ class RewardScorer:
         self._threads: asyncio.Semaphore | None = None
 
     async def score(self, sample: Sample, prompt: Prompt, *, evaluation: bool = False) -> Sample:
-        """The sample with its reward. Raises RewardError naming the sample if its function or server fails, hangs or gives no finite number."""
+        """The sample with its reward.
+
+        Raises RewardError naming the sample if its function or server fails, hangs or gives no finite number.
+        """
         rule = await self._rule(sample, prompt, self._key(evaluation))
         return await self._with_model(sample, prompt, rule)
 
     async def score_group(self, samples: Sequence[Sample], prompt: Prompt, *, evaluation: bool = False) -> list[Sample]:
-        """A prompt's samples with their rewards, for --group-rm: the user's function sees them together. Raises as score does."""
+        """A prompt's samples with their rewards, for --group-rm: the user's function sees them together.
+
+        Raises as score does.
+        """
         assert self._function is not None, "RewardConfig.problems() lets --group-rm through only with --custom-rm-path"
         if not samples:
             return []
         answers = await self._call(self._function, list(samples), samples[0])
         if not isinstance(answers, (list, tuple, np.ndarray)) or len(answers) != len(samples):
-            raise self._error(f"gave {answers!r:.200}; with --group-rm it must give a list of {len(samples)} rewards, one a sample", samples[0])
-        rules = [self._number(answer, sample, self._key(evaluation)) for answer, sample in zip(answers, samples, strict=True)]
-        return list(await asyncio.gather(*(self._with_model(sample, prompt, rule) for sample, rule in zip(samples, rules, strict=True))))
+            raise self._error(
+                f"gave {answers!r:.200}; with --group-rm it must give a list of {len(samples)} rewards, one a sample",
+                samples[0],
+            )
+        rules = [
+            self._number(answer, sample, self._key(evaluation)) for answer, sample in zip(answers, samples, strict=True)
+        ]
+        return list(
+            await asyncio.gather(
+                *(self._with_model(sample, prompt, rule) for sample, rule in zip(samples, rules, strict=True))
+            )
+        )
 
     async def close(self) -> None:
         """End the worker processes, the connections and the loop of the user's coroutines."""
@@ -90,7 +118,9 @@ class RewardScorer:
             return dataclasses.replace(sample, reward=rule)
         model = await self._model.score(prompt, sample)
         parts = {"model": model} if rule is None else {"rule": rule, "model": model}
-        return dataclasses.replace(sample, reward=(rule or 0.0) + self.config.reward_model_weight * model, reward_parts=parts)
+        return dataclasses.replace(
+            sample, reward=(rule or 0.0) + self.config.reward_model_weight * model, reward_parts=parts
+        )
 
     async def _rule(self, sample: Sample, prompt: Prompt, key: str | None) -> float | None:
         """What --custom-rm-path or --rm-type says; None if only a reward model scores."""
@@ -102,11 +132,15 @@ class RewardScorer:
         if kind == REMOTE:
             return self._number(await self._ask(sample, prompt), sample, key)
         if sample.label is None:
-            raise RewardError(f"--rm-type {kind} compares with a label, and {_name(sample)} has none. Fix: --label-key.")
+            raise RewardError(
+                f"--rm-type {kind} compares with a label, and {_name(sample)} has none. Fix: --label-key."
+            )
         if kind in IN_PROCESS:
             return IN_PROCESS[kind](sample)
         self._pool = self._pool or WorkerPool()
-        reward = await self._pool.score(kind, sample.response, str(sample.label), timeout_s=self.config.reward_timeout_s)
+        reward = await self._pool.score(
+            kind, sample.response, str(sample.label), timeout_s=self.config.reward_timeout_s
+        )
         if reward is None:
             self.num_unscorable += 1
         return reward or 0.0
@@ -125,15 +159,23 @@ class RewardScorer:
         """
         self._threads = self._threads or asyncio.Semaphore(_MOST_THREADS)
         async with self._threads:
-            is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+            call = getattr(function, "__call__", None)  # noqa: B004
+            is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
             try:
-                with running(f"reward function {self.config.custom_rm_path} for {_name(sample)}"):  # should it end the process, the supervisor names it
-                    future = self._start_coroutine(function, given) if is_async else _start_thread(function, self.plugin_args, given)
+                # should it end the process, the supervisor names it
+                with running(f"reward function {self.config.custom_rm_path} for {_name(sample)}"):
+                    future = (
+                        self._start_coroutine(function, given)
+                        if is_async
+                        else _start_thread(function, self.plugin_args, given)
+                    )
                     return await asyncio.wait_for(future, self.config.reward_timeout_s)
             except TimeoutError as error:
                 if future.done() and not future.cancelled():
                     raise self._error(f"raised {type(error).__name__}: {error}", sample) from error
-                raise self._error(f"gave no reward within {self.config.reward_timeout_s:g} s (--reward-timeout-s)", sample) from None
+                raise self._error(
+                    f"gave no reward within {self.config.reward_timeout_s:g} s (--reward-timeout-s)", sample
+                ) from None
             except Exception as error:
                 raise self._error(f"raised {type(error).__name__}: {error}", sample) from error
 
@@ -141,14 +183,20 @@ class RewardScorer:
         if self._plugin_loop is None:
             self._plugin_loop = asyncio.new_event_loop()
             threading.Thread(target=self._plugin_loop.run_forever, name="reward-coroutines", daemon=True).start()
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(self.plugin_args, given), self._plugin_loop))
+        return asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(function(self.plugin_args, given), self._plugin_loop)
+        )
 
     def _number(self, result: Any, sample: Sample, key: str | None) -> float:
         if isinstance(result, dict):
             if key is None:
-                raise self._error(f"gave a dict with the keys {sorted(map(str, result))}. Fix: name one with --reward-key", sample)
+                raise self._error(
+                    f"gave a dict with the keys {sorted(map(str, result))}. Fix: name one with --reward-key", sample
+                )
             if key not in result:
-                raise self._error(f"gave a dict without --reward-key {key!r}; its keys are {sorted(map(str, result))}", sample)
+                raise self._error(
+                    f"gave a dict without --reward-key {key!r}; its keys are {sorted(map(str, result))}", sample
+                )
             result = result[key]
         elif key is not None:
             raise self._error(f"gave {result!r}, but --reward-key {key} needs a dict", sample)
@@ -162,12 +210,16 @@ class RewardScorer:
 
     def _error(self, what: str, sample: Sample) -> RewardError:
         about = f"{_name(sample)}, label {str(sample.label)[:80]!r}, response starts {sample.response[:80]!r}"
-        who = f"reward function {self.config.custom_rm_path}" if self._function is not None else f"reward server {self.config.rm_url}"
+        who = (
+            f"reward function {self.config.custom_rm_path}"
+            if self._function is not None
+            else f"reward server {self.config.rm_url}"
+        )
         return RewardError(f"{who} {what}: {about}")
 
 
 def _start_thread(function: Callable, plugin_args: Any, given: Sample | list[Sample]) -> asyncio.Future:
-    """Run a plain function in a daemon thread: unlike an executor's, a stuck one does not keep the process from ending."""
+    """Run a plain function in a daemon thread: unlike an executor's, a stuck one does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

@@ -1,13 +1,15 @@
-"""What changed between two versions of a tensor, as few bytes: positions and values of changed elements, compressed. Lossless, no torch.
+"""What changed between two versions of a tensor, as few bytes: positions and values of changed elements, compressed.
 
+Lossless, no torch.
 A tensor is cut into chunks of 2**20 elements. Of each chunk travel
 
     changed elements, bytes of a gap, compressed bytes of gaps, compressed bytes of values      (a header of 13 bytes)
     gaps      how many elements lie between a changed one and the one before it; left out where every element is listed
     values    of the changed elements: xor with the old ones, or the new ones (overwrite)
 
-Both as byte planes, all lowest bytes first: an optimizer's small steps change low bits, so that the high planes shrink to nothing. From 2**14
-elements on each plane is compressed by itself, after the number of its bytes: mixed with noise, zeros take more.
+Both as byte planes, all lowest bytes first: an optimizer's small steps change low bits, so that the high planes shrink
+to nothing. From 2**14 elements on each plane is compressed by itself, after the number of its bytes: mixed with noise,
+zeros take more.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ import zstandard
 
 from slime_like.errors import WeightSyncError
 
-#: How one tensor travels. same: not at all; xor and overwrite: its changed elements; whole: all of it, no earlier version needed.
+#: How one tensor travels. same: not at all; xor and overwrite: its changed elements; whole: all of it, no earlier
+#: version needed.
 SAME, XOR, OVERWRITE, WHOLE = ENCODINGS = ("same", "xor", "overwrite", "whole")
 #: Elements of a chunk: what is unpacked at a time.
 CHUNK_ELEMENTS = 1 << 20
 #: Above this share of changed elements all are listed: their positions would cost more than the zeros between them.
 _DENSE_SHARE = 0.5
 _CHUNK = struct.Struct("<IBII")
-#: Of zstd. Measured on bf16 and fp32 steps: levels up to 9 take as many bytes, 19 takes 1 to 4 % less and a hundred times as long.
+#: Of zstd. Measured on bf16 and fp32 steps: levels up to 9 take as many bytes, 19 takes 1 to 4 % less and a hundred
+#: times as long.
 _LEVEL = 1
 _APART_ELEMENTS = 1 << 14
 _PLANE = struct.Struct("<I")
@@ -53,10 +57,14 @@ def encode(new: np.ndarray, old: np.ndarray | None, *, itemsize: int, encoding: 
     if before is not None and len(before) != len(elements):
         raise ValueError(f"{len(before)} old elements, but {len(elements)} new ones")
     changed = 0
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False, write_checksum=False, write_dict_id=False)
+    compressor = zstandard.ZstdCompressor(
+        level=_LEVEL, write_content_size=False, write_checksum=False, write_dict_id=False
+    )
     for start in range(0, len(elements), CHUNK_ELEMENTS):
         part = elements[start : start + CHUNK_ELEMENTS]
-        gaps, values, count = _difference(part, None if before is None else before[start : start + CHUNK_ELEMENTS], encoding)
+        gaps, values, count = _difference(
+            part, None if before is None else before[start : start + CHUNK_ELEMENTS], encoding
+        )
         width = 0 if gaps is None else gaps.itemsize
         packed_gaps = b"" if gaps is None else _packed(gaps, compressor)
         packed_values = _packed(values, compressor) if len(values) else b""
@@ -65,10 +73,18 @@ def encode(new: np.ndarray, old: np.ndarray | None, *, itemsize: int, encoding: 
     return changed
 
 
-def decode(data: memoryview, old: np.ndarray | None, *, num_bytes: int, itemsize: int, encoding: str) -> Iterator[np.ndarray]:
-    """The new bytes (uint8), chunk by chunk. old: uint8 [num_bytes], not needed by whole. Raises DeltaError if `data` cannot be that."""
+def decode(
+    data: memoryview, old: np.ndarray | None, *, num_bytes: int, itemsize: int, encoding: str
+) -> Iterator[np.ndarray]:
+    """The new bytes (uint8), chunk by chunk. old: uint8 [num_bytes], not needed by whole.
+
+    Raises DeltaError if `data` cannot be that.
+    """
     if num_bytes % itemsize or (encoding != WHOLE and (old is None or len(old) != num_bytes)):
-        raise DeltaError(f"{num_bytes} bytes of elements of {itemsize} bytes, encoded as {encoding}, do not fit what they are applied to")
+        raise DeltaError(
+            f"{num_bytes} bytes of elements of {itemsize} bytes, encoded as {encoding}, do not fit what they are"
+            " applied to"
+        )
     before = None if encoding == WHOLE or old is None else _elements(old, itemsize)
     total, at, position = num_bytes // itemsize, 0, 0
     while position < total:
@@ -77,12 +93,21 @@ def decode(data: memoryview, old: np.ndarray | None, *, num_bytes: int, itemsize
             raise DeltaError(f"it ends within the chunk at element {position}")
         count, width, gap_bytes, value_bytes = _CHUNK.unpack_from(data, at)
         at += _CHUNK.size
-        if at + gap_bytes + value_bytes > len(data) or count > length or width not in (0, 1, 2, 4) or (width == 0 and (gap_bytes or count not in (0, length))):
-            raise DeltaError(f"the chunk at element {position} is impossible: {count} of {length} elements, gaps of {width} bytes")
+        if (
+            at + gap_bytes + value_bytes > len(data)
+            or count > length
+            or width not in (0, 1, 2, 4)
+            or (width == 0 and (gap_bytes or count not in (0, length)))
+        ):
+            raise DeltaError(
+                f"the chunk at element {position} is impossible: {count} of {length} elements, gaps of {width} bytes"
+            )
         gaps = _unpacked(data[at : at + gap_bytes], count, width) if width else None
         values = _unpacked(data[at + gap_bytes : at + gap_bytes + value_bytes], count, itemsize)
         at += gap_bytes + value_bytes
-        yield _applied(None if before is None else before[position : position + length], gaps, values, length, encoding).view(np.uint8)
+        yield _applied(
+            None if before is None else before[position : position + length], gaps, values, length, encoding
+        ).view(np.uint8)
         position += length
     if at != len(data):
         raise DeltaError(f"{len(data) - at} bytes too many")
@@ -105,7 +130,9 @@ def _difference(new: np.ndarray, old: np.ndarray | None, encoding: str) -> tuple
     return gaps.astype(_UNSIGNED[width]), values[positions], len(positions)
 
 
-def _applied(old: np.ndarray | None, gaps: np.ndarray | None, values: np.ndarray, length: int, encoding: str) -> np.ndarray:
+def _applied(
+    old: np.ndarray | None, gaps: np.ndarray | None, values: np.ndarray, length: int, encoding: str
+) -> np.ndarray:
     if old is None:
         if len(values) != length:
             raise DeltaError(f"{len(values)} of {length} elements, and no earlier version of the others")

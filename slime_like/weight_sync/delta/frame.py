@@ -1,9 +1,11 @@
-"""One shard of one version on its way to a receiver: a binary header with the digest of every tensor, then each tensor's bytes. No torch, no pickle.
+"""One shard of one version on its way to a receiver: a binary header with the digest of every tensor, then each
+tensor's bytes. No torch, no pickle.
 
-    magic (8)  |  header, compressed and whole (4 + 4)  |  header  |  digests before and after (32 a tensor)  |  payloads  |  digest of all that (16)
+    magic (8)  |  header, compressed and whole (4 + 4)  |  header  |  digests before and after (32 a tensor)  |
+    payloads  |  digest of all that (16)
 
-The header is JSON: the versions it leads from and to, its place, and [name, dtype, shape, encoding, payload bytes] of every tensor. Dtypes are
-those of safetensors; a shard is a safetensors file at the receiver, its tensors in this order.
+The header is JSON: the versions it leads from and to, its place, and [name, dtype, shape, encoding, payload bytes] of
+every tensor. Dtypes are those of safetensors; a shard is a safetensors file at the receiver, its tensors in this order.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ class FramePlace:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A frame that was read; payloads are views of its bytes. damage: what is wrong with it as a whole, to be told after a better reason."""
+    """A frame that was read; payloads are views of its bytes.
+
+    damage: what is wrong with it as a whole, to be told after a better reason.
+    """
 
     place: FramePlace
     entries: tuple[Entry, ...]
@@ -101,9 +106,13 @@ def write_frame(place: FramePlace, changes: Iterable[Change]) -> tuple[bytearray
     for change in changes:
         start = len(payloads)
         if change.encoding != SAME:
-            changed += encode(change.new, change.old, itemsize=ITEM_BYTES[change.key.dtype], encoding=change.encoding, into=payloads)
+            changed += encode(
+                change.new, change.old, itemsize=ITEM_BYTES[change.key.dtype], encoding=change.encoding, into=payloads
+            )
         entries.append(Entry(change.key, change.encoding, change.before, change.after, len(payloads) - start))
-    tensors = [[e.key.name, e.key.dtype, list(e.key.shape), ENCODINGS.index(e.encoding), e.payload_bytes] for e in entries]
+    tensors = [
+        [e.key.name, e.key.dtype, list(e.key.shape), ENCODINGS.index(e.encoding), e.payload_bytes] for e in entries
+    ]
     text = json.dumps([place.version, place.base, place.source, place.shard, tensors], separators=(",", ":")).encode()
     packed = zstandard.ZstdCompressor(level=9, write_content_size=False).compress(text)
     head = _MAGIC + _SIZES.pack(len(packed), len(text)) + packed + b"".join(e.before + e.after for e in entries)
@@ -113,7 +122,10 @@ def write_frame(place: FramePlace, changes: Iterable[Change]) -> tuple[bytearray
 
 
 def read_frame(data: bytes | bytearray) -> Frame:
-    """The frame in `data`. Raises DeltaError if it is none; that some of its bytes are wrong is told by `damage` and by each tensor's digest."""
+    """The frame in `data`.
+
+    Raises DeltaError if it is none; that some of its bytes are wrong is told by `damage` and by each tensor's digest.
+    """
     view = memoryview(data)
     start = len(_MAGIC) + _SIZES.size
     if len(view) < start + _DIGEST_BYTES or bytes(view[: len(_MAGIC)]) != _MAGIC:
@@ -129,7 +141,10 @@ def read_frame(data: bytes | bytearray) -> Frame:
         payloads.append(view[at : at + entry.payload_bytes])
         at += entry.payload_bytes
     if at != len(view) - _DIGEST_BYTES:
-        raise DeltaError(f"its tensors take {at} bytes, but {len(view) - _DIGEST_BYTES} are there" + ("" if damage is None else f"; {damage}"))
+        raise DeltaError(
+            f"its tensors take {at} bytes, but {len(view) - _DIGEST_BYTES} are there"
+            + ("" if damage is None else f"; {damage}")
+        )
     return Frame(place, tuple(entries), tuple(payloads), damage)
 
 
@@ -145,7 +160,9 @@ def _read_header(view: memoryview, start: int) -> tuple[FramePlace, list[Entry],
     try:
         if zstandard.get_frame_parameters(packed).content_size != zstandard.CONTENTSIZE_UNKNOWN:
             raise DeltaError("its header is not of our making")
-        text = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(packed, max_output_size=text_bytes)
+        text = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(
+            packed, max_output_size=text_bytes
+        )
         # A list of nothing takes 3 bytes here and 64 in memory: count before it is made.
         if text.count(b",") + text.count(b"[") > most * _MAX_VALUES_EACH:
             raise DeltaError(f"its header is damaged: it has values for more than {most - 1} tensors")
@@ -170,7 +187,12 @@ def _entry(values: Sequence, before: bytes, after: bytes) -> Entry:
     if not isinstance(values, list) or len(values) != 5:
         raise DeltaError("its header is damaged (a tensor)")
     name, dtype, shape, encoding, payload_bytes = values
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS or not name.isprintable() or name == "__metadata__":
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= _MAX_NAME_CHARS
+        or not name.isprintable()
+        or name == "__metadata__"
+    ):
         raise DeltaError("its header is damaged (a tensor's name)")
     if dtype not in ITEM_BYTES or not isinstance(shape, list) or len(shape) > 16:
         raise DeltaError(f"{name}: type {dtype!r} or shape {shape!r} is not known")
@@ -187,7 +209,9 @@ def _check_integers(values: Sequence) -> None:
 
 
 def source_digest(shards: Iterable[tuple[int, Sequence[tuple[TensorKey, bytes]]]]) -> str:
-    """What one source's share of a version is, as one number: over place, name, type, shape and digest of every tensor, in order."""
+    """What one source's share of a version is, as one number: over place, name, type, shape and digest of every tensor,
+    in order.
+    """
     hasher = xxhash.xxh3_128()
     for shard, tensors in shards:
         for key, after in tensors:

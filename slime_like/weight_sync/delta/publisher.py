@@ -1,9 +1,11 @@
 """Only what changed since the version that each engine's receiver holds (--update-weight-mode delta): for slow links.
 
-    trainer source  --frames over HTTP-->  receiver beside the engine (receiver.py)  --folder-->  the engine's own /update_weights_from_disk
+    trainer source  --frames over HTTP-->  receiver beside the engine (receiver.py)  --folder-->  the engine's own
+    /update_weights_from_disk
 
-A source keeps the version that it sent last in files (not in memory), one for each bucket, and the digest of every tensor. A receiver that holds
-exactly this version gets the difference; any other gets everything. What a receiver refuses is sent once more, whole.
+A source keeps the version that it sent last in files (not in memory), one for each bucket, and the digest of every
+tensor. A receiver that holds exactly this version gets the difference; any other gets everything. What a receiver
+refuses is sent once more, whole.
 """
 
 from __future__ import annotations
@@ -20,9 +22,25 @@ import torch
 
 from slime_like.errors import WeightSyncError
 from slime_like.records import DeltaCount
-from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes, raw_bytes
+from slime_like.weight_sync.buckets import (
+    NamedTensor,
+    Proof,
+    PublisherOptions,
+    SentReport,
+    buckets,
+    num_bytes,
+    raw_bytes,
+)
 from slime_like.weight_sync.delta.codec import OVERWRITE, SAME, WHOLE, XOR, digest
-from slime_like.weight_sync.delta.frame import ITEM_BYTES, NO_DIGEST, Change, FramePlace, TensorKey, source_digest, write_frame
+from slime_like.weight_sync.delta.frame import (
+    ITEM_BYTES,
+    NO_DIGEST,
+    Change,
+    FramePlace,
+    TensorKey,
+    source_digest,
+    write_frame,
+)
 from slime_like.weight_sync.delta.receiver_client import ReceiverClient, ReceiverError, receivers_of
 from slime_like.weight_sync.together import run_together
 
@@ -30,8 +48,10 @@ logger = logging.getLogger(__name__)
 
 #: torch's names of types in safetensors' words.
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
 Digests = list[tuple[TensorKey, bytes]]
@@ -61,13 +81,19 @@ class _Files:
 
     def read(self, number: int, tensors: Digests) -> Iterator[np.ndarray]:
         """The bytes of each tensor, mapped."""
-        data = np.memmap(self._path(number), dtype=np.uint8, mode="r") if sum(key.num_bytes for key, _ in tensors) else np.zeros(0, np.uint8)
+        data = (
+            np.memmap(self._path(number), dtype=np.uint8, mode="r")
+            if sum(key.num_bytes for key, _ in tensors)
+            else np.zeros(0, np.uint8)
+        )
         at = 0
         for key, _ in tensors:
             yield data[at : at + key.num_bytes]
             at += key.num_bytes
 
-    def write(self, number: int, bucket: list[tuple[TensorKey, np.ndarray]], before: Digests | None, after: Digests) -> None:
+    def write(
+        self, number: int, bucket: list[tuple[TensorKey, np.ndarray]], before: Digests | None, after: Digests
+    ) -> None:
         """Put a bucket in; tensors that `before` holds with the same digest at the same place are in already."""
         in_place = before is not None and [key for key, _ in before] == [key for key, _ in after]
         with open(self._path(number), "r+b" if in_place else "wb") as file:
@@ -119,14 +145,24 @@ class DeltaPublisher:
         base, self._base = self._base, None  # until all went well the files are neither the old version nor the new
         source = self._options.source_index
         held = self._on_all(list(self._receivers), lambda client: client.state(), "ask for the versions held")
-        follow = [c for c in self._receivers if base and held[c.name].version == base.version and held[c.name].sources.get(source) == base.digest()]
+        follow = [
+            c
+            for c in self._receivers
+            if base and held[c.name].version == base.version and held[c.name].sources.get(source) == base.digest()
+        ]
         behind = [c for c in self._receivers if c not in follow]
         full, count = set(behind), DeltaCount()
         shards: list[Digests] = []
         num_tensors = total_bytes = 0
         for number, bucket in enumerate(buckets(tensors, self._options.buffer_bytes)):
-            num_tensors, total_bytes = num_tensors + len(bucket), total_bytes + sum(num_bytes(tensor) for _, tensor in bucket)
-            data = [(_key(name, tensor), raw_bytes(tensor).cpu().numpy()) for name, tensor in sorted(bucket, key=lambda item: -item[1].element_size())]
+            num_tensors, total_bytes = (
+                num_tensors + len(bucket),
+                total_bytes + sum(num_bytes(tensor) for _, tensor in bucket),
+            )
+            data = [
+                (_key(name, tensor), raw_bytes(tensor).cpu().numpy())
+                for name, tensor in sorted(bucket, key=lambda item: -item[1].element_size())
+            ]
             after: Digests = [(key, digest(content)) for key, content in data]
             before = base.shards[number] if base is not None and number < len(base.shards) else None
             place = FramePlace(version, None if base is None else base.version, source, number)
@@ -159,7 +195,12 @@ class DeltaPublisher:
         self._connected, self._base = False, None
 
     def _send_delta(
-        self, place: FramePlace, data: list[tuple[TensorKey, np.ndarray]], after: Digests, before: Digests | None, to: list[ReceiverClient]
+        self,
+        place: FramePlace,
+        data: list[tuple[TensorKey, np.ndarray]],
+        after: Digests,
+        before: Digests | None,
+        to: list[ReceiverClient],
     ) -> tuple[DeltaCount, list[ReceiverClient]]:
         """Send the difference of one bucket; who refused it, and must get the bucket whole."""
         frame, changed = write_frame(place, self._changes(place.shard, data, after, before))
@@ -177,24 +218,39 @@ class DeltaPublisher:
         for why in filter(None, answers.values()):
             logger.warning("%s: %s. The bucket is sent again, whole.", self._who, why)
         num_elements = sum(content.nbytes // ITEM_BYTES[key.dtype] for key, content in data)
-        return DeltaCount(num_bytes=len(frame), num_changed=changed, num_elements=num_elements), [client for client in to if answers[client.name]]
+        return DeltaCount(num_bytes=len(frame), num_changed=changed, num_elements=num_elements), [
+            client for client in to if answers[client.name]
+        ]
 
-    def _send_whole(self, place: FramePlace, data: list[tuple[TensorKey, np.ndarray]], after: Digests, to: list[ReceiverClient]) -> int:
+    def _send_whole(
+        self, place: FramePlace, data: list[tuple[TensorKey, np.ndarray]], after: Digests, to: list[ReceiverClient]
+    ) -> int:
         """Send all of one bucket; the bytes of it."""
         place = dataclasses.replace(place, base=None)
-        changes = (Change(key, WHOLE, NO_DIGEST, now, content) for (key, content), (_, now) in zip(data, after, strict=True))
+        changes = (
+            Change(key, WHOLE, NO_DIGEST, now, content) for (key, content), (_, now) in zip(data, after, strict=True)
+        )
         frame, _ = write_frame(place, changes)
-        self._on_all(to, lambda client: client.send_shard(frame), f"send bucket {place.shard} of version {place.version} whole")
+        self._on_all(
+            to, lambda client: client.send_shard(frame), f"send bucket {place.shard} of version {place.version} whole"
+        )
         return len(frame)
 
-    def _changes(self, number: int, data: list[tuple[TensorKey, np.ndarray]], after: Digests, before: Digests | None) -> Iterator[Change]:
-        """What became of each tensor since the base; whole where the base has no such tensor, or its file is damaged."""
+    def _changes(
+        self, number: int, data: list[tuple[TensorKey, np.ndarray]], after: Digests, before: Digests | None
+    ) -> Iterator[Change]:
+        """What became of each tensor since the base.
+
+        Whole where the base has no such tensor, or its file is damaged.
+        """
         if before is None or [key for key, _ in before] != [key for key, _ in after]:
             for (key, content), (_, now) in zip(data, after, strict=True):
                 yield Change(key, WHOLE, NO_DIGEST, now, content)
             return
         encoding = {"xor": XOR, "overwrite": OVERWRITE}[self._options.delta_encoding]
-        for (key, content), (_, now), (_, then), old in zip(data, after, before, self._files.read(number, before), strict=True):
+        for (key, content), (_, now), (_, then), old in zip(
+            data, after, before, self._files.read(number, before), strict=True
+        ):
             if now == then:
                 yield Change(key, SAME, then, now, content)
             elif digest(old) != then:
@@ -205,7 +261,13 @@ class DeltaPublisher:
 
     def _sent_all(self, base: _Base, client: ReceiverClient) -> None:
         options = self._options
-        client.finish(base.version, options.source_index, num_sources=options.num_sources, num_shards=len(base.shards), digest=base.digest())
+        client.finish(
+            base.version,
+            options.source_index,
+            num_sources=options.num_sources,
+            num_shards=len(base.shards),
+            digest=base.digest(),
+        )
 
     def _on_all(self, clients: Sequence[ReceiverClient], action, phase: str) -> dict:
         tasks = {client.name: functools.partial(action, client) for client in clients}

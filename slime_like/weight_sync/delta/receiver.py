@@ -1,15 +1,17 @@
-"""Keeps a copy of the weights beside an engine and applies deltas to it: runs on the engine's host, needs neither torch nor SGLang.
+"""Keeps a copy of the weights beside an engine and applies deltas to it: runs on the engine's host, needs neither torch
+nor SGLang.
 
-    python -m slime_like.weight_sync.delta.receiver --directory /local/weights --host 10.0.0.5 --port 20500 --api-key-file key.txt
+    python -m slime_like.weight_sync.delta.receiver --directory /local/weights --host 10.0.0.5 --port 20500
+    --api-key-file key.txt
 
     GET  /state     {"version": 6, "folder": ..., "sources": {"0": digest}}
     POST /begin     {"version": 7}                                             the driver, once
     POST /shard     a frame (frame.py)                                         the trainer's sources
     POST /finish    {"version", "source", "num_sources", "num_shards", "digest"}
-    POST /commit    {"version": 7} -> {"folder": ...}                          the driver; the engine then loads this folder
+    POST /commit    {"version": 7} -> {"folder": ...}                    the driver; the engine then loads this folder
 
-Every request needs `Authorization: Bearer <key>`; nothing is read of one that has not. Refusals are JSON, {"error": ...}: 401 the key, 409 not in
-step, 413 too large, 422 damaged (naming the tensor and both digests), 507 the disk.
+Every request needs `Authorization: Bearer <key>`; nothing is read of one that has not. Refusals are JSON, {"error":
+...}: 401 the key, 409 not in step, 413 too large, 422 damaged (naming the tensor and both digests), 507 the disk.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
         return {}
 
     def _finish(self) -> dict:
-        version, source, num_sources, num_shards, expected = self._json(version=int, source=int, num_sources=int, num_shards=int, digest=str)
+        version, source, num_sources, num_shards, expected = self._json(
+            version=int, source=int, num_sources=int, num_shards=int, digest=str
+        )
         self.server.store.finish(version, source, num_sources=num_sources, num_shards=num_shards, expected=expected)
         return {}
 
@@ -157,7 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _linger(self) -> None:
-        """Throw away what is still being sent, for a moment: closing at once would reset the connection before the answer is read."""
+        """Throw away what is still being sent, for a moment: closing at once would reset the connection before the
+        answer is read.
+        """
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _LINGER_S
@@ -180,19 +186,39 @@ def read_key(path: str) -> str:
     if mode & 0o077:
         raise WeightSyncError(f"--api-key-file {path}: other users can read it. Fix: chmod 600 {path}.")
     if len(key) < MIN_KEY_CHARS:
-        raise WeightSyncError(f"--api-key-file {path}: a key of {len(key)} characters. Fix: at least {MIN_KEY_CHARS}, such as of: openssl rand -hex 24.")
+        raise WeightSyncError(
+            f"--api-key-file {path}: a key of {len(key)} characters. Fix: at least {MIN_KEY_CHARS}, such as of: openssl"
+            " rand -hex 24."
+        )
     return key
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until ended; 2 for a command line or folder that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m slime_like.weight_sync.delta.receiver", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--directory", required=True, help="Folder of the copy, of this receiver alone; holds two versions while one arrives.")
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_like.weight_sync.delta.receiver",
+        description=(__doc__ or "").partition("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--directory",
+        required=True,
+        help="Folder of the copy, of this receiver alone; holds two versions while one arrives.",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen at.")
     parser.add_argument("--port", type=int, required=True, help="Port to listen at; 0: a free one, which is printed.")
-    parser.add_argument("--api-key-file", required=True, help="File with the key that trainers must send, readable by its owner only.")
-    parser.add_argument("--max-bytes", type=int, default=16 << 30, help="Largest request, and largest file made of one.")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="Least level of what is logged; info names every request.")
+    parser.add_argument(
+        "--api-key-file", required=True, help="File with the key that trainers must send, readable by its owner only."
+    )
+    parser.add_argument(
+        "--max-bytes", type=int, default=16 << 30, help="Largest request, and largest file made of one."
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="Least level of what is logged; info names every request.",
+    )
     options = parser.parse_args(argv)
     start_logging(options.log_level, line_format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -203,7 +229,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"receiver: {error}", file=sys.stderr)
         return 2
     held = store.state()["version"]
-    print(f"receiver at {host_port(options.host, server.server_port)} holds {'nothing' if held is None else f'version {held}'}", flush=True)
+    print(
+        f"receiver at {host_port(options.host, server.server_port)} holds"
+        f" {'nothing' if held is None else f'version {held}'}",
+        flush=True,
+    )
     try:
         server.serve_forever()
     except KeyboardInterrupt:

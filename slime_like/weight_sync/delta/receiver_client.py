@@ -1,4 +1,6 @@
-"""`ReceiverClient`: what trainer and driver say to one receiver (receiver.py), and `start_receiver`, which runs one as a guarded child. No torch."""
+"""`ReceiverClient`: what trainer and driver say to one receiver (receiver.py), and `start_receiver`, which runs one as
+a guarded child. No torch.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ class HeldVersion:
 
 
 class ReceiverClient:
-    """One receiver's requests. Every method raises ReceiverError naming it, request and status, or WaitTimeout. Threads may share one."""
+    """One receiver's requests. Every method raises ReceiverError naming it, request and status, or WaitTimeout.
+
+    Threads may share one.
+    """
 
     def __init__(self, url: str, key: str | None, timeout_s: float):
         self.url, self._key, self._timeout_s = url.rstrip("/"), key, timeout_s
@@ -67,7 +72,9 @@ class ReceiverClient:
     def state(self) -> HeldVersion:
         """What it holds."""
         answer = self._request("GET", "/state")
-        return HeldVersion(answer["version"], answer["folder"], {int(source): value for source, value in answer["sources"].items()})
+        return HeldVersion(
+            answer["version"], answer["folder"], {int(source): value for source, value in answer["sources"].items()}
+        )
 
     def begin(self, version: int) -> None:
         """Get it ready for a version; what was sent before and not committed is forgotten."""
@@ -79,7 +86,13 @@ class ReceiverClient:
 
     def finish(self, version: int, source: int, *, num_sources: int, num_shards: int, digest: str) -> None:
         """This source has sent all."""
-        body = {"version": version, "source": source, "num_sources": num_sources, "num_shards": num_shards, "digest": digest}
+        body = {
+            "version": version,
+            "source": source,
+            "num_sources": num_sources,
+            "num_shards": num_shards,
+            "digest": digest,
+        }
         self._request("POST", "/finish", body)
 
     def commit(self, version: int) -> None:
@@ -106,10 +119,14 @@ class ReceiverClient:
         what, started = f"{self.name}: {method} {path}", time.monotonic()
         content = {"json": body} if isinstance(body, dict) else {"data": body}
         try:
-            response = self._session().request(method, self.url + path, timeout=(min(_CONNECT_TIMEOUT_S, self._timeout_s), self._timeout_s), **content)
+            response = self._session().request(
+                method, self.url + path, timeout=(min(_CONNECT_TIMEOUT_S, self._timeout_s), self._timeout_s), **content
+            )
         except requests.Timeout as error:
             seconds = time.monotonic() - started
-            raise WaitTimeout(who="trainer", whom=self.name, phase=f"{method} {path}", seconds=seconds, last=type(error).__name__) from error
+            raise WaitTimeout(
+                who="trainer", whom=self.name, phase=f"{method} {path}", seconds=seconds, last=type(error).__name__
+            ) from error
         except requests.RequestException as error:
             raise ReceiverError(f"{what} failed: {error}") from error
         try:
@@ -128,7 +145,10 @@ def receivers_of(endpoints: Sequence[EngineEndpoint], timeout_s: float) -> dict[
     found: dict[ReceiverClient, list[int]] = {}
     for endpoint in endpoints:
         if endpoint.receiver_url is None:
-            raise WeightSyncError(f"engine {endpoint.index} at {endpoint.url} has no receiver beside it. Fix: --rollout-external-receiver-addrs.")
+            raise WeightSyncError(
+                f"engine {endpoint.index} at {endpoint.url} has no receiver beside it. Fix:"
+                " --rollout-external-receiver-addrs."
+            )
         if endpoint.receiver_url not in by_url:
             by_url[endpoint.receiver_url] = ReceiverClient(endpoint.receiver_url, endpoint.receiver_key, timeout_s)
         found.setdefault(by_url[endpoint.receiver_url], []).append(endpoint.index)
@@ -146,7 +166,10 @@ class RunningReceiver:
         """Raise ReceiverError with the tail of its log if it has ended."""
         code = self._process.poll()
         if code is not None:
-            raise ReceiverError(f"receiver at {self.url} ended with status {code}. End of {self._process.log_path}:\n{self._process.log_tail(_LOG_LINES)}")
+            raise ReceiverError(
+                f"receiver at {self.url} ended with status {code}. End of"
+                f" {self._process.log_path}:\n{self._process.log_tail(_LOG_LINES)}"
+            )
 
     def close(self) -> None:
         """End it. Harmless when called twice."""
@@ -166,11 +189,19 @@ class RunningReceiver:
                     raise
                 if time.monotonic() > deadline:
                     tail = self._process.log_tail(_LOG_LINES)
-                    raise WaitTimeout(who="launcher", whom=f"the receiver at {self.url}", phase="start", seconds=timeout_s, last=f"\n{tail}") from None
+                    raise WaitTimeout(
+                        who="launcher",
+                        whom=f"the receiver at {self.url}",
+                        phase="start",
+                        seconds=timeout_s,
+                        last=f"\n{tail}",
+                    ) from None
             time.sleep(0.05)
 
 
-def start_receiver(directory: str, *, host: str = "127.0.0.1", log_path: str, timeout_s: float, log_level: str = "info") -> RunningReceiver:
+def start_receiver(
+    directory: str, *, host: str = "127.0.0.1", log_path: str, timeout_s: float, log_level: str = "info"
+) -> RunningReceiver:
     """Start a receiver for `directory` on this host, with a key that we make up, and wait until it answers."""
     port, key = free_port(host), secrets.token_hex(24)
     private_dir = tempfile.mkdtemp(prefix="slime-like-receiver-")
@@ -178,7 +209,17 @@ def start_receiver(directory: str, *, host: str = "127.0.0.1", log_path: str, ti
     try:
         with os.fdopen(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key)
-        argv = [sys.executable, "-m", "slime_like.weight_sync.delta.receiver", "--directory", directory, "--host", host, "--port", str(port)]
+        argv = [
+            sys.executable,
+            "-m",
+            "slime_like.weight_sync.delta.receiver",
+            "--directory",
+            directory,
+            "--host",
+            host,
+            "--port",
+            str(port),
+        ]
         argv += ["--log-level", log_level]
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([PACKAGE_ROOT, *filter(None, [environment.get("PYTHONPATH")])])

@@ -1,11 +1,13 @@
-"""The copy of the weights beside an engine: whole versions as folders of safetensors shards, the next one built beside the last. No torch.
+"""The copy of the weights beside an engine: whole versions as folders of safetensors shards, the next one built beside
+the last. No torch.
 
     <directory>/.lock                      held as long as a receiver uses the folder
     <directory>/.staging/                  the version that is being received; removed when the next one begins
     <directory>/version-00000007-000012/   complete: shards, their index, and manifest.json with every tensor's digest
 
-A shard in which nothing changed is a hard link to the last version's, so files are never written to once they are named.
-A version counts when its folder has its final name. What a crash leaves torn is found at the next start, where every digest is checked.
+A shard in which nothing changed is a hard link to the last version's, so files are never written to once they are
+named. A version counts when its folder has its final name. What a crash leaves torn is found at the next start, where
+every digest is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ import xxhash
 
 from slime_like.errors import WeightSyncError
 from slime_like.weight_sync.delta.codec import SAME, WHOLE, DeltaError, decode, digest
-from slime_like.weight_sync.delta.frame import ITEM_BYTES, Entry, Frame, FramePlace, TensorKey, read_frame, source_digest
+from slime_like.weight_sync.delta.frame import (
+    ITEM_BYTES,
+    Entry,
+    Frame,
+    FramePlace,
+    TensorKey,
+    read_frame,
+    source_digest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +87,10 @@ class Version:
 
 
 class VersionStore:
-    """See the module. Threads may share one; one of them works at a time. Raises WeightSyncError if another process uses the folder."""
+    """See the module. Threads may share one; one of them works at a time.
+
+    Raises WeightSyncError if another process uses the folder.
+    """
 
     def __init__(self, directory: str, *, max_shard_bytes: int):
         self.directory = os.path.abspath(directory)
@@ -106,7 +119,11 @@ class VersionStore:
         with self._lock:
             if self.current is None:
                 return {"version": None, "folder": None, "sources": {}}
-            return {"version": self.current.version, "folder": self.current.folder, "sources": {str(k): v for k, v in self.current.sources.items()}}
+            return {
+                "version": self.current.version,
+                "folder": self.current.folder,
+                "sources": {str(k): v for k, v in self.current.sources.items()},
+            }
 
     def begin(self, version: int) -> None:
         """Get ready for `version`; what an earlier attempt left is removed."""
@@ -118,20 +135,33 @@ class VersionStore:
             self._next, self._shards, self._finished, self._num_sources = version, {}, {}, 0
 
     def apply(self, data: bytes | bytearray) -> None:
-        """Make one shard of the new version from a frame. Raises DeltaError or NotInStepError; then nothing of it is kept."""
+        """Make one shard of the new version from a frame.
+
+        Raises DeltaError or NotInStepError; then nothing of it is kept.
+        """
         frame = read_frame(data)
         place = frame.place
         with self._lock:
             self._check_place(place)
             if place.source >= MAX_SOURCES or place.shard >= MAX_SHARDS:
-                raise DeltaError(f"{_where(place)}: at most {MAX_SOURCES} sources with {MAX_SHARDS} shards each are taken")
+                raise DeltaError(
+                    f"{_where(place)}: at most {MAX_SOURCES} sources with {MAX_SHARDS} shards each are taken"
+                )
             total = sum(entry.key.num_bytes for entry in frame.entries)
             if total > self._max_shard_bytes:
-                raise DeltaError(f"{_where(place)}: {total} bytes of tensors, at most {self._max_shard_bytes} are taken")
-            base = None if place.base is None or self.current is None else self.current.shards.get((place.source, place.shard))
+                raise DeltaError(
+                    f"{_where(place)}: {total} bytes of tensors, at most {self._max_shard_bytes} are taken"
+                )
+            base = (
+                None
+                if place.base is None or self.current is None
+                else self.current.shards.get((place.source, place.shard))
+            )
             name = f"model-{place.source:03d}-{place.shard:05d}.safetensors"
             path = os.path.join(self._staging, name)
-            unchanged = base is not None and all(e.encoding == SAME for e in frame.entries) and self._as_before(frame, base)
+            unchanged = (
+                base is not None and all(e.encoding == SAME for e in frame.entries) and self._as_before(frame, base)
+            )
             try:
                 if unchanged and base is not None and self.current is not None:
                     os.link(os.path.join(self.current.folder, base.file), path + ".new")
@@ -145,7 +175,9 @@ class VersionStore:
                 if os.path.exists(path + ".new"):
                     os.unlink(path + ".new")
                 raise
-            self._shards[place.source, place.shard] = Shard(name, start, tuple((entry.key, entry.after) for entry in frame.entries))
+            self._shards[place.source, place.shard] = Shard(
+                name, start, tuple((entry.key, entry.after) for entry in frame.entries)
+            )
 
     def finish(self, version: int, source: int, *, num_sources: int, num_shards: int, expected: str) -> None:
         """One source has sent all. Raises DeltaError unless what is here is what it sent.
@@ -155,20 +187,39 @@ class VersionStore:
         with self._lock:
             self._check_place(FramePlace(version, None, source, 0))
             if not source < num_sources <= MAX_SOURCES:
-                raise DeltaError(f"source {source} of {num_sources} of version {version}: at most {MAX_SOURCES} are taken, counted from 0")
+                raise DeltaError(
+                    f"source {source} of {num_sources} of version {version}: at most {MAX_SOURCES} are taken, counted"
+                    " from 0"
+                )
             if self._finished and num_sources != self._num_sources:
-                raise DeltaError(f"source {source} of version {version} knows {num_sources} sources, the one before knew {self._num_sources}")
+                raise DeltaError(
+                    f"source {source} of version {version} knows {num_sources} sources, the one before knew"
+                    f" {self._num_sources}"
+                )
             mine = sorted((number, shard.tensors) for (of, number), shard in self._shards.items() if of == source)
             found = source_digest(mine)
-            if len(mine) != num_shards or any(number != place for place, (number, _) in enumerate(mine)) or found != expected:
-                raise DeltaError(f"source {source} of version {version}: {len(mine)} of {num_shards} shards with digest {found}, it must be {expected}")
+            if (
+                len(mine) != num_shards
+                or any(number != place for place, (number, _) in enumerate(mine))
+                or found != expected
+            ):
+                raise DeltaError(
+                    f"source {source} of version {version}: {len(mine)} of {num_shards} shards with digest {found}, it"
+                    f" must be {expected}"
+                )
             self._finished[source], self._num_sources = expected, num_sources
 
     def commit(self, version: int) -> Version:
-        """Make the new version the current one, all at once, and remove older ones. Raises NotInStepError if a source is missing."""
+        """Make the new version the current one, all at once, and remove older ones.
+
+        Raises NotInStepError if a source is missing.
+        """
         with self._lock:
             if self._next != version or len(self._finished) != self._num_sources or not self._finished:
-                raise NotInStepError(f"version {version} is not complete: sources {sorted(self._finished)} of {self._num_sources or 'some'} have sent all")
+                raise NotInStepError(
+                    f"version {version} is not complete: sources {sorted(self._finished)} of"
+                    f" {self._num_sources or 'some'} have sent all"
+                )
             self._write_index()
             sequence = 1 if self.current is None else self.current.sequence + 1
             final = os.path.join(self.directory, f"version-{version:08d}-{sequence:06d}")
@@ -186,7 +237,10 @@ class VersionStore:
             what = "no sync has begun" if self._next is None else f"version {self._next} is being received"
             raise NotInStepError(f"{_where(place)}: {what}")
         if place.base is not None and (self.current is None or self.current.version != place.base):
-            raise NotInStepError(f"{_where(place)} starts from version {place.base}, here is {None if self.current is None else self.current.version}")
+            raise NotInStepError(
+                f"{_where(place)} starts from version {place.base}, here is"
+                f" {None if self.current is None else self.current.version}"
+            )
 
     def _as_before(self, frame: Frame, base: Shard) -> bool:
         return tuple((entry.key, entry.after) for entry in frame.entries) == base.tensors
@@ -194,7 +248,11 @@ class VersionStore:
     def _write(self, path: str, frame: Frame, base: Shard | None) -> int:
         """Write a shard tensor by tensor; where its tensors begin."""
         old_places = {} if base is None else {key: at for key, _, at in base.places()}
-        old_file = None if base is None or self.current is None else np.memmap(os.path.join(self.current.folder, base.file), dtype=np.uint8, mode="r")
+        old_file = (
+            None
+            if base is None or self.current is None
+            else np.memmap(os.path.join(self.current.folder, base.file), dtype=np.uint8, mode="r")
+        )
         header = _safetensors_header([entry.key for entry in frame.entries])
         with open(path, "xb") as file:
             file.write(header)
@@ -202,7 +260,9 @@ class VersionStore:
                 old = None
                 if entry.encoding != WHOLE:
                     if old_file is None or entry.key not in old_places:
-                        raise NotInStepError(f"{_where(frame.place)}, {entry.key.name}: the version before has no such tensor")
+                        raise NotInStepError(
+                            f"{_where(frame.place)}, {entry.key.name}: the version before has no such tensor"
+                        )
                     at = old_places[entry.key]
                     old = old_file[at : at + entry.key.num_bytes]
                 try:
@@ -269,7 +329,9 @@ def _write_tensor(file: BinaryIO, entry: Entry, payload: memoryview, old: np.nda
 
 def _new_chunks(entry: Entry, payload: memoryview, old: np.ndarray | None) -> Iterator[np.ndarray]:
     if entry.encoding != SAME:
-        yield from decode(payload, old, num_bytes=entry.key.num_bytes, itemsize=ITEM_BYTES[entry.key.dtype], encoding=entry.encoding)
+        yield from decode(
+            payload, old, num_bytes=entry.key.num_bytes, itemsize=ITEM_BYTES[entry.key.dtype], encoding=entry.encoding
+        )
         return
     assert old is not None, "only a whole tensor needs no earlier one"
     if len(payload):
@@ -279,7 +341,9 @@ def _new_chunks(entry: Entry, payload: memoryview, old: np.ndarray | None) -> It
 
 
 def _safetensors_header(keys: list[TensorKey]) -> bytes:
-    """The beginning of a safetensors file whose tensors follow in this order (huggingface/safetensors, README "Format")."""
+    """The beginning of a safetensors file whose tensors follow in this order (huggingface/safetensors, README
+    "Format").
+    """
     entries: dict = {"__metadata__": {"format": "pt"}}
     at = 0
     for key in keys:
@@ -318,7 +382,10 @@ def _from_json(folder: str) -> Version:
         (entry["source"], entry["shard"]): Shard(
             os.path.basename(entry["file"]),
             entry["start"],
-            tuple((TensorKey(name, dtype, tuple(shape)), bytes.fromhex(after)) for name, dtype, shape, after in entry["tensors"]),
+            tuple(
+                (TensorKey(name, dtype, tuple(shape)), bytes.fromhex(after))
+                for name, dtype, shape, after in entry["tensors"]
+            ),
         )
         for entry in data["shards"]
     }

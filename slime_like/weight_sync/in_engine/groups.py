@@ -1,10 +1,12 @@
-"""Runs inside the engine: takes a stream of buckets (stream.py) from process groups, in each of which a trainer source is rank 0.
+"""Runs inside the engine: takes a stream of buckets (stream.py) from process groups, in each of which a trainer source
+is rank 0.
 
-For each bucket the source broadcasts a header of three numbers [bytes, where its table begins, what it has room for itself] and then the bytes:
-the tensors, and behind them the table as JSON {"tensors": [[name, dtype, shape, start, stop], …], "digests": [of each layout: [of each rank:
-entries of receipt.py, …], …]}.
-Instead of the bytes END or GAVE_UP is the end; then all ranks tell each other how it went (STATUS_BYTES of JSON, {"digest"} or {"error"}).
-While a bucket is loaded the next one comes in. Nothing is raised and nothing lasts for good: when no end comes, the group's store says OVER.
+For each bucket the source broadcasts a header of three numbers [bytes, where its table begins, what it has room for
+itself] and then the bytes: the tensors, and behind them the table as JSON {"tensors": [[name, dtype, shape, start,
+stop], …], "digests": [of each layout: [of each rank: entries of receipt.py, …], …]}. Instead of the bytes END or
+GAVE_UP is the end; then all ranks tell each other how it went (STATUS_BYTES of JSON, {"digest"} or {"error"}). While a
+bucket is loaded the next one comes in. Nothing is raised and nothing lasts for good: when no end comes, the group's
+store says OVER.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from slime_like.weight_sync.in_engine import shm_slots
 
 #: In the header: the source has sent everything, or cannot.
 END, GAVE_UP = 0, -1
-#: Key in the group's store that says: this group stands still for good (gloo cannot be interrupted). Its value is the reason.
+#: Key in the group's store that says: this group stands still for good (gloo cannot be interrupted). Its value is the
+#: reason.
 OVER = "over"
 #: How often a wait looks for it.
 _LOOK_S = 0.5
@@ -32,7 +35,10 @@ _SLACK_BYTES = 1 << 20
 
 
 def take_groups(loading, told: dict) -> None:
-    """Load from all groups until each has ended. loading: stream.Loading; told: see stream.take. Raises where nobody can be told."""
+    """Load from all groups until each has ended. loading: stream.Loading; told: see stream.take.
+
+    Raises where nobody can be told.
+    """
     from torch.distributed import DistError
 
     device = next(loading.model.parameters()).device
@@ -58,10 +64,17 @@ def take_groups(loading, told: dict) -> None:
                 failure = f"{type(error).__name__}: {error}"
         sources[name].free.put(bucket[0])
         del bucket  # its memory may be given up now
-    telling = [source.tell({"error": failure[: STATUS_BYTES // 2]} if failure else {"digest": loading.digest(name)}) for name, source in sources.items()]
+    telling = [
+        source.tell({"error": failure[: STATUS_BYTES // 2]} if failure else {"digest": loading.digest(name)})
+        for name, source in sources.items()
+    ]
     deadline = time.monotonic() + told["timeout_s"]
     with contextlib.suppress(DistError):  # the trainer has died
-        while any(thread.is_alive() for thread in telling) and time.monotonic() < deadline and not any(source.is_over() for source in sources.values()):
+        while (
+            any(thread.is_alive() for thread in telling)
+            and time.monotonic() < deadline
+            and not any(source.is_over() for source in sources.values())
+        ):
             for thread in telling:
                 thread.join(_LOOK_S)
 
@@ -106,10 +119,12 @@ class _Source:
         for _ in range(2):
             self.free.put(torch.empty(0, dtype=torch.uint8, device=device))
         self._device, self._me = device, me
-        self._group = _resolve_process_group(name)  # torch's own register of groups by name (2.6 to 2.13), as is store_of
+        # torch's own register of groups by name (2.6 to 2.13), as is store_of
+        self._group = _resolve_process_group(name)
         self._store = store_of(self._group)  # which forgets it once the group is destroyed
         if device.type == "cpu":
-            # A thread that waits in gloo cannot be interrupted, not even by destroying the group: it would keep its memory for SGLang's half an hour.
+            # A thread that waits in gloo cannot be interrupted, not even by destroying the group: it would keep its
+            # memory for SGLang's half an hour.
             _set_pg_timeout(datetime.timedelta(seconds=timeout_s), self._group)
         self._broken = self._is_stopped = False
         threading.Thread(target=self._receive, args=(name, arrived), name=f"weights from {name}", daemon=True).start()
@@ -124,7 +139,10 @@ class _Source:
         return self._store.check([OVER])
 
     def tell(self, status: dict) -> threading.Thread:
-        """How it went, to all ranks of the group, which do the same. In a thread: one of them may have died, which must not be our end too."""
+        """How it went, to all ranks of the group, which do the same.
+
+        In a thread: one of them may have died, which must not be our end too.
+        """
         import torch
         import torch.distributed as dist
 
@@ -135,7 +153,9 @@ class _Source:
             if not self._broken:
                 with contextlib.suppress(RuntimeError):
                     self._use_device()
-                    dist.all_gather([torch.empty_like(mine) for _ in range(self._group.size())], mine, group=self._group)
+                    dist.all_gather(
+                        [torch.empty_like(mine) for _ in range(self._group.size())], mine, group=self._group
+                    )
 
         thread = threading.Thread(target=gather, name="weights: how it went", daemon=True)
         thread.start()

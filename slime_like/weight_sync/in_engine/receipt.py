@@ -1,7 +1,9 @@
-"""Runs inside the engine: digests of the weights that it holds, computed where they lie, and left where the engine's own checker reads them.
+"""Runs inside the engine: digests of the weights that it holds, computed where they lie, and left where the engine's
+own checker reads them.
 
-A request is JSON: a list of [parameter, expert or null, dim, first, length, dtype]. The answer is a buffer of the model, 8 bytes an entry, whose
-checksum SGLang's /weights_checker tells: whoever knows what the digests must be knows whether they are, from one number.
+A request is JSON: a list of [parameter, expert or null, dim, first, length, dtype]. The answer is a buffer of the
+model, 8 bytes an entry, whose checksum SGLang's /weights_checker tells: whoever knows what the digests must be knows
+whether they are, from one number.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def _of_entry(held: dict, parameter: str, expert: int | None, dim: int, first: i
 
 
 def digest(tensor) -> bytes:
-    """8 bytes of a tensor's elements: xxh3_64 on the host; on a GPU a weighted sum of its words, because copying them out would cost more."""
+    """8 bytes of a tensor's elements: xxh3_64 on the host.
+
+    On a GPU a weighted sum of its words, because copying them out would cost more.
+    """
     import torch
 
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -70,7 +75,10 @@ def digest(tensor) -> bytes:
 
 
 def weighted_sum(flat) -> bytes:
-    """Sum of the 4-byte words, each times an odd number that depends on its place, modulo 2**64. flat: uint8 [bytes]."""
+    """Sum of the 4-byte words, each times an odd number that depends on its place, modulo 2**64.
+
+    flat: uint8 [bytes].
+    """
     import torch
 
     padding = -flat.numel() % 4

@@ -1,5 +1,5 @@
-"""Runs inside the engine: `--custom-weight-loader slime_like.weight_sync.in_engine.shm_loader.load` takes streams of weights, and tells digests of
-the weights that the engine holds (receipt.py).
+"""Runs inside the engine: `--custom-weight-loader slime_like.weight_sync.in_engine.shm_loader.load` takes streams of
+weights, and tells digests of the weights that the engine holds (receipt.py).
 
 A request carries only what to do, as a uint8 tensor. Imports nothing heavy at the start.
 """
@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def load(model, named_tensors) -> None:
-    """SGLang's interface of a custom loader: [(engine_stream.STREAM_NAME or engine_receipt.RECEIPT_NAME, JSON as uint8)]."""
+    """SGLang's interface of a custom loader: [(engine_stream.STREAM_NAME or engine_receipt.RECEIPT_NAME, JSON as
+    uint8)].
+    """
     ((name, data),) = named_tensors
     request = bytes(data.cpu().numpy())
     if name == engine_stream.STREAM_NAME:
@@ -26,4 +28,6 @@ def load(model, named_tensors) -> None:
         engine_receipt.take(model, request)
     else:
         # An exception would end SGLang's scheduler (0.5.23); the trainer notices that nothing was done.
-        logger.error("this engine's slime_like does not know the trainer's request %s: have both the same version?", name)
+        logger.error(
+            "this engine's slime_like does not know the trainer's request %s: have both the same version?", name
+        )

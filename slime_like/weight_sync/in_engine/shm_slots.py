@@ -1,5 +1,6 @@
-"""A bucket's bytes in a file in shared memory, and how an engine finds the tensors in it. Imports nothing heavy at the start: the engine uses it too.
+"""A bucket's bytes in a file in shared memory, and how an engine finds the tensors in it.
 
+Imports nothing heavy at the start: the engine uses it too.
 The tensors come first, one behind the other; behind them their table as JSON, whose place the request tells.
 """
 
@@ -12,7 +13,8 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 
-#: The folder that the launcher announced; equal to sglang_backend.shared_memory.DIRECTORY_VARIABLE (not imported: this stays light).
+#: The folder that the launcher announced; equal to sglang_backend.shared_memory.DIRECTORY_VARIABLE (not imported: this
+#: stays light).
 DIRECTORY_VARIABLE = "SLIME_LIKE_SHM_DIR"
 
 #: Engine side: path -> (inode, size, mapping). Mapping pages anew for each bucket would cost as much as copying them.
@@ -20,7 +22,10 @@ _mapped: dict[str, tuple[int, int, mmap.mmap]] = {}
 
 
 def tensors(path: str, start: int, stop: int) -> Iterator[tuple]:
-    """(name, tensor) of all in the file: views of shared memory, to be copied before the request is answered. Raises ValueError for a table that lies."""
+    """(name, tensor) of all in the file: views of shared memory, to be copied before the request is answered.
+
+    Raises ValueError for a table that lies.
+    """
     import torch
 
     mapping = _mapping(path)
@@ -31,7 +36,10 @@ def tensors(path: str, start: int, stop: int) -> Iterator[tuple]:
 
 
 def views(memory, table: list, end: int) -> Iterator[tuple]:
-    """(name, tensor) of a table's rows [name, dtype, shape, start, stop]. memory: uint8; the tensors end before `end`. Raises ValueError."""
+    """(name, tensor) of a table's rows [name, dtype, shape, start, stop]. memory: uint8; the tensors end before `end`.
+
+    Raises ValueError.
+    """
     import torch
 
     for name, dtype, shape, first, last in table:
@@ -41,9 +49,14 @@ def views(memory, table: list, end: int) -> Iterator[tuple]:
 
 
 def checked_path(path: str, directory: str | None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
-    """The path, if it is a plain file (or what is_kind says) of ours below `directory`. Raises PermissionError otherwise: whoever has the API key sends it."""
+    """The path, if it is a plain file (or what is_kind says) of ours below `directory`.
+
+    Raises PermissionError otherwise: whoever has the API key sends it.
+    """
     if not directory:
-        raise PermissionError(f"{DIRECTORY_VARIABLE} is not set: this server was not started to load weights from shared memory")
+        raise PermissionError(
+            f"{DIRECTORY_VARIABLE} is not set: this server was not started to load weights from shared memory"
+        )
     real = os.path.realpath(path)
     if os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
         raise PermissionError(f"{path} is outside of {directory}")
@@ -67,7 +80,10 @@ def _mapping(path: str) -> mmap.mmap:
 
 
 class SharedFile:
-    """Trainer side: a file that only we can read, of a size that can change; the memory is really there, so that writing cannot fail."""
+    """Trainer side: a file that only we can read, of a size that can change.
+
+    The memory is really there, so that writing cannot fail.
+    """
 
     def __init__(self, path: str):
         self.path = path

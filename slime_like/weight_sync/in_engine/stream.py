@@ -1,8 +1,9 @@
-"""Runs inside the engine: one request during which weights come in from all trainer sources and are loaded, until every source has ended.
+"""Runs inside the engine: one request during which weights come in from all trainer sources and are loaded, until every
+source has ended.
 
-Each source has a channel of its own: a socket beside the shared memory through which it tells where in which file a bucket lies (this file),
-or a process group over which the bucket comes (groups.py). A bucket may come with a list of what to digest once it is loaded
-(receipt.py); at its end the source hears one digest of all of these.
+Each source has a channel of its own: a socket beside the shared memory through which it tells where in which file a
+bucket lies (this file), or a process group over which the bucket comes (groups.py). A bucket may come with a list of
+what to digest once it is loaded (receipt.py); at its end the source hears one digest of all of these.
 
 Nothing is raised: an exception in a custom loader ends SGLang's scheduler (0.5.23). The sources are told instead.
 """
@@ -31,8 +32,9 @@ _MOST = 1 << 26
 
 
 def take(model, request: bytes, directory: str | None) -> None:
-    """Load everything. request: JSON {"kind": "socket" or "group", "channels": [path of the socket or name of the group, …], "engine": its
-    index, "rank", "layout": which of the lists of digests is for this engine (groups), "timeout_s": the longest wait for a bucket}.
+    """Load everything. request: JSON {"kind": "socket" or "group", "channels": [path of the socket or name of the
+    group, …], "engine": its index, "rank", "layout": which of the lists of digests is for this engine (groups),
+    "timeout_s": the longest wait for a bucket}.
     """
     told = json.loads(request)
     loading = Loading(model)
@@ -79,7 +81,11 @@ def _take_sockets(loading: Loading, told: dict, directory: str | None) -> None:
     with contextlib.ExitStack() as stack:
         try:
             for path in told["channels"]:
-                lines.append(stack.enter_context(_Line(shm_slots.checked_path(path, directory, stat.S_ISSOCK), told["timeout_s"])))
+                lines.append(
+                    stack.enter_context(
+                        _Line(shm_slots.checked_path(path, directory, stat.S_ISSOCK), told["timeout_s"])
+                    )
+                )
                 lines[-1].say({"engine": told["engine"], "rank": told["rank"]})
             selector = stack.enter_context(selectors.DefaultSelector())
             for line in lines:

@@ -1,6 +1,8 @@
-"""Where an SGLang engine keeps the rows of each HF tensor: fused parameters, and the share of each tensor parallel rank. No torch.
+"""Where an SGLang engine keeps the rows of each HF tensor: fused parameters, and the share of each tensor parallel
+rank. No torch.
 
-Written from SGLang's model files (0.5.23: layers/linear.py, vocab_parallel_embedding.py, moe/fused_moe_triton), not from our own export
+Written from SGLang's model files (0.5.23: layers/linear.py, vocab_parallel_embedding.py, moe/fused_moe_triton), not
+from our own export
 tables: what a receipt compares must not repeat the mistake that it looks for.
 """
 
@@ -14,7 +16,8 @@ from slime_like.config.model import ModelConfig
 
 #: SGLang pads the vocabulary to a multiple of this before it is cut.
 _VOCAB_PADDING = 64
-#: Without CUDA each rank's share of an MLP is rounded up to a multiple of this (configs/update_config.py, DEFAULT_MOE_PADDING_SIZE).
+#: Without CUDA each rank's share of an MLP is rounded up to a multiple of this (configs/update_config.py,
+#: DEFAULT_MOE_PADDING_SIZE).
 _CPU_MLP_PADDING = 32
 
 _QKV = re.compile(r"(.+\.self_attn)\.([qkv])_proj\.(weight|bias)$")
@@ -46,7 +49,10 @@ class Cut:
 
     @staticmethod
     def of(model: ModelConfig, rank: int, size: int, *, on_cpu: bool, may_fuse_shared: bool = False) -> Cut:
-        """For a resolved model. on_cpu: the engine's device. may_fuse_shared: it was not told to keep shared experts apart (it fuses a single one only)."""
+        """For a resolved model. on_cpu: the engine's device.
+
+        may_fuse_shared: it was not told to keep shared experts apart (it fuses a single one only).
+        """
         return Cut(
             rank=rank,
             size=size,
@@ -60,7 +66,10 @@ class Cut:
         )
 
     def heads(self, part: str) -> tuple[int, int]:
-        """First and last (exclusive) row of this rank's q, k or v. Where ranks outnumber key/value heads, several hold the same one."""
+        """First and last (exclusive) row of this rank's q, k or v.
+
+        Where ranks outnumber key/value heads, several hold the same one.
+        """
         total = self.num_heads if part == "q" else self.num_kv_heads
         count = max(1, total // self.size)
         first = self.rank * count if total >= self.size else self.rank * total // self.size
@@ -81,7 +90,9 @@ class Cut:
         return total // self.size
 
     def of_share(self, total: int, share: int) -> tuple[int, int]:
-        """First and last (exclusive) of this rank's `share`, padding left out: the last ranks may have fewer, even none."""
+        """First and last (exclusive) of this rank's `share`, padding left out: the last ranks may have fewer, even
+        none.
+        """
         return min(total, self.rank * share), min(total, (self.rank + 1) * share)
 
     def vocabulary(self, rows: int) -> tuple[int, int]:
@@ -93,8 +104,8 @@ class Cut:
 class Piece:
     """Part of one HF tensor and where one rank of the engine holds it.
 
-    `tensor[start:stop]` (or `tensor[:, start:stop]` with dim 1) is `parameter[first:first + stop - start]`, where dim 0 of the
-    parameter is what is counted unless dim is 1; with an expert, of `parameter[expert]`.
+    `tensor[start:stop]` (or `tensor[:, start:stop]` with dim 1) is `parameter[first:first + stop - start]`, where dim 0
+    of the parameter is what is counted unless dim is 1; with an expert, of `parameter[expert]`.
     """
 
     name: str
@@ -107,7 +118,10 @@ class Piece:
 
 
 def pieces(name: str, shape: Sequence[int], cut: Cut) -> list[Piece]:
-    """What this rank holds of the HF tensor `name`; an empty list if it is not known where the engine keeps it, as of another shape than the model's."""
+    """What this rank holds of the HF tensor `name`.
+
+    An empty list if it is not known where the engine keeps it, as of another shape than the model's.
+    """
     if len(shape) != (1 if _VECTOR.search(name) else 2):
         return []
     if cut.fuses_shared and _SHARED_EXPERTS in name:
@@ -122,15 +136,24 @@ def pieces(name: str, shape: Sequence[int], cut: Cut) -> list[Piece]:
         share = cut.mlp_share(shape[0])
         start, stop = cut.of_share(shape[0], share)
         first = 0 if match[2] == "gate" else share
-        return [Piece(name=name, parameter=f"{match[1]}.gate_up_proj.{match[3]}", dim=0, start=start, stop=stop, first=first)]
+        return [
+            Piece(
+                name=name, parameter=f"{match[1]}.gate_up_proj.{match[3]}", dim=0, start=start, stop=stop, first=first
+            )
+        ]
     if _FUSED_GATE_UP.match(name):
         half = shape[0] // 2
         share = cut.mlp_share(half)
         start, stop = cut.of_share(half, share)
         both = ((0, 0), (half, share))
-        return [Piece(name=name, parameter=name, dim=0, start=offset + start, stop=offset + stop, first=first) for offset, first in both]
+        return [
+            Piece(name=name, parameter=name, dim=0, start=offset + start, stop=offset + stop, first=first)
+            for offset, first in both
+        ]
     if _COLUMNS.search(name):
-        start, stop = cut.of_share(shape[1], cut.mlp_share(shape[1])) if name.endswith("down_proj.weight") else cut.even(shape[1])
+        start, stop = (
+            cut.of_share(shape[1], cut.mlp_share(shape[1])) if name.endswith("down_proj.weight") else cut.even(shape[1])
+        )
         return [Piece(name=name, parameter=name, dim=1, start=start, stop=stop, first=0)]
     if _VOCABULARY.match(name):
         start, stop = cut.vocabulary(shape[0])
@@ -146,18 +169,31 @@ def _of_expert(name: str, shape: Sequence[int], cut: Cut, match: re.Match) -> Pi
     share = cut.mlp_share(total)
     start, stop = cut.of_share(total, share)
     if matrix == "down":
-        return Piece(name=name, parameter=f"{match[1]}.w2_weight", dim=1, start=start, stop=stop, first=0, expert=expert)
+        return Piece(
+            name=name, parameter=f"{match[1]}.w2_weight", dim=1, start=start, stop=stop, first=0, expert=expert
+        )
     first = 0 if matrix == "gate" else share
-    return Piece(name=name, parameter=f"{match[1]}.w13_weight", dim=0, start=start, stop=stop, first=first, expert=expert)
+    return Piece(
+        name=name, parameter=f"{match[1]}.w13_weight", dim=0, start=start, stop=stop, first=first, expert=expert
+    )
 
 
 def _of_latent(name: str, shape: Sequence[int], cut: Cut, match: re.Match) -> Piece:
-    """SGLang also keeps products of kv_b_proj beside it (w_kc, w_vc), made when it is loaded: of those only the probe tells."""
+    """SGLang also keeps products of kv_b_proj beside it (w_kc, w_vc), made when it is loaded: of those only the probe
+    tells.
+    """
     part = match[2]
     fused = cut.latent_queries > 0 and part in ("q_a_proj", "kv_a_proj_with_mqa")
     start, stop = (0, shape[0]) if "_a_" in part else cut.even(shape[0])
     first = cut.latent_queries if fused and part != "q_a_proj" else 0
-    return Piece(name=name, parameter=f"{match[1]}.fused_qkv_a_proj_with_mqa.weight" if fused else name, dim=0, start=start, stop=stop, first=first)
+    return Piece(
+        name=name,
+        parameter=f"{match[1]}.fused_qkv_a_proj_with_mqa.weight" if fused else name,
+        dim=0,
+        start=start,
+        stop=stop,
+        first=first,
+    )
 
 
 def _of_qkv(name: str, cut: Cut, match: re.Match) -> Piece:
@@ -165,6 +201,8 @@ def _of_qkv(name: str, cut: Cut, match: re.Match) -> Piece:
     for part in "qkv":
         start, stop = cut.heads(part)
         if part == match[2]:
-            return Piece(name=name, parameter=f"{match[1]}.qkv_proj.{match[3]}", dim=0, start=start, stop=stop, first=first)
+            return Piece(
+                name=name, parameter=f"{match[1]}.qkv_proj.{match[3]}", dim=0, start=start, stop=stop, first=first
+            )
         first += stop - start
     raise AssertionError(match[2])

@@ -1,6 +1,7 @@
 """The second proof of a weight sync: fixed prompts' log-probs from every engine against the trainer's own forward pass.
 
-Digests prove that the engine holds what was sent; this proves that what was sent means to the engine what it means to the trainer.
+Digests prove that the engine holds what was sent; this proves that what was sent means to the engine what it means to
+the trainer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _TOLERANCE_FP32, _TOLERANCE_BF16 = 1e-3, 0.1
 
 def probe_samples(config: RunConfig) -> list[TrainSample]:
     """The same random token ids at every sync, in the form that the trainer scores."""
-    context = config.rollout.rollout_max_context_len or config.model.max_position_embeddings or _MAX_TOKENS + _RESERVED_TOKENS
+    context = (
+        config.rollout.rollout_max_context_len or config.model.max_position_embeddings or _MAX_TOKENS + _RESERVED_TOKENS
+    )
     length = max(2, min(_MAX_TOKENS, context - _RESERVED_TOKENS))
     generator = np.random.default_rng(_SEED)
     routed = None
@@ -49,30 +52,44 @@ def probe_samples(config: RunConfig) -> list[TrainSample]:
     ]
 
 
-def compare_probe(config: RunConfig, clients: list[EngineClient], samples: list[TrainSample], trainer: list[np.ndarray], *, version: int, bf16: bool) -> float:
+def compare_probe(
+    config: RunConfig,
+    clients: list[EngineClient],
+    samples: list[TrainSample],
+    trainer: list[np.ndarray],
+    *,
+    version: int,
+    bf16: bool,
+) -> float:
     """Largest mean |log-prob difference| of a prompt between any engine and the trainer.
 
-    trainer: [T] each, at temperature 1, entry 0 without meaning. bf16: whether it trains in it. Raises WeightSyncError naming the engine
-    where it is above the tolerance, all of them.
+    trainer: [T] each, at temperature 1, entry 0 without meaning. bf16: whether it trains in it. Raises WeightSyncError
+    naming the engine where it is above the tolerance, all of them.
     """
     timeout_s = config.sync.update_weight_timeout_s
     tasks = {
-        f"engine {client.endpoint.index} at {client.url}": functools.partial(client.prompt_log_probs, [sample.tokens.tolist() for sample in samples], timeout_s)
+        f"engine {client.endpoint.index} at {client.url}": functools.partial(
+            client.prompt_log_probs, [sample.tokens.tolist() for sample in samples], timeout_s
+        )
         for client in clients
     }
     answers = run_together(tasks, timeout_s=timeout_s, who="driver", phase=f"probe weight version {version}")
-    rounds = bf16 or config.sync.custom_weight_transform_path  # a transform is there to send something coarser than the trainer has
+    # a transform is there to send something coarser than the trainer has
+    rounds = bf16 or config.sync.custom_weight_transform_path
     tolerance = config.sync.verify_weight_sync_tolerance or (_TOLERANCE_BF16 if rounds else _TOLERANCE_FP32)
     largest, wrong = 0.0, []
     for engine in tasks:
-        differences = [float(np.abs(np.asarray(theirs) - ours[1:]).mean()) for theirs, ours in zip(answers[engine], trainer, strict=True)]
+        differences = [
+            float(np.abs(np.asarray(theirs) - ours[1:]).mean())
+            for theirs, ours in zip(answers[engine], trainer, strict=True)
+        ]
         if not all(difference <= tolerance for difference in differences):  # also where one is nan
             wrong.append(f"{engine}: {', '.join(f'{difference:.3g}' for difference in differences)}")
         largest = max(largest, *differences)
     if wrong:
         raise WeightSyncError(
-            f"{len(wrong)} of {len(tasks)} engines do not compute with the trainer's weights (version {version}): over fixed prompts their log-probs differ, "
-            f"on average by ({'; '.join(wrong)}); allowed is {tolerance:.3g}. No sample was generated. "
-            "Fix: if only rounding differs, --verify-weight-sync-tolerance."
+            f"{len(wrong)} of {len(tasks)} engines do not compute with the trainer's weights (version {version}): over"
+            f" fixed prompts their log-probs differ, on average by ({'; '.join(wrong)}); allowed is {tolerance:.3g}. No"
+            " sample was generated. Fix: if only rounding differs, --verify-weight-sync-tolerance."
         )
     return largest

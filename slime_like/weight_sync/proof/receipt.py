@@ -1,13 +1,16 @@
-"""Proof that an engine holds exactly the weights that were sent: its own digests of them, in its own layout, against ours.
+"""Proof that an engine holds exactly the weights that were sent: its own digests of them, in its own layout, against
+ours.
 
 How one source uses it:
     receipt = Receipt(model, [client, ...])
     publisher.send(receipt.watching(tensors), version, receipt)
     receipt.verify(timeout_s)        # once the engines have loaded everything, inside the update session
 
-A transport that streams (in_engine/stream.py) lets the engines digest each bucket when they have loaded it: if these agree, verify() asks nothing.
+A transport that streams (in_engine/stream.py) lets the engines digest each bucket when they have loaded it: if these
+agree, verify() asks nothing.
 
-What a source was to send but did not is not seen here: the names of all sources are compared with the model's by whoever gathers them.
+What a source was to send but did not is not seen here: the names of all sources are compared with the model's by
+whoever gathers them.
 """
 
 from __future__ import annotations
@@ -59,7 +62,14 @@ class Held:
 
     def entry(self) -> list:
         """As in_engine.receipt.take reads it."""
-        return [self.piece.parameter, self.piece.expert, self.piece.dim, self.piece.first, self.piece.stop - self.piece.start, self.dtype]
+        return [
+            self.piece.parameter,
+            self.piece.expert,
+            self.piece.dim,
+            self.piece.first,
+            self.piece.stop - self.piece.start,
+            self.dtype,
+        ]
 
 
 class _Asked:
@@ -78,7 +88,9 @@ class _Asked:
 
 
 class Receipt:
-    """Digests of one source's tensors as they are sent, for every layout among the engines, and the comparison with the engines' own."""
+    """Digests of one source's tensors as they are sent, for every layout among the engines, and the comparison with the
+    engines' own.
+    """
 
     def __init__(self, model: ModelConfig, clients: Sequence[EngineClient], who: str):
         self._who = who
@@ -87,11 +99,16 @@ class Receipt:
         for client in clients:
             found = layout_of(client)
             if isinstance(found, str):
-                logger.warning("engine %d at %s: weight digests are not compared: %s", client.endpoint.index, client.url, found)
+                logger.warning(
+                    "engine %d at %s: weight digests are not compared: %s", client.endpoint.index, client.url, found
+                )
                 self.not_compared[client.endpoint.index] = found
             else:
                 self._layouts[client] = found
-        self._cuts = {layout: [layout.cut(model, rank) for rank in range(layout.tp_size)] for layout in set(self._layouts.values())}
+        self._cuts = {
+            layout: [layout.cut(model, rank) for rank in range(layout.tp_size)]
+            for layout in set(self._layouts.values())
+        }
         self._held: dict[EngineLayout, list[list[Held]]] = {}
         self._of_name: dict[str, list[list[list[Held]]]] = {}  # what `entries` gives for a tensor
         self._asked: dict[EngineLayout, list[_Asked]] = {}
@@ -117,7 +134,10 @@ class Receipt:
         return None if found is None else list(self._cuts).index(found)
 
     def entries(self, names: Iterable[str]) -> list[list[list[list]]]:
-        """Of each layout, of each of its ranks: what to digest once these tensors are loaded. What is asked here must be asked of the engines."""
+        """Of each layout, of each of its ranks: what to digest once these tensors are loaded.
+
+        What is asked here must be asked of the engines.
+        """
         found: list[list[list[list]]] = [[[] for _ in cuts] for cuts in self._cuts.values()]
         for name in names:
             for layout, asked, of_layout in zip(self._of_name.get(name, ()), self._asked.values(), found, strict=False):
@@ -135,12 +155,20 @@ class Receipt:
     def verify(self, timeout_s: float) -> int:
         """Ask all engines at once; the number of engines whose digests agree.
 
-        Raises WeightSyncError naming every engine that differs, its rank and its first tensor that does; EngineError or WaitTimeout.
+        Raises WeightSyncError naming every engine that differs, its rank and its first tensor that does; EngineError or
+        WaitTimeout.
         """
         if self.unknown and not self._told:
             self._told = True
-            logger.warning("%d tensors are not compared: it is not known where an engine keeps them, as %s", len(self.unknown), self.unknown[0])
-        tasks = {f"engine {client.endpoint.index} at {client.url}": functools.partial(self._difference, client, timeout_s) for client in self._layouts}
+            logger.warning(
+                "%d tensors are not compared: it is not known where an engine keeps them, as %s",
+                len(self.unknown),
+                self.unknown[0],
+            )
+        tasks = {
+            f"engine {client.endpoint.index} at {client.url}": functools.partial(self._difference, client, timeout_s)
+            for client in self._layouts
+        }
         found = run_together(tasks, timeout_s=timeout_s, who=self._who, phase="verify weights")
         different = [found[engine] for engine in tasks if found[engine]]
         if different:
@@ -194,9 +222,10 @@ class Receipt:
             low, high = (low, middle) if rank in _wrong_ranks(client, asked, timeout_s) else (middle, high)
         piece = ranks[rank][low].piece
         return (
-            f"engine {client.endpoint.index} at {client.url}, rank {rank}: {piece.name} is not what was sent (in the engine {piece.parameter}"
-            f"{'' if piece.expert is None else f', expert {piece.expert}'}, {'columns' if piece.dim else 'rows'} {piece.first} to "
-            f"{piece.first + piece.stop - piece.start}); {len(wrong)} of {len(ranks)} ranks differ"
+            f"engine {client.endpoint.index} at {client.url}, rank {rank}: {piece.name} is not what was sent (in the"
+            f" engine {piece.parameter}{'' if piece.expert is None else f', expert {piece.expert}'},"
+            f" {'columns' if piece.dim else 'rows'} {piece.first} to {piece.first + piece.stop - piece.start});"
+            f" {len(wrong)} of {len(ranks)} ranks differ"
         )
 
 
@@ -212,21 +241,36 @@ def layout_of(client: EngineClient) -> EngineLayout | str:
         if info.get(name) not in (only, None):
             return f"its layout with {name} {info[name]} is not known here"
     on_cpu = str(info.get("device") or "").startswith("cpu")
-    return EngineLayout(tp_size=client.endpoint.tp_size, on_cpu=on_cpu, may_fuse_shared=not (on_cpu or info.get("disable_shared_experts_fusion")))
+    return EngineLayout(
+        tp_size=client.endpoint.tp_size,
+        on_cpu=on_cpu,
+        may_fuse_shared=not (on_cpu or info.get("disable_shared_experts_fusion")),
+    )
 
 
 def never_sent(receipt: Receipt, sent: Mapping[EngineLayout, set[str]], timeout_s: float) -> None:
-    """Raise WeightSyncError if an engine has a parameter of which no source sent anything. Makes the engine hash all it holds."""
+    """Raise WeightSyncError if an engine has a parameter of which no source sent anything.
+
+    Makes the engine hash all it holds.
+    """
     for client, layout in receipt.engines():
         left = sorted(set(client.parameter_names(timeout_s)) - sent[layout] - {BUFFER})
         if left:
-            raise WeightSyncError(f"engine {client.endpoint.index} at {client.url} has {left[0]}, which was never sent ({len(left)} in all)")
+            raise WeightSyncError(
+                f"engine {client.endpoint.index} at {client.url} has {left[0]}, which was never sent ({len(left)} in"
+                " all)"
+            )
 
 
 def loader_request(name: str, by_rank: Sequence[bytes]) -> list[str]:
-    """Bytes for our loader inside each rank, in the form of SGLang's update_weights_from_tensor: a pickled list of named tensors, base64."""
+    """Bytes for our loader inside each rank, in the form of SGLang's update_weights_from_tensor: a pickled list of
+    named tensors, base64.
+    """
     # bytearray: torch warns about memory that it must not write to.
-    return [base64.b64encode(pickle.dumps([(name, torch.frombuffer(bytearray(data), dtype=torch.uint8).clone())])).decode() for data in by_rank]
+    return [
+        base64.b64encode(pickle.dumps([(name, torch.frombuffer(bytearray(data), dtype=torch.uint8).clone())])).decode()
+        for data in by_rank
+    ]
 
 
 def _digest(tensor: torch.Tensor, on_cpu: bool) -> bytes:
@@ -236,13 +280,25 @@ def _digest(tensor: torch.Tensor, on_cpu: bool) -> bytes:
 
 
 def _wrong_ranks(client: EngineClient, ranks: Sequence[Sequence[Held]], timeout_s: float) -> list[int]:
-    """Ranks of which the digests of these entries are not what they must be. An empty list of entries is not asked about."""
+    """Ranks of which the digests of these entries are not what they must be.
+
+    An empty list of entries is not asked about.
+    """
     requests = [json.dumps([held.entry() for held in entries]).encode() for entries in ranks]
-    client.update_weights_from_tensor(loader_request(RECEIPT_NAME, requests), load_format=WEIGHT_LOADER, timeout_s=timeout_s)
+    client.update_weights_from_tensor(
+        loader_request(RECEIPT_NAME, requests), load_format=WEIGHT_LOADER, timeout_s=timeout_s
+    )
     found = client.buffer_checksums(BUFFER, timeout_s)
     if sorted(found) != list(range(len(ranks))):
-        raise EngineError(f"engine {client.endpoint.index} at {client.url}: digests of ranks {sorted(found)} instead of 0 to {len(ranks) - 1}")
-    return [rank for rank, entries in enumerate(ranks) if entries and found[rank] != _checksum(b"".join(held.digest for held in entries))]
+        raise EngineError(
+            f"engine {client.endpoint.index} at {client.url}: digests of ranks {sorted(found)} instead of 0 to"
+            f" {len(ranks) - 1}"
+        )
+    return [
+        rank
+        for rank, entries in enumerate(ranks)
+        if entries and found[rank] != _checksum(b"".join(held.digest for held in entries))
+    ]
 
 
 def _checksum(answer: bytes) -> str:

@@ -1,7 +1,9 @@
-"""Weights over a process group of this source (rank 0) and all ranks of all engines: NCCL between GPUs, gloo without CUDA.
+"""Weights over a process group of this source (rank 0) and all ranks of all engines: NCCL between GPUs, gloo without
+CUDA.
 
-Each bucket travels as one flat uint8 tensor, while the next one is gathered. Engines with our loader take in a stream from all pipeline stages
-at once, in one request (in_engine/groups.py). Others get a request for every bucket, with the names, types and shapes in it, and stages take turns (sources).
+Each bucket travels as one flat uint8 tensor, while the next one is gathered. Engines with our loader take in a stream
+from all pipeline stages at once, in one request (in_engine/groups.py). Others get a request for every bucket, with the
+names, types and shapes in it, and stages take turns (sources).
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class BroadcastPublisher:
         return f"trainer source {self._options.source_index}"
 
     def connect(self) -> None:
-        """Join the group together with every engine. Raises EngineError as soon as one engine refuses, WaitTimeout naming the late ones."""
+        """Join the group together with every engine.
+
+        Raises EngineError as soon as one engine refuses, WaitTimeout naming the late ones.
+        """
         if self._group is not None:
             return
         options = self._options
@@ -78,7 +83,9 @@ class BroadcastPublisher:
         tasks["itself"] = lambda: _join_group(backend, listener, world_size, self._group_name, options.timeout_s)
         with listener, _gloo_interface(options.interface or interface_of(options.address)):
             self._streams = all(takes_streams(client) for client in self._clients)
-            self._group = run_together(tasks, timeout_s=options.timeout_s, who=self._who, phase="connect for weight sync")["itself"]
+            self._group = run_together(
+                tasks, timeout_s=options.timeout_s, who=self._who, phase="connect for weight sync"
+            )["itself"]
 
     def begin(self, version: int) -> None:
         """Nothing to do."""
@@ -93,8 +100,8 @@ class BroadcastPublisher:
                 self._options.sources.new_round()
             return send_in_slots(tensors, self._slots, self._sending(self._broadcast_in_turn, version))
         except BaseException:
-            # The group may be in the middle of a broadcast for good: let go of it, so that the next use makes a new one.
-            # It is not destroyed, because our own thread may still be waiting in it.
+            # The group may be in the middle of a broadcast for good: let go of it, so that the next use makes a new
+            # one. It is not destroyed, because our own thread may still be waiting in it.
             self._tell_engines_to_leave()
             self._group = None
             raise
@@ -157,17 +164,29 @@ class BroadcastPublisher:
             "timeout_s": self._options.timeout_s,
         }
         tasks: dict[str, Callable] = {
-            engine_name(client): (lambda client=client: client.update_weights_from_distributed(**request)) for client in self._clients
+            engine_name(client): (lambda client=client: client.update_weights_from_distributed(**request))
+            for client in self._clients
         }
-        # The tensor is sent in a thread too: should an engine refuse the request, waiting for it to receive would last until the deadline.
+        # The tensor is sent in a thread too: should an engine refuse the request, waiting for it to receive would last
+        # until the deadline.
         tasks["itself"] = functools.partial(_send_flat, slot.filled(), self._group)
         run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
 
 
 class GroupStream(Stream):
-    """Buckets over the process group, in whose other ranks engines receive and load until the end (in_engine/groups.py)."""
+    """Buckets over the process group, in whose other ranks engines receive and load until the end
+    (in_engine/groups.py).
+    """
 
-    def __init__(self, options: PublisherOptions, clients: Sequence[EngineClient], proof: Proof | None, group: dist.ProcessGroup, name: str, device: str):
+    def __init__(
+        self,
+        options: PublisherOptions,
+        clients: Sequence[EngineClient],
+        proof: Proof | None,
+        group: dist.ProcessGroup,
+        name: str,
+        device: str,
+    ):
         super().__init__(options, clients, proof)
         self._group, self._name, self._device = group, name, device
         self._everyone = ", ".join(engine_name(client) for client in clients)
@@ -218,7 +237,9 @@ class GroupStream(Stream):
         for (engine, rank), answer in told.items():
             if "error" in answer:
                 self.check()  # it may be another source's failure that the engine complains about
-                raise WeightSyncError(f"engine {engine}, rank {rank}: {answer['error']}. It may hold half of the weights.")
+                raise WeightSyncError(
+                    f"engine {engine}, rank {rank}: {answer['error']}. It may hold half of the weights."
+                )
             if self.proof is not None:
                 self.proof.heard(engine, rank, answer["digest"])
 
@@ -232,7 +253,10 @@ class GroupStream(Stream):
 
         self._together(send, "end weight sync", timeout_s, self._watch if how == END else self.check_engines)
         self._all_told = True
-        return {reader: json.loads(bytes(status.cpu().numpy())) for reader, status in zip(self._readers, told[1:], strict=True)}
+        return {
+            reader: json.loads(bytes(status.cpu().numpy()))
+            for reader, status in zip(self._readers, told[1:], strict=True)
+        }
 
     def _broadcast_header(self, size: int, start: int, room: int) -> None:
         _send_flat(torch.tensor([size, start, room], dtype=torch.int64, device=self._device), self._group)
@@ -254,7 +278,10 @@ class GroupStream(Stream):
         self.check()
 
     def _lost(self, reason: str) -> NoReturn:
-        """Raise what an engine's answer or another source says, which comes a little later and knows more; otherwise this."""
+        """Raise what an engine's answer or another source says, which comes a little later and knows more.
+
+        Otherwise this.
+        """
         ends = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < ends and not (self._requests is not None and self._requests.is_done):
             if self.options.sources is not None:
@@ -273,17 +300,28 @@ def _send_flat(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         torch.cuda.synchronize(flat.device)
 
 
-def _join_group(backend: str, listener: socket.socket, world_size: int, group_name: str, timeout_s: float) -> dist.ProcessGroup:
-    """Make the group as rank 0, whom others meet at `listener`, next to the trainer's own groups (init_process_group would make the default one).
+def _join_group(
+    backend: str, listener: socket.socket, world_size: int, group_name: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Make the group as rank 0, whom others meet at `listener`, next to the trainer's own groups (init_process_group
+    would make the default one).
 
-    The engines do the same in sglang.srt.utils.common.init_custom_process_group (0.5.23), whose store prefix has to be matched.
+    The engines do the same in sglang.srt.utils.common.init_custom_process_group (0.5.23), whose store prefix has to be
+    matched.
     """
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
     timeout = datetime.timedelta(seconds=timeout_s)
     store = serve_store(listener, timeout_s=timeout_s, world_size=world_size)
     group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name, backend_options=None, timeout=timeout
+        world_size,
+        0,
+        [],
+        Backend(backend),
+        PrefixStore(group_name, store),
+        group_name=group_name,
+        backend_options=None,
+        timeout=timeout,
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group

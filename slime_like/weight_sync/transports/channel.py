@@ -1,4 +1,5 @@
-"""The trainer's side of in_engine/stream.py: the one request to every engine that lasts as long as the weights come in, and the sockets beside it.
+"""The trainer's side of in_engine/stream.py: the one request to every engine that lasts as long as the weights come in,
+and the sockets beside it.
 
 How a publisher uses it:
     with SocketStream(options, clients, proof, path) as stream:       # or broadcast.GroupStream
@@ -31,7 +32,8 @@ from slime_like.weight_sync.together import run_together
 _LOOK_S = 0.5
 #: How long one that has connected may take to say who it is.
 _HELLO_S = 10.0
-#: After an engine let go of us: how long the answer to its request, which says more, may take. SGLang's server outlives its scheduler by five seconds.
+#: After an engine let go of us: how long the answer to its request, which says more, may take. SGLang's server outlives
+#: its scheduler by five seconds.
 LAST_WORDS_S = 8.0
 
 #: One rank of one engine: (engine's index, rank).
@@ -51,13 +53,22 @@ def takes_streams(client: EngineClient) -> bool:
 class EngineRequests:
     """One request to every engine, sent at once, in threads. Only the first source makes them, for all sources."""
 
-    def __init__(self, clients: Sequence[EngineClient], told: Callable[[EngineClient, int], dict], timeout_s: float, who: str, phase: str):
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        told: Callable[[EngineClient, int], dict],
+        timeout_s: float,
+        who: str,
+        phase: str,
+    ):
         """told(client, rank): what that rank is told, see in_engine.stream.take."""
         self._failure: BaseException | None = None
         self._done = threading.Event()
         self._who, self._whom, self._phase = who, ", ".join(engine_name(client) for client in clients), phase
         tasks = {engine_name(client): functools.partial(_ask, client, told, timeout_s) for client in clients}
-        threading.Thread(target=self._run, args=(tasks, timeout_s, who, phase), name=f"{who}: {phase}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(tasks, timeout_s, who, phase), name=f"{who}: {phase}", daemon=True
+        ).start()
 
     def _run(self, tasks: Mapping[str, Callable], timeout_s: float, who: str, phase: str) -> None:
         try:
@@ -79,18 +90,27 @@ class EngineRequests:
     def wait(self, seconds: float) -> None:
         """Until every engine has answered. Raises as check(), and WaitTimeout."""
         if not self._done.wait(seconds):
-            raise WaitTimeout(who=self._who, whom=self._whom, phase=self._phase, seconds=seconds, last="every bucket was loaded")
+            raise WaitTimeout(
+                who=self._who, whom=self._whom, phase=self._phase, seconds=seconds, last="every bucket was loaded"
+            )
         self.check()
 
 
 def _ask(client: EngineClient, told: Callable[[EngineClient, int], dict], timeout_s: float) -> None:
-    by_rank = [json.dumps(told(client, rank) | {"timeout_s": timeout_s}).encode() for rank in range(client.endpoint.tp_size)]
+    by_rank = [
+        json.dumps(told(client, rank) | {"timeout_s": timeout_s}).encode() for rank in range(client.endpoint.tp_size)
+    ]
     # Longer than a bucket may take, so that a wait for a bucket, which names the rank, ends first.
-    client.update_weights_from_tensor(loader_request(STREAM_NAME, by_rank), load_format=WEIGHT_LOADER, timeout_s=2 * timeout_s)
+    client.update_weights_from_tensor(
+        loader_request(STREAM_NAME, by_rank), load_format=WEIGHT_LOADER, timeout_s=2 * timeout_s
+    )
 
 
 class Stream:
-    """One source's part of one sync: of the first source also the requests; knows when one of them or another source fails."""
+    """One source's part of one sync: of the first source also the requests.
+
+    Knows when one of them or another source fails.
+    """
 
     def __init__(self, options: PublisherOptions, clients: Sequence[EngineClient], proof: Proof | None):
         self.options, self.proof = options, proof
@@ -107,7 +127,9 @@ class Stream:
             options.sources.new_round()
             options.sources.announce(options.source_index, channel)
         elif options.num_sources > 1:
-            raise WeightSyncError(f"{self.who} of {options.num_sources} does not know the others (PublisherOptions.sources)")
+            raise WeightSyncError(
+                f"{self.who} of {options.num_sources} does not know the others (PublisherOptions.sources)"
+            )
         if options.source_index:
             return
         if options.sources is not None:
@@ -132,7 +154,10 @@ class Stream:
         self._requests.check()
         if self._requests.is_done and not self.has_ended:
             names = ", ".join(engine_name(client) for client in self._clients)
-            raise EngineError(f"{self.who}: {names} stopped taking in weights before all were sent. The end of the engine's log says why.")
+            raise EngineError(
+                f"{self.who}: {names} stopped taking in weights before all were sent. The end of the engine's log says"
+                " why."
+            )
 
     def finish(self) -> None:
         """Wait until the engines have answered."""
@@ -146,14 +171,20 @@ class Stream:
 
 
 class SocketStream(Stream):
-    """Buckets in shared memory, which engines are told of through a socket file at `path`; it exists as long as this is open."""
+    """Buckets in shared memory, which engines are told of through a socket file at `path`.
+
+    It exists as long as this is open.
+    """
 
     def __init__(self, options: PublisherOptions, clients: Sequence[EngineClient], proof: Proof | None, path: str):
         super().__init__(options, clients, proof)
         # A new one each time: closing it ends connections that nobody has taken up.
         self._listener = Listener(path, clients)
         self._connected: Readers | None = None
-        self._layouts = {client.endpoint.index: None if proof is None else proof.layout_number(client.endpoint.index) for client in clients}
+        self._layouts = {
+            client.endpoint.index: None if proof is None else proof.layout_number(client.endpoint.index)
+            for client in clients
+        }
 
     def __enter__(self) -> SocketStream:
         try:
@@ -201,14 +232,21 @@ class Listener:
 
     def __init__(self, path: str, clients: Sequence[EngineClient]):
         self.path = path
-        self.names = {(c.endpoint.index, rank): f"{engine_name(c)}, rank {rank}" for c in clients for rank in range(c.endpoint.tp_size)}
+        self.names = {
+            (c.endpoint.index, rank): f"{engine_name(c)}, rank {rank}"
+            for c in clients
+            for rank in range(c.endpoint.tp_size)
+        }
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(path)
         os.chmod(path, 0o600)
         self._socket.listen(len(self.names))
 
     def accept(self, timeout_s: float, who: str, check: Callable[[], None]) -> Readers:
-        """All of them. check: asked again and again; what it raises ends the wait. Raises WaitTimeout naming who did not come."""
+        """All of them. check: asked again and again; what it raises ends the wait.
+
+        Raises WaitTimeout naming who did not come.
+        """
         readers = Readers(self.names, who, timeout_s, check)
         deadline = time.monotonic() + timeout_s
         try:
@@ -216,7 +254,13 @@ class Listener:
                 check()
                 if time.monotonic() > deadline:
                     late = ", ".join(name for reader, name in self.names.items() if reader not in readers)
-                    raise WaitTimeout(who=who, whom=late, phase="connect for weight sync", seconds=timeout_s, last=f"{len(readers)} of {len(self.names)} came")
+                    raise WaitTimeout(
+                        who=who,
+                        whom=late,
+                        phase="connect for weight sync",
+                        seconds=timeout_s,
+                        last=f"{len(readers)} of {len(self.names)} came",
+                    )
                 self._socket.settimeout(_LOOK_S)
                 with contextlib.suppress(TimeoutError):
                     readers.add(self._socket.accept()[0])
@@ -255,15 +299,23 @@ class Readers:
             reader = (hello["engine"], hello["rank"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             connection.close()
-            raise EngineError(f"{self._who}: who connected for weights did not say who it is ({type(error).__name__})") from error
+            raise EngineError(
+                f"{self._who}: who connected for weights did not say who it is ({type(error).__name__})"
+            ) from error
         connection.settimeout(self._timeout_s)
         if reader not in self._names or reader in self._sockets:
             connection.close()
-            raise EngineError(f"{self._who}: engine {reader[0]}, rank {reader[1]} connected for weights, which it was not asked to, or twice")
+            raise EngineError(
+                f"{self._who}: engine {reader[0]}, rank {reader[1]} connected for weights, which it was not asked to,"
+                " or twice"
+            )
         self._sockets[reader], self._files[reader] = connection, file
 
     def ask(self, message_of: Callable[[Reader], dict], phase: str) -> dict[Reader, dict]:
-        """Send everyone a message and wait for all answers. Raises WeightSyncError with what an engine says, EngineError if one goes away, WaitTimeout."""
+        """Send everyone a message and wait for all answers.
+
+        Raises WeightSyncError with what an engine says, EngineError if one goes away, WaitTimeout.
+        """
         for reader, connection in self._sockets.items():
             try:
                 connection.sendall(json.dumps(message_of(reader)).encode() + b"\n")
@@ -283,7 +335,13 @@ class Readers:
                     self._check()
                     if time.monotonic() > deadline:
                         late = ", ".join(name for reader, name in self._names.items() if reader not in answers)
-                        raise WaitTimeout(who=self._who, whom=late, phase=phase, seconds=self._timeout_s, last=f"{len(answers)} answered")
+                        raise WaitTimeout(
+                            who=self._who,
+                            whom=late,
+                            phase=phase,
+                            seconds=self._timeout_s,
+                            last=f"{len(answers)} answered",
+                        )
         return answers
 
     def close(self) -> None:
@@ -303,7 +361,9 @@ class Readers:
         answer = json.loads(line)
         if "error" in answer:
             self._check()  # it may be another source's failure that the engine complains about
-            raise WeightSyncError(f"{self._names[reader]}: {phase}: {answer['error']}. It may hold half of the weights.")
+            raise WeightSyncError(
+                f"{self._names[reader]}: {phase}: {answer['error']}. It may hold half of the weights."
+            )
         return answer
 
     def _went_away(self, reader: Reader, phase: str, error: OSError | None) -> None:
@@ -311,4 +371,6 @@ class Readers:
         while time.monotonic() < ends:  # the answer to its request may say why
             self._check()
             time.sleep(0.05)
-        raise EngineError(f"{self._names[reader]} went away: {self._who}, {phase}{'' if error is None else f' ({error})'}") from error
+        raise EngineError(
+            f"{self._names[reader]} went away: {self._who}, {phase}{'' if error is None else f' ({error})'}"
+        ) from error

@@ -1,4 +1,5 @@
-"""Buckets that stay on the GPU: the engine gets a CUDA IPC handle of the flat bytes and SGLang's description of the tensors in them.
+"""Buckets that stay on the GPU: the engine gets a CUDA IPC handle of the flat bytes and SGLang's description of the
+tensors in them.
 
 The protocol is tested on the host, where the handle is the bytes themselves; with CUDA it has not been run.
 """
@@ -20,8 +21,8 @@ LOAD_FORMAT = "flattened_bucket"
 def is_possible(options: PublisherOptions) -> bool:
     """Whether the engine can open memory of this process's GPU.
 
-    With one source and one engine the source is the trainer's first rank, whose GPU is among the engine's, as placement puts both at the
-    start. Other engines see other GPUs only, on which nobody has gathered the weights.
+    With one source and one engine the source is the trainer's first rank, whose GPU is among the engine's, as placement
+    puts both at the start. Other engines see other GPUs only, on which nobody has gathered the weights.
     """
     return torch.cuda.is_available() and options.num_sources == 1 and len(options.endpoints) == 1
 

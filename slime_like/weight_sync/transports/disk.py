@@ -1,10 +1,11 @@
 """Weights through a folder that trainer and engines both see: any placement, no connection between them.
 
     <root>/.version-00000007.partial/    while sources and writers write, at the same time
-    <root>/version-00000007/             complete: model-<source>-<writer>-<number>.safetensors and model.safetensors.index.json
+    <root>/version-00000007/   complete: model-<source>-<writer>-<number>.safetensors and model.safetensors.index.json
 
-The engines load it in session.EngineSide.load. Older versions are removed when a new one is complete. Nothing is forced onto the medium (fsync):
-a version is for engines that run now, and one that a power failure tore is never loaded, since the next run writes its own.
+The engines load it in session.EngineSide.load. Older versions are removed when a new one is complete. Nothing is forced
+onto the medium (fsync): a version is for engines that run now, and one that a power failure tore is never loaded, since
+the next run writes its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from slime_like.weight_sync.transports.slots import Sending, Slot, send_in_slots
 
 #: torch's name of a type -> the format's.
 TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 
@@ -91,7 +93,9 @@ class DiskPublisher:
             shutil.rmtree(final, ignore_errors=True)
             os.rename(partial, final)
         if not self._options.keep_files:
-            self._removal = threading.Thread(target=_remove_older, args=(self._root, final), name=f"remove versions before {version}", daemon=True)
+            self._removal = threading.Thread(
+                target=_remove_older, args=(self._root, final), name=f"remove versions before {version}", daemon=True
+            )
             self._removal.start()
 
     def abandon(self, version: int) -> None:
@@ -106,13 +110,21 @@ class DiskPublisher:
             slot.shrink()
 
     def _wait_for_removal(self) -> None:
-        """Before more is written: there is never more on the disk than one version and the one that is being written."""
+        """Before more is written: there is never more on the disk than one version and the one that
+        is being written.
+        """
         if self._removal is None:
             return
         self._removal.join(self._options.timeout_s)
         if self._removal.is_alive():
             seconds = self._options.timeout_s
-            raise WaitTimeout(who=f"trainer source {self._options.source_index}", whom=self._root, phase="remove older weights", seconds=seconds, last="")
+            raise WaitTimeout(
+                who=f"trainer source {self._options.source_index}",
+                whom=self._root,
+                phase="remove older weights",
+                seconds=seconds,
+                last="",
+            )
         self._removal = None
 
     def _partial(self, version: int) -> str:
@@ -146,13 +158,16 @@ class _Explaining:
             folder = os.path.dirname(folder)
         free = shutil.disk_usage(folder).free
         raise WeightSyncError(
-            f"{self._folder} {self._what}: {error.strerror} ({error.filename or folder}); {free} bytes are free. Engines keep the weights that they have. "
-            "Fix: room there, or another --update-weight-disk-dir."
+            f"{self._folder} {self._what}: {error.strerror} ({error.filename or folder}); {free} bytes are free."
+            " Engines keep the weights that they have. Fix: room there, or another --update-weight-disk-dir."
         ) from error
 
 
 def _share(tensors: Iterable[NamedTensor], writer: int, num_writers: int) -> Iterator[NamedTensor]:
-    """The tensors that one of several writers writes: each goes to the one with the fewest bytes so far. All see the same tensors."""
+    """The tensors that one of several writers writes: each goes to the one with the fewest bytes so far.
+
+    All see the same tensors.
+    """
     written = [0] * num_writers
     for name, tensor in tensors:
         least = written.index(min(written))
@@ -162,17 +177,26 @@ def _share(tensors: Iterable[NamedTensor], writer: int, num_writers: int) -> Ite
 
 
 def _header(slot: Slot) -> bytes:
-    """The beginning of a safetensors file: 8 bytes with the length of the JSON that follows, which is padded so that the tensors are aligned."""
+    """The beginning of a safetensors file: 8 bytes with the length of the JSON that follows, which is padded so that
+    the tensors are aligned.
+    """
     table: dict = {"__metadata__": {"format": "pt"}}
     for entry in slot.entries:
-        table[entry.name] = {"dtype": TYPES[entry.dtype], "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
+        table[entry.name] = {
+            "dtype": TYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [entry.start, entry.stop],
+        }
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _write_index(folder: str) -> None:
-    """model.safetensors.index.json: which file holds which tensor. Raises WeightSyncError if two sources sent the same one."""
+    """model.safetensors.index.json: which file holds which tensor.
+
+    Raises WeightSyncError if two sources sent the same one.
+    """
     weight_map: dict[str, str] = {}
     total = 0
     for file_name in sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")):

@@ -1,9 +1,9 @@
 """Weights between processes of one host, for engines that share the trainer's GPUs (--colocate).
 
-Two files in shared memory, which only we can read, are kept between buckets and syncs: tensors are copied into one while engines load from
-the other. One request to each engine lasts as long (in_engine/stream.py); buckets are announced through a socket beside the files. A trainer on a
-GPU whose only engine sees that GPU sends CUDA IPC handles instead, so that the bytes stay on the device (device_ipc); with several engines
-or pipeline stages the host's memory is in between.
+Two files in shared memory, which only we can read, are kept between buckets and syncs: tensors are copied into one
+while engines load from the other. One request to each engine lasts as long (in_engine/stream.py); buckets are announced
+through a socket beside the files. A trainer on a GPU whose only engine sees that GPU sends CUDA IPC handles instead, so
+that the bytes stay on the device (device_ipc); with several engines or pipeline stages the host's memory is in between.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from slime_like.weight_sync.transports.slots import SLACK_BYTES, Sending, Slot, 
 
 logger = logging.getLogger(__name__)
 
-#: Larger slots gain nothing on the host: a request costs a few milliseconds, and smaller ones stay in the processor's cache.
+#: Larger slots gain nothing on the host: a request costs a few milliseconds, and smaller ones stay in the processor's
+#: cache.
 _HOST_SLOT_BYTES = 64 << 20
 
 
@@ -52,19 +53,20 @@ class SharedSlot(Slot):
             folder = os.path.dirname(self._file.path)
             free = shutil.disk_usage(folder).free
             raise WeightSyncError(
-                f"{folder}: no room for a bucket of {size} bytes, {free} are free ({error.strerror}). Fix: a smaller --update-weight-buffer-size, "
-                "or more shared memory (a container's --shm-size)."
+                f"{folder}: no room for a bucket of {size} bytes, {free} are free ({error.strerror}). Fix: a smaller"
+                " --update-weight-buffer-size, or more shared memory (a container's --shm-size)."
             ) from error
 
     def shrink(self) -> None:
         """Give the memory back."""
         super().shrink()
-        # Another file instead of a shorter one: an engine that still reads after a failure would be ended by what is not there (SIGBUS).
+        # Another file instead of a shorter one: an engine that still reads after a failure would be ended by what is
+        # not there (SIGBUS).
         self._file.close()
         self._file = SharedFile(self._file.path)
 
     def with_table(self) -> list:
-        """Write the table behind the tensors; what an engine is to be told: [path, where the table begins, and ends]."""
+        """Write the table behind the tensors; for the engine: [path, where the table begins, and ends]."""
         start = self.used
         return [self._file.path, start, self.append(json.dumps([entry.row() for entry in self.entries]).encode())]
 
@@ -91,7 +93,8 @@ class IpcPublisher:
         for endpoint in self._options.endpoints:
             if not is_own_address(url_host(endpoint.url)):
                 raise WeightSyncError(
-                    f"engine {endpoint.index} at {endpoint.url} is not on this host, so it cannot read our memory. Fix: --update-weight-transport disk."
+                    f"engine {endpoint.index} at {endpoint.url} is not on this host, so it cannot read our memory. Fix:"
+                    " --update-weight-transport disk."
                 )
         if self._on_device:
             self._slots = [Slot("cuda"), Slot("cuda")]
@@ -158,7 +161,10 @@ class IpcPublisher:
         timeout_s = self._options.timeout_s
         tasks = {
             engine_name(client): functools.partial(
-                client.update_weights_from_tensor, [text] * client.endpoint.tp_size, load_format=device_ipc.LOAD_FORMAT, timeout_s=timeout_s
+                client.update_weights_from_tensor,
+                [text] * client.endpoint.tp_size,
+                load_format=device_ipc.LOAD_FORMAT,
+                timeout_s=timeout_s,
             )
             for client in self._clients
         }

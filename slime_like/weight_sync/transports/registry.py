@@ -1,4 +1,6 @@
-"""The trainer's side of a weight sync starts here: `make_publisher(PublisherOptions(...))` gives the transport that was asked for."""
+"""The trainer's side of a weight sync starts here: `make_publisher(PublisherOptions(...))` gives the transport that was
+asked for.
+"""
 
 from __future__ import annotations
 

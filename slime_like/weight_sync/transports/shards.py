@@ -9,14 +9,23 @@ from slime_like.errors import WeightSyncError
 
 
 def check_whole(folder: str) -> None:
-    """Raise WeightSyncError naming a file of `folder` that is not as long as its header says, or that the index names and is not there.
+    """Raise WeightSyncError naming a file of `folder` that is not as long as its header says, or that the index names
+    and is not there.
 
-    SGLang (0.5.23) does not survive such a file: the server ends. A folder that this machine does not see is not looked at.
+    SGLang (0.5.23) does not survive such a file: the server ends. A folder that this machine does not see is not looked
+    at.
     """
     if not os.path.isdir(folder):
         return
     present = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    wrong = next((f"{os.path.join(folder, name)} {problem}" for name in present if (problem := _problem(os.path.join(folder, name)))), None)
+    wrong = next(
+        (
+            f"{os.path.join(folder, name)} {problem}"
+            for name in present
+            if (problem := _problem(os.path.join(folder, name)))
+        ),
+        None,
+    )
     index = os.path.join(folder, "model.safetensors.index.json")
     if wrong is None and os.path.exists(index):
         with open(index, encoding="utf-8") as file:
@@ -27,7 +36,9 @@ def check_whole(folder: str) -> None:
 
 
 def _problem(path: str) -> str | None:
-    """A safetensors file: 8 bytes with the length of a JSON header, the header, and the tensors' bytes at the offsets that it tells."""
+    """A safetensors file: 8 bytes with the length of a JSON header, the header, and the tensors' bytes at the offsets
+    that it tells.
+    """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -35,7 +46,15 @@ def _problem(path: str) -> str | None:
             return f"is cut off: {size} bytes, less than its header"
         try:
             table = json.loads(file.read(length))
-            expected = 8 + length + max((entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"), default=0)
+            expected = (
+                8
+                + length
+                + max((entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"), default=0)
+            )
         except (ValueError, KeyError, TypeError) as error:
             return f"has no readable header: {error}"
-    return None if size == expected else f"is {'cut off' if size < expected else 'too long'}: {size} bytes instead of {expected}"
+    return (
+        None
+        if size == expected
+        else f"is {'cut off' if size < expected else 'too long'}: {size} bytes instead of {expected}"
+    )

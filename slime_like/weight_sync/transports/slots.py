@@ -14,7 +14,8 @@ from slime_like.weight_sync.buckets import Cutter, NamedTensor, SentReport, num_
 
 #: Beyond the deadline that each send has by itself.
 _GRACE_S = 5.0
-#: The first bucket is small, so that engines have something to do soon; each of those that follow may be four times as large, up to a slot.
+#: The first bucket is small, so that engines have something to do soon; each of those that follow may be four times as
+#: large, up to a slot.
 _FIRST_BYTES = 8 << 20
 #: Bytes that a slot may have beyond a bucket: for what a transport writes behind the tensors.
 SLACK_BYTES = 1 << 20
@@ -36,7 +37,10 @@ class Entry:
 
 
 class Slot:
-    """Bytes of one bucket. Kept for the next one: memory that was never touched before costs more than copying into it."""
+    """Bytes of one bucket.
+
+    Kept for the next one: memory that was never touched before costs more than copying into it.
+    """
 
     def __init__(self, device: str = "cpu"):
         self._device = device
@@ -84,7 +88,10 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Sending:
-    """How buckets are sent. send(slot, number): called in a thread of its own, one after another; what it raises ends the sync."""
+    """How buckets are sent.
+
+    send(slot, number): called in a thread of its own, one after another; what it raises ends the sync.
+    """
 
     send: Callable[[Slot, int], None]
     max_bytes: int  # of one slot
@@ -101,7 +108,9 @@ def send_in_slots(tensors: Iterable[NamedTensor], slots: Sequence[Slot], how: Se
 
 
 def slot_bytes(buffer_bytes: int) -> int:
-    """Bytes of one slot, so that two slots and what is being gathered for them stay below two buckets of `buffer_bytes`."""
+    """Bytes of one slot, so that two slots and what is being gathered for them stay below two buckets of
+    `buffer_bytes`.
+    """
     return max(1, buffer_bytes // 2)
 
 
@@ -159,7 +168,13 @@ class _Run:
         return slot
 
     def _late(self) -> WaitTimeout:
-        return WaitTimeout(who=self._how.who, whom="its own sending thread", phase="weight sync", seconds=self._how.timeout_s, last="a bucket was handed over")
+        return WaitTimeout(
+            who=self._how.who,
+            whom="its own sending thread",
+            phase="weight sync",
+            seconds=self._how.timeout_s,
+            last="a bucket was handed over",
+        )
 
     def _send_ready(self) -> None:
         number = 0

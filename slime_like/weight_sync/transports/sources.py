@@ -1,10 +1,12 @@
-"""What several trainer sources that send to the same engines know of each other: their channels, that one failed, and whose turn it is.
+"""What several trainer sources that send to the same engines know of each other: their channels, that one failed, and
+whose turn it is.
 
-Engines that take streams (in_engine/stream.py) serve all sources at once: the first source asks them to, naming everyone's channel. Other engines get
-one request a bucket, for which sources take turns: a broadcast needs all engines at once, and an engine works on one request at a time. If one
-engine began with a bucket of the first source and another with one of the second, each would wait inside its broadcast for the other: for
-good. So only one source at a time has requests out. Who has a bucket ready draws a ticket, and tickets are served in order: nobody waits
-for a source that is still gathering.
+Engines that take streams (in_engine/stream.py) serve all sources at once: the first source asks them to, naming
+everyone's channel. Other engines get one request a bucket, for which sources take turns: a broadcast needs all engines
+at once, and an engine works on one request at a time. If one engine began with a bucket of the first source and another
+with one of the second, each would wait inside its broadcast for the other: for good. So only one source at a time has
+requests out. Who has a bucket ready draws a ticket, and tickets are served in order: nobody waits for a source that is
+still gathering.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ class Sources:
     """One source's view of what all write into a store that the first one hosts. One thread at a time uses it."""
 
     def __init__(self, host: str, port: int, *, is_host: bool, who: str, timeout_s: float):
-        self._store = serve_store(listen_at(host, port), timeout_s=timeout_s) if is_host else join_store(host, port, timeout_s=timeout_s)
+        self._store = (
+            serve_store(listen_at(host, port), timeout_s=timeout_s)
+            if is_host
+            else join_store(host, port, timeout_s=timeout_s)
+        )
         self.port = self._store.port
         self._who, self._timeout_s = who, timeout_s
         self._round = 0
@@ -42,13 +48,22 @@ class Sources:
         self._store.set(f"{self._round}/channel/{index}", channel)
 
     def channels(self, count: int) -> list[str]:
-        """Those of all `count` sources. Raises WeightSyncError if one failed, WaitTimeout naming the source that is late."""
+        """Those of all `count` sources.
+
+        Raises WeightSyncError if one failed, WaitTimeout naming the source that is late.
+        """
         deadline = time.monotonic() + self._timeout_s
         for index in range(count):
             while not self._has(f"{self._round}/channel/{index}"):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise WaitTimeout(who=self._who, whom=f"trainer source {index}", phase="connect for weight sync", seconds=self._timeout_s, last="")
+                    raise WaitTimeout(
+                        who=self._who,
+                        whom=f"trainer source {index}",
+                        phase="connect for weight sync",
+                        seconds=self._timeout_s,
+                        last="",
+                    )
         return [self._store.get(f"{self._round}/channel/{index}").decode() for index in range(count)]
 
     def fail(self, reason: str) -> None:
@@ -70,7 +85,10 @@ class Sources:
 
     @contextlib.contextmanager
     def turn(self, phase: str) -> Iterator[None]:
-        """Wait for our turn and hold it. Raises WeightSyncError if a source before us failed in this round, WaitTimeout at the deadline."""
+        """Wait for our turn and hold it.
+
+        Raises WeightSyncError if a source before us failed in this round, WaitTimeout at the deadline.
+        """
         ticket = self._store.add(f"{self._round}/tickets", 1)
         failure = ""
         try:
@@ -92,7 +110,9 @@ class Sources:
             self._store.wait([key], datetime.timedelta(seconds=self._timeout_s))
         except DistStoreError as error:
             whom = f"its turn, number {ticket} among the trainer sources'"
-            raise WaitTimeout(who=self._who, whom=whom, phase=phase, seconds=self._timeout_s, last="the turn before was not given on") from error
+            raise WaitTimeout(
+                who=self._who, whom=whom, phase=phase, seconds=self._timeout_s, last="the turn before was not given on"
+            ) from error
         failure = self._store.get(key).decode()
         self._store.delete_key(key)
         return failure

@@ -1,4 +1,6 @@
-"""Which tokens clip_cov and kl_cov treat apart: by hand, against loops in Python's floats, and the same however a train step is cut over ranks."""
+"""Which tokens clip_cov and kl_cov treat apart: by hand, against loops in Python's floats, and the same however a train
+step is cut over ranks.
+"""
 
 import dataclasses
 import threading
@@ -55,7 +57,9 @@ def step(seed=0, samples=12):
 
 def picks_of(samples, logs, places, loss, ranks=ALONE):
     old = torch.cat([torch.zeros(0).double(), *(logs[i] for i in places)])
-    advantages = torch.cat([torch.zeros(0).double(), *(torch.full((len(logs[i]),), advantage_of(samples[i])).double() for i in places)])
+    advantages = torch.cat(
+        [torch.zeros(0).double(), *(torch.full((len(logs[i]),), advantage_of(samples[i])).double() for i in places)]
+    )
     chosen = picked(old, advantages, torch.tensor(draws(samples, places)), loss, ranks)
     return dict(zip(places, chosen.split([len(logs[i]) for i in places]), strict=True))
 
@@ -72,7 +76,10 @@ def together(num_ranks, work):
         return parts
 
     def run(rank):
-        found[rank] = work(rank, Ranks(sum=lambda t: torch.stack(exchange(rank, t)).sum(0), gather=lambda t: torch.cat(exchange(rank, t))))
+        found[rank] = work(
+            rank,
+            Ranks(sum=lambda t: torch.stack(exchange(rank, t)).sum(0), gather=lambda t: torch.cat(exchange(rank, t))),
+        )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
@@ -90,7 +97,10 @@ CLIP_COV = LossConfig(policy_loss="clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0
 def loop_covariances(samples, logs):
     tokens = [(x, advantage_of(s)) for s, row in zip(samples, logs, strict=True) for x in row.tolist()]
     mean_log, mean_advantage = sum(x for x, _ in tokens) / len(tokens), sum(a for _, a in tokens) / len(tokens)
-    return [[(x - mean_log) * (advantage_of(s) - mean_advantage) for x in row.tolist()] for s, row in zip(samples, logs, strict=True)]
+    return [
+        [(x - mean_log) * (advantage_of(s) - mean_advantage) for x in row.tolist()]
+        for s, row in zip(samples, logs, strict=True)
+    ]
 
 
 def test_kl_cov_takes_the_highest():
@@ -110,12 +120,19 @@ def test_clip_cov_draws_within_its_band():
     ours = picks_of(samples, logs, range(len(samples)), CLIP_COV)
     chosen = [value for i, row in ours.items() for value, pick in zip(theirs[i], row.tolist(), strict=True) if pick]
     assert len(chosen) == int(0.05 * sum(map(len, theirs))) < len(inside) and set(chosen) <= set(inside)
-    whole = picks_of(samples, logs, range(len(samples)), LossConfig(policy_loss="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.3, clip_cov_ub=4.0))
+    whole = picks_of(
+        samples,
+        logs,
+        range(len(samples)),
+        LossConfig(policy_loss="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.3, clip_cov_ub=4.0),
+    )
     assert sum(row.sum().item() for row in whole.values()) == len(inside)
 
 
 def test_every_token_of_the_band_is_as_likely_as_another():
-    """400 rollouts of the same samples, told apart by their weight version: about 1 of 10 draws each, within 5 standard errors."""
+    """400 rollouts of the same samples, told apart by their weight version: about 1 of 10 draws each, within 5 standard
+    errors.
+    """
     samples, logs = step(samples=4)
     loss = LossConfig(policy_loss="clip_cov", clip_cov_ratio=0.1, clip_cov_lb=-1e9, clip_cov_ub=1e9)
     counts, times = 0, 400
@@ -127,7 +144,11 @@ def test_every_token_of_the_band_is_as_likely_as_another():
 
 
 @pytest.mark.parametrize("loss", [KL_COV, CLIP_COV], ids=["kl_cov", "clip_cov"])
-@pytest.mark.parametrize("cut", [[[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]], [[11, 3], [5, 0, 1, 2, 4, 6, 7, 8, 9, 10], []]], ids=["two", "three, one empty"])
+@pytest.mark.parametrize(
+    "cut",
+    [[[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]], [[11, 3], [5, 0, 1, 2, 4, 6, 7, 8, 9, 10], []]],
+    ids=["two", "three, one empty"],
+)
 def test_the_same_tokens_however_the_step_is_cut(loss, cut):
     samples, logs = step()
     whole = picks_of(samples, logs, range(12), loss)
@@ -141,7 +162,11 @@ def test_the_same_tokens_however_the_step_is_cut(loss, cut):
 def test_equal_covariances_are_told_apart():
     """Without any advantage all covariances are 0: still no more tokens than asked for."""
     samples, logs = step()
-    flat = {"log_probs": torch.cat(logs), "advantages": torch.zeros(len(torch.cat(logs))), "ties": torch.tensor(draws(samples, range(12)))}
+    flat = {
+        "log_probs": torch.cat(logs),
+        "advantages": torch.zeros(len(torch.cat(logs))),
+        "ties": torch.tensor(draws(samples, range(12))),
+    }
     assert picked(**flat, loss=KL_COV, ranks=ALONE).sum() == int(0.1 * len(flat["ties"]))
     few = LossConfig(policy_loss="kl_cov")
     assert picked(**flat, loss=few, ranks=ALONE).sum() == 1  # .0002 of them is less than one

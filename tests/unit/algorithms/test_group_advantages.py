@@ -69,13 +69,18 @@ def test_dr_grpo_centres_only():
 
 
 def test_batch_deviation_by_hand():
-    """Groups 1, 0 and 3, 3, 2: a mean of 1.8, squares of .64, 3.24, 1.44, 1.44, .04 over 4. Each group keeps its own mean."""
+    """Groups 1, 0 and 3, 3, 2: a mean of 1.8, squares of .64, 3.24, 1.44, 1.44, .04 over 4.
+
+    Each group keeps its own mean.
+    """
     groups = [np.array([1.0, 0.0]), np.array([3.0, 3.0, 2.0])]
     deviation = batch_deviation(groups)
     assert deviation == pytest.approx((6.8 / 4) ** 0.5)
     loss = LossConfig(advantage_estimator="grpo_batch_std")
     assert normalize(groups[0], loss, deviation=deviation) == pytest.approx(np.array([0.5, -0.5]) / (deviation + 1e-6))
-    assert normalize(groups[1], loss, deviation=deviation) == pytest.approx(np.array([1, 1, -2]) / 3 / (deviation + 1e-6))
+    assert normalize(groups[1], loss, deviation=deviation) == pytest.approx(
+        np.array([1, 1, -2]) / 3 / (deviation + 1e-6)
+    )
     assert batch_deviation([]) == batch_deviation([np.ones(1)]) == 0
     assert normalize(np.ones(3), loss, deviation=batch_deviation([np.ones(3)])).tolist() == [0, 0, 0]
 

@@ -82,7 +82,8 @@ def test_unknown_estimator_lists_the_known():
 
 
 def test_unbiased_kl_by_hand():
-    # New .5, old .25: ratio 2. k3 against reference .25 is .5 - 1 + log 2. Gradient in log p: 2 x k3 + 2 x (1 - q/p) = 2 k3 + 1.
+    # New .5, old .25: ratio 2. k3 against reference .25 is .5 - 1 + log 2. Gradient in log p: 2 x k3 + 2 x (1 - q/p) =
+    # 2 k3 + 1.
     log_probs = torch.tensor([math.log(0.5)], requires_grad=True)
     estimate = unbiased_kl_estimate(log_probs, torch.tensor([math.log(0.25)]), torch.tensor([math.log(0.25)]), "k3")
     assert estimate.item() == pytest.approx(2 * (LOG2 - 0.5), rel=1e-6)
@@ -92,7 +93,9 @@ def test_unbiased_kl_by_hand():
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_unbiased_kl_averages_to_the_divergence_and_its_gradient(kind):
-    """Over tokens that an older policy chose, value and gradient are those of the new policy's KL, written out in float64."""
+    """Over tokens that an older policy chose, value and gradient are those of the new policy's KL, written out in
+    float64.
+    """
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     old, reference = np.array([0.2, 0.5, 0.3]), np.array([0.5, 0.3, 0.2])
     log_policy = torch.log_softmax(logits, 0)
@@ -104,7 +107,9 @@ def test_unbiased_kl_averages_to_the_divergence_and_its_gradient(kind):
     divergence = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
     assert mean.item() == pytest.approx(divergence, rel=1e-12)
     # d KL / d logit_i = p_i (log p_i / q_i - KL)
-    assert gradient.tolist() == pytest.approx([p * (math.log(p / q) - divergence) for p, q in zip(policy, reference, strict=True)], rel=1e-9)
+    assert gradient.tolist() == pytest.approx(
+        [p * (math.log(p / q) - divergence) for p, q in zip(policy, reference, strict=True)], rel=1e-9
+    )
     biased = (torch.tensor(old) * kl_estimate(log_policy.detach(), torch.tensor(np.log(reference)), kind)).sum()
     assert abs(biased.item() - divergence) > 0.01
 
@@ -117,7 +122,10 @@ def test_unbiased_low_var_kl_is_clamped_after_the_weight():
 
 
 def closed_forms(log_p, old, log_q, kind, unbiased):
-    """(estimate, its derivative in log p) in float64, from the definitions; k3's is written so that nothing large is taken from something large."""
+    """(estimate, its derivative in log p) in float64, from the definitions.
+
+    k3's is written so that nothing large is taken from something large.
+    """
     gap, ratio = log_q - log_p, math.exp(log_p - old)
     if kind == "k1":
         return (ratio * -gap, ratio * (1 - gap)) if unbiased else (-gap, 1.0)
@@ -152,11 +160,16 @@ def test_kl_against_closed_forms(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
 def test_unbiased_kl_against_closed_forms(kind, dtype):
-    """The gradient of k3 is -ratio x log q/p wherever the ratio is not held: -21 at 21, not 4.85e8; fp32 has it as exactly as fp64."""
+    """The gradient of k3 is -ratio x log q/p wherever the ratio is not held: -21 at 21, not 4.85e8.
+
+    fp32 has it as exactly as fp64.
+    """
     for gap in GAPS:
         for distance in DISTANCES:
             log_probs = torch.tensor([-4.0], dtype=dtype, requires_grad=True)
-            estimate = unbiased_kl_estimate(log_probs, torch.tensor([-4.0 - distance], dtype=dtype), torch.tensor([-4.0 + gap], dtype=dtype), kind)
+            estimate = unbiased_kl_estimate(
+                log_probs, torch.tensor([-4.0 - distance], dtype=dtype), torch.tensor([-4.0 + gap], dtype=dtype), kind
+            )
             (gradient,) = torch.autograd.grad(estimate.sum(), log_probs)
             value, slope = closed_forms(-4.0, -4.0 - distance, -4.0 + gap, kind, unbiased=True)
             if kind != "k1" and gap > 20:  # the value is held, the gradient is not
@@ -171,13 +184,18 @@ def test_unbiased_kl_against_closed_forms(kind, dtype):
 def test_a_held_ratio_has_no_gradient(kind):
     """Where the ratio itself is held, at e^20, half a gradient would point anywhere."""
     log_probs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    unbiased_kl_estimate(log_probs, torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double(), kind).sum().backward()
+    unbiased_kl_estimate(
+        log_probs, torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double(), kind
+    ).sum().backward()
     assert log_probs.grad.item() == 0
 
 
 def test_what_each_estimator_teaches_on_policy():
     """Mean gradients over the policy's own tokens: k1's is 0; k2's is that of KL(p || q), k3's that of KL(q || p)."""
-    logits, reference = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True), torch.tensor([0.5, 0.3, 0.2]).double()
+    logits, reference = (
+        torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True),
+        torch.tensor([0.5, 0.3, 0.2]).double(),
+    )
 
     def gradient(objective):
         log_policy = torch.log_softmax(logits, 0)
@@ -187,5 +205,7 @@ def test_what_each_estimator_teaches_on_policy():
         return gradient(lambda log_p, p: (p * kl_estimate(log_p, reference.log(), kind)).sum())
 
     assert of("k1") == pytest.approx([0, 0, 0], abs=1e-12)
-    assert of("k2") == pytest.approx(gradient(lambda log_p, _: (log_p.exp() * (log_p - reference.log())).sum()), rel=1e-9)
+    assert of("k2") == pytest.approx(
+        gradient(lambda log_p, _: (log_p.exp() * (log_p - reference.log())).sum()), rel=1e-9
+    )
     assert of("k3") == pytest.approx(gradient(lambda log_p, _: (reference * (reference.log() - log_p)).sum()), rel=1e-9)

@@ -9,7 +9,9 @@ from slime_like.config.model import ModelConfig
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20}
 
 
-@pytest.mark.parametrize("options", [{"micro_batch_size": 2}, DYNAMIC, DYNAMIC | {"balance_data": True}, {"balance_data": True}])
+@pytest.mark.parametrize(
+    "options", [{"micro_batch_size": 2}, DYNAMIC, DYNAMIC | {"balance_data": True}, {"balance_data": True}]
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 7, 24])
 def test_every_sample_is_trained_once_and_ranks_stay_in_step(options, ranks, count):
@@ -31,10 +33,14 @@ def test_plan_by_hand():
     assert plan == (((0, 4), (2,)), ((1,), (3,)))
 
 
-@pytest.mark.parametrize("options", [{}, DYNAMIC, DYNAMIC | {"balance_data": True}, DYNAMIC | {"balance_by_flops": True}])
+@pytest.mark.parametrize(
+    "options", [{}, DYNAMIC, DYNAMIC | {"balance_data": True}, DYNAMIC | {"balance_by_flops": True}]
+)
 def test_the_interleaved_schedule_gets_as_many_as_it_wants(options):
     lengths = [10, 8, 12, 3, 9]
-    plan = plan_micro_batches(lengths, data_parallel_size=2, batch=BatchConfig(**options), costs=lengths, count_multiple=4)
+    plan = plan_micro_batches(
+        lengths, data_parallel_size=2, batch=BatchConfig(**options), costs=lengths, count_multiple=4
+    )
     assert {len(packs) for packs in plan} == {4}
     assert sorted(i for packs in plan for indices in packs for i in indices) == list(range(5))
 
@@ -43,7 +49,11 @@ def test_balancing_evens_out_tokens():
     lengths = [100, 1, 90, 1, 80, 1, 70, 1]
     batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000)
     plain = plan_micro_batches(lengths, data_parallel_size=2, batch=batch)
-    even = plan_micro_batches(lengths, data_parallel_size=2, batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000, balance_data=True))
+    even = plan_micro_batches(
+        lengths,
+        data_parallel_size=2,
+        batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000, balance_data=True),
+    )
     loads = [[sum(lengths[i] for indices in packs for i in indices) for packs in plan] for plan in (plain, even)]
     assert loads == [[340, 4], [172, 172]]
 
@@ -55,7 +65,15 @@ def test_over_long_sample_is_alone():
 
 CAP = 4096
 BY_FLOPS = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=CAP, balance_by_flops=True)
-MODEL = ModelConfig(num_layers=4, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, vocab_size=1000, swiglu=True, disable_bias_linear=True)
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=512,
+    ffn_hidden_size=1536,
+    num_attention_heads=8,
+    vocab_size=1000,
+    swiglu=True,
+    disable_bias_linear=True,
+)
 
 
 def long_tail(seed, count):
@@ -72,7 +90,10 @@ def by_flops(lengths, ranks, cap=CAP):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 def test_a_plan_by_flops_keeps_every_promise(ranks):
-    """Each sample once, equal numbers of micro-batches, the cap, equal shares under another cap; whatever the lengths are."""
+    """Each sample once, equal numbers of micro-batches, the cap, equal shares under another cap.
+
+    Whatever the lengths are.
+    """
     for seed in range(40):
         lengths = long_tail(seed, 1 + 7 * seed)
         plan, costs = by_flops(lengths, ranks)
@@ -84,7 +105,9 @@ def test_a_plan_by_flops_keeps_every_promise(ranks):
             work = [sum(costs[i] for i in pack) for pack in packs]
             assert work == sorted(work, reverse=True)
         wider, _ = by_flops(lengths, ranks, cap=4 * CAP)
-        assert [sorted(i for pack in packs for i in pack) for packs in wider] == [sorted(i for pack in packs for i in pack) for packs in plan]
+        assert [sorted(i for pack in packs for i in pack) for packs in wider] == [
+            sorted(i for pack in packs for i in pack) for packs in plan
+        ]
         assert len(wider[0]) <= len(plan[0])
 
 
@@ -104,7 +127,10 @@ def test_long_tails_are_balanced_within_one_percent_and_nearly_full():
     lengths = long_tail(0, 512)
     plan, costs = by_flops(lengths, 8)
     by_tokens = plan_micro_batches(
-        lengths, data_parallel_size=8, batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=CAP, balance_data=True), costs=costs
+        lengths,
+        data_parallel_size=8,
+        batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=CAP, balance_data=True),
+        costs=costs,
     )
     assert imbalance(plan, costs) < 0.01 < imbalance(by_tokens, costs)
     # No packing needs fewer micro-batches on a rank than the rank's tokens fill.
@@ -122,14 +148,21 @@ def test_a_plan_by_flops_by_hand():
 
 
 def test_largest_differencing_by_hand():
-    # 8-7 and 6-5 leave differences 1 and 1; those leave 0; 4 goes to either side: 16 and 14 (the best possible is 15 and 15).
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in share) for share in largest_differencing([8, 7, 6, 5, 4], 2)) == [14, 16]
+    # 8-7 and 6-5 leave differences 1 and 1; those leave 0; 4 goes to either side: 16 and 14 (the best possible is 15
+    # and 15).
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in share) for share in largest_differencing([8, 7, 6, 5, 4], 2)) == [
+        14,
+        16,
+    ]
     assert largest_differencing([], 2) == [[], []]
     assert sorted(map(len, largest_differencing([3, 3], 4))) == [0, 0, 1, 1]
 
 
 def test_a_share_that_only_filling_up_can_pack():
-    """Spreading 5, 4, 3, 3, 3 over two packs of 9 puts 3 beside 5 and beside 4 and has no room for the last; filling up has: 5 + 4 and 3 + 3 + 3."""
+    """Spreading 5, 4, 3, 3, 3 over two packs of 9 puts 3 beside 5 and beside 4 and has no room for the last.
+
+    Filling up has: 5 + 4 and 3 + 3 + 3.
+    """
     batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=9, balance_by_flops=True)
     plan = plan_micro_batches([5, 4, 3, 3, 3], data_parallel_size=1, batch=batch, costs=[5, 4, 3, 3, 3])
     assert sorted(plan[0]) == [(0, 1), (2, 3, 4)]

@@ -33,11 +33,15 @@ def test_a_path_that_leads_nowhere_names_its_flag(flag: str, field: str):
 @pytest.mark.parametrize("flag", [flag for flag, (_, number) in FLAGS.items() if number > 2])
 def test_a_function_that_takes_too_few_arguments_is_refused(flag: str):
     with pytest.raises(PluginError, match=f"--{flag.replace('_', '-')}"):
-        load_loss_plugins(dataclasses.replace(LossConfig(), **{flag: "tests.unit.rollout.user_functions.length_reward"}))
+        load_loss_plugins(
+            dataclasses.replace(LossConfig(), **{flag: "tests.unit.rollout.user_functions.length_reward"})
+        )
 
 
 def test_the_function_itself_is_given_back():
     from tests.unit.rollout.user_functions import length_reward
 
-    plugins = load_loss_plugins(LossConfig(custom_advantage_function_path="tests.unit.rollout.user_functions.length_reward"))
+    plugins = load_loss_plugins(
+        LossConfig(custom_advantage_function_path="tests.unit.rollout.user_functions.length_reward")
+    )
     assert plugins.advantage is length_reward

@@ -1,4 +1,7 @@
-"""Every policy loss by hand, and value and gradient of each against loops over Python's floats written from the papers. RLOO."""
+"""Every policy loss by hand, and value and gradient of each against loops over Python's floats written from the papers.
+
+RLOO.
+"""
 
 import math
 
@@ -7,7 +10,17 @@ import pytest
 import torch
 
 from slime_like.algorithms.group_advantages import leave_one_out_advantages, normalize
-from slime_like.algorithms.policy_losses import POLICY_LOSSES, LossBatch, cispo, gmpo, gspo, kl_cov, ppo_clip, reinforce, sapo
+from slime_like.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    LossBatch,
+    cispo,
+    gmpo,
+    gspo,
+    kl_cov,
+    ppo_clip,
+    reinforce,
+    sapo,
+)
 from slime_like.config import algorithms as rows
 from slime_like.config.loss import LossConfig
 from slime_like.errors import DataError
@@ -23,7 +36,8 @@ def test_gspo_by_hand():
     assert result.ratio.tolist() == pytest.approx([1, 2, 1, 2])
     assert result.loss.tolist() == pytest.approx([-1, -1.3, -1, -1.3])
     assert result.clipped.tolist() == [0, 1, 0, 1]
-    (result.loss.sum() / 2).backward()  # mean over each sample's two tokens: gradient of -s is -s / length for each token
+    # mean over each sample's two tokens: gradient of -s is -s / length for each token
+    (result.loss.sum() / 2).backward()
     assert new.grad.tolist() == pytest.approx([-0.5, 0, -0.5, 0])
 
 
@@ -43,7 +57,9 @@ def test_gspo_against_float64():
     rng = np.random.default_rng(0)
     new, old, owner = rng.normal(size=20) - 2, rng.normal(size=20) - 2, np.sort(rng.integers(0, 4, 20))
     per_sample = rng.normal(size=4)
-    ours = gspo(torch.tensor(new), torch.tensor(old), torch.tensor(per_sample[owner]), torch.tensor(owner), **BOUNDS).loss
+    ours = gspo(
+        torch.tensor(new), torch.tensor(old), torch.tensor(per_sample[owner]), torch.tensor(owner), **BOUNDS
+    ).loss
     for sample in range(4):
         at = owner == sample
         s = math.exp((new[at] - old[at]).mean())
@@ -98,11 +114,19 @@ def test_the_tables_have_the_same_rows():
 
 
 def test_gmpo_by_hand():
-    """Sample 0, advantage 1, has ratios 2, held at 1.5, and 1/2: sqrt(.75). Sample 1, advantage -1, has 4 and 1/4, held at 1/1.5."""
+    """Sample 0, advantage 1, has ratios 2, held at 1.5, and 1/2: sqrt(.75).
+
+    Sample 1, advantage -1, has 4 and 1/4, held at 1/1.5.
+    """
     new = torch.tensor([2.0, 4.0, 0.5, 0.25], dtype=torch.float64).log().requires_grad_()
-    advantages, bounds = torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), {"clip_low": math.log(1.5), "clip_high": math.log(1.5)}
+    advantages, bounds = (
+        torch.tensor([1.0, -1.0, 1.0, -1.0]).double(),
+        {"clip_low": math.log(1.5), "clip_high": math.log(1.5)},
+    )
     result = gmpo(new, torch.zeros(4).double(), advantages, torch.tensor([0, 1, 0, 1]), **bounds)
-    assert result.loss.tolist() == pytest.approx([-math.sqrt(0.75), math.sqrt(4 / 1.5), -math.sqrt(0.75), math.sqrt(4 / 1.5)])
+    assert result.loss.tolist() == pytest.approx(
+        [-math.sqrt(0.75), math.sqrt(4 / 1.5), -math.sqrt(0.75), math.sqrt(4 / 1.5)]
+    )
     assert result.clipped.tolist() == [1, 0, 0, 1]
     (result.loss.sum() / 2).backward()  # of R with respect to a token that is not held: R / length
     assert new.grad.tolist() == pytest.approx([0, math.sqrt(4 / 1.5) / 2, -math.sqrt(0.75) / 2, 0])
@@ -110,7 +134,9 @@ def test_gmpo_by_hand():
 
 def test_sapo_at_ratio_one_is_the_plain_policy_gradient():
     new = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    result = sapo(new, torch.zeros(2).double(), torch.tensor([3.0, -3.0]).double(), temperature_pos=0.7, temperature_neg=1.9)
+    result = sapo(
+        new, torch.zeros(2).double(), torch.tensor([3.0, -3.0]).double(), temperature_pos=0.7, temperature_neg=1.9
+    )
     assert result.loss.tolist() == pytest.approx([-3 * 2 / 0.7, 3 * 2 / 1.9])
     result.loss.sum().backward()
     assert new.grad.tolist() == pytest.approx([-3, 3])
@@ -145,9 +171,14 @@ FLAGS = {
 CASES = [(name, {}) for name in rows.POLICY_LOSSES] + [("gspo", {"use_opd": True})]
 
 
-@pytest.mark.parametrize(("name", "extra"), CASES, ids=lambda given: given if isinstance(given, str) else " ".join(given))
+@pytest.mark.parametrize(
+    ("name", "extra"), CASES, ids=lambda given: given if isinstance(given, str) else " ".join(given)
+)
 def test_value_and_gradient_against_loops_over_floats(name, extra):
-    """Values, and the gradient of a weighted sum against central differences, in float64. A sample has one advantage but with --use-opd."""
+    """Values, and the gradient of a weighted sum against central differences, in float64.
+
+    A sample has one advantage but with --use-opd.
+    """
     rng = np.random.default_rng(7)
     size, owner = 40, np.arange(40) % 7
     old, weights = rng.normal(size=size) - 2, rng.uniform(0.1, 1, size=size)
@@ -155,7 +186,15 @@ def test_value_and_gradient_against_loops_over_floats(name, extra):
     advantages = rng.normal(size=size) if extra else rng.normal(size=7)[owner]
     chosen = set(rng.permutation(size)[:9].tolist())
     options = FLAGS.get(name, {"eps_clip": 0.2, "eps_clip_high": 0.3})
-    theirs = ("gspo_token" if extra else name, new.tolist(), new.tolist(), old.tolist(), advantages.tolist(), owner.tolist(), chosen)
+    theirs = (
+        "gspo_token" if extra else name,
+        new.tolist(),
+        new.tolist(),
+        old.tolist(),
+        advantages.tolist(),
+        owner.tolist(),
+        chosen,
+    )
     log_probs = torch.tensor(new, requires_grad=True)
     batch = LossBatch(
         log_probs=log_probs,
@@ -188,7 +227,18 @@ def test_value_and_gradient_against_loops_over_floats(name, extra):
 @pytest.mark.parametrize("name", list(rows.POLICY_LOSSES))
 def test_a_micro_batch_without_tokens_has_a_loss_of_none(name):
     empty = torch.zeros(0, requires_grad=True)
-    fields = ("entropy", "old_log_probs", "trainer_log_probs", "engine_log_probs", "advantages", "weights", "policy_weights", "picked")
-    batch = LossBatch(log_probs=empty, sample_of_token=torch.zeros(0, dtype=torch.int64), **dict.fromkeys(fields, torch.zeros(0)))
+    fields = (
+        "entropy",
+        "old_log_probs",
+        "trainer_log_probs",
+        "engine_log_probs",
+        "advantages",
+        "weights",
+        "policy_weights",
+        "picked",
+    )
+    batch = LossBatch(
+        log_probs=empty, sample_of_token=torch.zeros(0, dtype=torch.int64), **dict.fromkeys(fields, torch.zeros(0))
+    )
     loss = POLICY_LOSSES[name](batch, LossConfig(policy_loss=name)).loss
     assert loss.shape == (0,) and loss.requires_grad

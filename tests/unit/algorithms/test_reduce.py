@@ -10,7 +10,9 @@ def test_weights_by_hand():
     assert token_weights([1, 3], reduction="token").tolist() == [0.25, 0.25]
     np.testing.assert_allclose(token_weights([1, 3]), [1 / 2, 1 / 6])
     assert token_weights([1, 3], reduction="constant", divisor=10).tolist() == [1 / 20, 1 / 20]
-    np.testing.assert_allclose(token_weights([1, 3, 2], reduction="rollout", rollouts=["a", "a", "b"]), [1 / 8, 1 / 8, 1 / 4])
+    np.testing.assert_allclose(
+        token_weights([1, 3, 2], reduction="rollout", rollouts=["a", "a", "b"]), [1 / 8, 1 / 8, 1 / 4]
+    )
 
 
 def test_sample_without_trained_tokens_counts_as_a_sample():
@@ -40,7 +42,10 @@ def mean_of(samples, rollouts, reduction, divisor):
 def test_parts_add_up_to_the_mean_of_the_whole(reduction):
     samples, rollouts = [[1.0, 2.0], [5.0], [4.0, 0.0, 2.0], [-3.0]], [(0, 0), (0, 1), (0, 1), (1, 0)]
     weights = token_weights([len(s) for s in samples], reduction=reduction, rollouts=rollouts, divisor=7)
-    parts = [weighted_sum(torch.tensor(s), torch.full((len(s),), w)).item() for s, w in zip(samples, weights.tolist(), strict=True)]
+    parts = [
+        weighted_sum(torch.tensor(s), torch.full((len(s),), w)).item()
+        for s, w in zip(samples, weights.tolist(), strict=True)
+    ]
     assert sum(parts) == pytest.approx(mean_of(samples, rollouts, reduction, 7), rel=1e-6)
 
 

@@ -50,7 +50,8 @@ def test_reward_and_kl_by_hand():
 
 
 def test_baseline_by_hand():
-    # Rewards 1, 0, 0.5 of one prompt: centred .5, -.5, 0, whatever --disable-grpo-std-normalization says; the KL of a token comes off there only.
+    # Rewards 1, 0, 0.5 of one prompt: centred .5, -.5, 0, whatever --disable-grpo-std-normalization says; the KL of a
+    # token comes off there only.
     loss = LossConfig(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.1)
     assert normalize(np.array([1.0, 0.0, 0.5]), loss).tolist() == [0.5, -0.5, 0.0]
     (advantages,), _ = sample_advantages([sample([0, 1, 0, 1], advantage=0.5, kl=[0, 1, 9, 2])], loss, alone)
@@ -58,7 +59,11 @@ def test_baseline_by_hand():
 
 
 def test_reinforce_plus_plus_takes_rewards_as_they_are():
-    assert normalize(np.array([1.0, 0.0, 0.5]), LossConfig(advantage_estimator="reinforce_plus_plus")).tolist() == [1, 0, 0.5]
+    assert normalize(np.array([1.0, 0.0, 0.5]), LossConfig(advantage_estimator="reinforce_plus_plus")).tolist() == [
+        1,
+        0,
+        0.5,
+    ]
 
 
 def test_distillation_by_hand():
@@ -86,7 +91,9 @@ def oracle(samples, loss):
         steps = [t for t in range(1, len(one.tokens)) if one.loss_mask[t]]
         for place, t in enumerate(steps):
             if loss.advantage_estimator == "reinforce_plus_plus":
-                value = sum(loss.gamma**ahead * -loss.kl_coef * float(one.kl[u]) for ahead, u in enumerate(steps[place:]))
+                value = sum(
+                    loss.gamma**ahead * -loss.kl_coef * float(one.kl[u]) for ahead, u in enumerate(steps[place:])
+                )
                 value += loss.gamma ** (len(steps) - 1 - place) * one.reward
             else:
                 value = float(one.advantages[t]) - loss.kl_coef * float(one.kl[t])
@@ -108,7 +115,12 @@ def oracle(samples, loss):
         {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.3, "normalize_advantages": True},
         {"advantage_estimator": "grpo", "normalize_advantages": True},
         {"advantage_estimator": "grpo", "use_opd": True, "opd_kl_coef": 0.7},
-        {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.3, "use_opd": True, "normalize_advantages": True},
+        {
+            "advantage_estimator": "reinforce_plus_plus_baseline",
+            "kl_coef": 0.3,
+            "use_opd": True,
+            "normalize_advantages": True,
+        },
     ],
 )
 def test_ragged_samples_equal_the_loops(options):
@@ -123,8 +135,12 @@ def test_ragged_samples_equal_the_loops(options):
 
 def test_whitened_advantages_have_mean_0_and_variance_1():
     samples = batch(1)
-    advantages, _ = sample_advantages(samples, LossConfig(advantage_estimator="reinforce_plus_plus", normalize_advantages=True), alone)
-    kept = [row[t] for row, one in zip(advantages, samples, strict=True) for t in range(1, len(row)) if one.loss_mask[t]]
+    advantages, _ = sample_advantages(
+        samples, LossConfig(advantage_estimator="reinforce_plus_plus", normalize_advantages=True), alone
+    )
+    kept = [
+        row[t] for row, one in zip(advantages, samples, strict=True) for t in range(1, len(row)) if one.loss_mask[t]
+    ]
     assert np.mean(kept) == pytest.approx(0, abs=1e-6)
     assert np.var(kept, ddof=1) == pytest.approx(1, rel=1e-5)
 

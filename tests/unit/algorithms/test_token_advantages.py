@@ -53,12 +53,15 @@ def test_reward_stands_at_the_last_trained_token():
 
 
 def test_kl_is_punished_at_every_trained_token():
-    found = token_rewards(torch.tensor([1.0]).double(), mask([0, 1, 0, 1]), kl=tensor([0.5, 0.5, math.nan, 0.5]), kl_coef=0.1)
+    found = token_rewards(
+        torch.tensor([1.0]).double(), mask([0, 1, 0, 1]), kl=tensor([0.5, 0.5, math.nan, 0.5]), kl_coef=0.1
+    )
     assert found[0].tolist() == pytest.approx([0, -0.05, 0, 0.95])
 
 
 def test_gae_by_hand():
-    # Deltas with gamma .5: last 1 - .2 = .8; middle .5 x .2 - .4 = -.3; first .5 x .4 - .6 = -.4. Lambda .5: carried x .25.
+    # Deltas with gamma .5: last 1 - .2 = .8; middle .5 x .2 - .4 = -.3; first .5 x .4 - .6 = -.4. Lambda .5: carried x
+    # .25.
     advantages, returns = gae(tensor([0, 0, 1]), tensor([0.6, 0.4, 0.2]), mask([1, 1, 1]), gamma=0.5, lambd=0.5)
     assert advantages[0].tolist() == pytest.approx([-0.4 + 0.25 * (-0.3 + 0.25 * 0.8), -0.3 + 0.25 * 0.8, 0.8])
     assert returns[0].tolist() == pytest.approx([0.175, 0.3, 1.0])
@@ -88,7 +91,10 @@ def oracle(reward, values, trained, kl, *, gamma, lambd, kl_coef):
     return advantages
 
 
-@pytest.mark.parametrize(("gamma", "lambd", "kl_coef"), [(1.0, 1.0, 0.0), (0.9, 0.8, 0.0), (0.97, 0.95, 0.2), (1.0, 0.0, 0.1), (0.0, 1.0, 0.1)])
+@pytest.mark.parametrize(
+    ("gamma", "lambd", "kl_coef"),
+    [(1.0, 1.0, 0.0), (0.9, 0.8, 0.0), (0.97, 0.95, 0.2), (1.0, 0.0, 0.1), (0.0, 1.0, 0.1)],
+)
 def test_ragged_samples_equal_the_double_sum(gamma, lambd, kl_coef):
     rng = np.random.default_rng(0)
     samples = []
@@ -123,7 +129,10 @@ def test_whitening_by_hand():
 
 def test_whitening_over_ranks_is_whitening_at_once():
     rng = np.random.default_rng(1)
-    advantages, where = torch.from_numpy(rng.normal(3, 2, (6, 9))), torch.from_numpy(rng.integers(0, 2, (6, 9)).astype(bool))
+    advantages, where = (
+        torch.from_numpy(rng.normal(3, 2, (6, 9))),
+        torch.from_numpy(rng.integers(0, 2, (6, 9)).astype(bool)),
+    )
     shares = [(advantages[:2], where[:2]), (advantages[2:], where[2:]), (advantages[:0], where[:0])]
     sums = iter([])
 
@@ -170,7 +179,8 @@ def test_ppo_takes_rewards_as_they_are():
 @pytest.mark.parametrize(
     ("value", "old", "target", "loss", "clipped"),
     [
-        (1.0, 0.0, 2.0, 0.5 * 1.5**2, 1),  # moved too far towards the return: the bound's error counts, without gradient
+        # moved too far towards the return: the bound's error counts, without gradient
+        (1.0, 0.0, 2.0, 0.5 * 1.5**2, 1),
         (1.0, 0.0, -1.0, 0.5 * 4.0, 0),  # moved too far away from it: the full error counts
         (0.3, 0.0, 2.0, 0.5 * 1.7**2, 0),  # within the bound
     ],

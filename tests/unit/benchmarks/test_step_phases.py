@@ -14,11 +14,22 @@ def step_phases(repo_root: Path) -> dict:
 
 
 def step(seconds: float, generate: float, overhead: float) -> dict:
-    return {"kind": "step", "step/seconds": seconds, "step/generate_seconds": generate, "step/overhead_seconds": overhead}
+    return {
+        "kind": "step",
+        "step/seconds": seconds,
+        "step/generate_seconds": generate,
+        "step/overhead_seconds": overhead,
+    }
 
 
 def test_medians_leave_out_the_warming_up(step_phases: dict):
-    records = [{"kind": "start", "start/ray_seconds": 4.0}, step(100, 90, 10), step(2, 1, 0.2), step(4, 3, 0.4), step(3, 2, 0.3)]
+    records = [
+        {"kind": "start", "start/ray_seconds": 4.0},
+        step(100, 90, 10),
+        step(2, 1, 0.2),
+        step(4, 3, 0.4),
+        step(3, 2, 0.3),
+    ]
     result = step_phases["summary"](records, skip=1)
     assert result["median_seconds"] == {"generate_seconds": 2, "overhead_seconds": 0.3, "seconds": 3}
     assert result["overhead_ratio"] == pytest.approx(0.1)

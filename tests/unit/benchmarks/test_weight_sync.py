@@ -32,8 +32,16 @@ def times(bench: dict, *, send: float, load: float, verify: float):
 
 
 def test_shares_are_of_the_paired_repeats(bench: dict):
-    plain = [times(bench, send=2.0, load=2.0, verify=0.0), times(bench, send=4.0, load=4.0, verify=0.0), times(bench, send=1.0, load=1.0, verify=0.0)]
-    proven = [times(bench, send=2.0, load=2.0, verify=1.0), times(bench, send=4.0, load=5.0, verify=0.0), times(bench, send=1.0, load=1.0, verify=3.0)]
+    plain = [
+        times(bench, send=2.0, load=2.0, verify=0.0),
+        times(bench, send=4.0, load=4.0, verify=0.0),
+        times(bench, send=1.0, load=1.0, verify=0.0),
+    ]
+    proven = [
+        times(bench, send=2.0, load=2.0, verify=1.0),
+        times(bench, send=4.0, load=5.0, verify=0.0),
+        times(bench, send=1.0, load=1.0, verify=3.0),
+    ]
     row = bench["summary"]("disk", 8_000_000, plain, proven, [3.0, 2.0, 1.0])
     assert row["share_of_bound"] == 0.5  # the median of 3/4, 2/8 and 1/2
     assert row["receipt_s"] == 1.0  # of 1, 1 and 3
@@ -54,5 +62,9 @@ def test_the_table_says_where_a_goal_is_missed(bench: dict):
         "transports": rows,
     }
     cells = {line.split(" | ")[1]: line for line in bench["table"]([result])[2:5]}
-    assert "**60%** | 50% met" in cells["ipc"] and "**60%** | 50% met" in cells["broadcast"] and "**60%** | 70% MISSED" in cells["disk"]
+    assert (
+        "**60%** | 50% met" in cells["ipc"]
+        and "**60%** | 50% met" in cells["broadcast"]
+        and "**60%** | 70% MISSED" in cells["disk"]
+    )
     assert "16.7% MISSED" in cells["ipc"]

@@ -39,8 +39,16 @@ def test_gpu_names_sort_after_numbers():
 
 
 def test_nodes_that_share_an_address_keep_their_gpus_together():
-    slots = [Slot(i, node, "127.0.0.1", gpu) for i, (gpu, node) in enumerate((gpu, node) for gpu in "01" for node in ("b", "a"))]
-    assert [(s.node_id, s.gpu_id) for s in sorted(slots, key=slot_sort_key)] == [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]
+    slots = [
+        Slot(i, node, "127.0.0.1", gpu)
+        for i, (gpu, node) in enumerate((gpu, node) for gpu in "01" for node in ("b", "a"))
+    ]
+    assert [(s.node_id, s.gpu_id) for s in sorted(slots, key=slot_sort_key)] == [
+        ("a", "0"),
+        ("a", "1"),
+        ("b", "0"),
+        ("b", "1"),
+    ]
 
 
 def engines_on(nodes: str, **placement):
@@ -54,12 +62,23 @@ def test_engines_must_lie_where_the_plan_put_them():
     pairs = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}
     engines_on("112233", **pairs)
     engines_on("111111", **pairs)
-    with pytest.raises(PlacementError, match=r"Ray spread engine 0 \(2 GPUs\) over machines as 10.0.0.1 \(1\) GPU 2, 10.0.0.2 \(2\) GPU 3; it must lie on one"):
+    with pytest.raises(
+        PlacementError,
+        match=(
+            r"Ray spread engine 0 \(2 GPUs\) over machines as 10.0.0.1 \(1\) GPU 2, 10.0.0.2 \(2\) GPU 3; it must lie"
+            r" on one"
+        ),
+    ):
         engines_on("111222", **pairs)
 
 
 def test_an_engine_over_machines_must_have_equal_parts():
-    halves = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 2}
+    halves = {
+        "actor_num_gpus_per_node": 2,
+        "rollout_num_gpus": 4,
+        "rollout_num_gpus_per_engine": 4,
+        "num_gpus_per_node": 2,
+    }
     engines_on("112233", **halves)
     with pytest.raises(PlacementError, match="it must lie on 2, equally"):
         engines_on("112333", **halves)

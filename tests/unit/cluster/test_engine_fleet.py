@@ -19,7 +19,9 @@ class Fleet(EngineFleet):
     """One engine, whose process is seen to have ended when asked for the third time."""
 
     def __init__(self, url: str):
-        super().__init__(RunConfig(), make_plan(RunConfig()), None, "", Membership.of_serving([EngineEndpoint(index=0, url=url)]))
+        super().__init__(
+            RunConfig(), make_plan(RunConfig()), None, "", Membership.of_serving([EngineEndpoint(index=0, url=url)])
+        )
         self.asked = 0
 
     def check(self) -> None:

@@ -1,4 +1,6 @@
-"""External engines before a run starts: sizes come from the servers, what disagrees is the user's mistake, all of it at once."""
+"""External engines before a run starts: sizes come from the servers, what disagrees is the user's mistake, all of it at
+once.
+"""
 
 import dataclasses
 import json
@@ -17,9 +19,26 @@ HF = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size
 
 
 def answers(*, context=4096, dtype="float32", **sizes):
-    model = {"model_path": "/far/model", "is_generation": True, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "weight_version": "default"}
-    info = {"model_path": "/far/model", "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": dtype, "version": "0.5.23"} | sizes
-    return {"/model_info": (200, model), "/server_info": (200, info), "/v1/models": (200, {"data": [{"id": "m", "max_model_len": context}]})}
+    model = {
+        "model_path": "/far/model",
+        "is_generation": True,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "weight_version": "default",
+    }
+    info = {
+        "model_path": "/far/model",
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": 1,
+        "dtype": dtype,
+        "version": "0.5.23",
+    } | sizes
+    return {
+        "/model_info": (200, model),
+        "/server_info": (200, info),
+        "/v1/models": (200, {"data": [{"id": "m", "max_model_len": context}]}),
+    }
 
 
 @pytest.fixture
@@ -33,7 +52,9 @@ def run(tmp_path):
             checkpoint=dataclasses.replace(base.checkpoint, hf_checkpoint=str(tmp_path)),
             optimizer=dataclasses.replace(base.optimizer, bf16=False),
             rollout=dataclasses.replace(base.rollout, rollout_max_response_len=100),
-            placement=PlacementConfig(actor_num_gpus_per_node=2, rollout_external=True, rollout_external_engine_addrs=list(urls), **placement),
+            placement=PlacementConfig(
+                actor_num_gpus_per_node=2, rollout_external=True, rollout_external_engine_addrs=list(urls), **placement
+            ),
         )
         return config, make_plan(config)
 
@@ -55,7 +76,9 @@ def test_everything_that_disagrees_is_listed(run):
     assert len(said) == 4
     assert "bfloat16" in said[0] and one.url in said[0]
     assert "takes 50 tokens" in said[1] and two.url in said[1]
-    assert said[2].startswith(f"--rollout-num-gpus 2, but the external engines have 5 GPUs: 1 at {one.url}, 4 at {two.url}.")
+    assert said[2].startswith(
+        f"--rollout-num-gpus 2, but the external engines have 5 GPUs: 1 at {one.url}, 4 at {two.url}."
+    )
     assert "engine 1 has 2 pipeline stages" in said[3]
 
 

@@ -52,7 +52,9 @@ def test_before_the_first_sync_one_serves_when_it_is_healthy_and_not_before():
 
 def test_after_a_sync_only_who_has_proven_the_same_weights_serves():
     fleet = two_serving().prove([0, 1], SECOND).start(2).healthy(endpoint(2))
-    with pytest.raises(EngineError, match="engine 2 at http://engine-2:1 cannot serve: it has proven nothing, the fleet holds base@2"):
+    with pytest.raises(
+        EngineError, match="engine 2 at http://engine-2:1 cannot serve: it has proven nothing, the fleet holds base@2"
+    ):
         fleet.admit(2)
     with pytest.raises(EngineError, match="it has proven base@1, the fleet holds base@2"):
         fleet.prove([2], FIRST).admit(2)
@@ -102,7 +104,10 @@ def test_two_cannot_live_at_one_address():
         (lambda fleet: fleet.healthy(endpoint(0)), "is serving; only one that is starting can become healthy"),
         (lambda fleet: fleet.admit(0), "is serving; only one that is starting can serve"),
         (lambda fleet: fleet.drain(0).drain(0), "is draining; only one that is serving can drain"),
-        (lambda fleet: fleet.drain(0).prove([0], FIRST), "is draining; only one that is starting or serving can prove base@1"),
+        (
+            lambda fleet: fleet.drain(0).prove([0], FIRST),
+            "is draining; only one that is starting or serving can prove base@1",
+        ),
         (lambda fleet: fleet.leave(0), "is serving; only one that is starting or draining or dead can leave"),
         (lambda fleet: fleet.drain(7), "there is no engine 7. The fleet has 0, 1"),
     ],

@@ -28,14 +28,42 @@ FOUR = {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_p
     [
         ((8,), FOUR, None),
         ((4, 4), FOUR, None),
-        ((4,), FOUR, "the plan needs 8 GPUs, but the Ray cluster has 4 on 1 nodes: 10.0.0.0 (0abcde): 0 of 4 GPUs free"),
+        (
+            (4,),
+            FOUR,
+            "the plan needs 8 GPUs, but the Ray cluster has 4 on 1 nodes: 10.0.0.0 (0abcde): 0 of 4 GPUs free",
+        ),
         ((), FOUR, "no machine of the cluster has a GPU"),
-        ((3, 3, 3), FOUR, "each engine needs 4 GPUs on one machine, but no machine has them, though there are 9 GPUs in all"),
-        ((3, 3), {"actor_num_gpus_per_node": 6, "rollout_num_gpus_per_engine": 2, "colocate": True}, "the machines have room for 2 of 3 such engines"),
-        ((4, 4), {"colocate": True, "rollout_num_gpus_per_engine": 8, "num_gpus_per_node": 4, "actor_num_gpus_per_node": 4, "actor_num_nodes": 2}, None),
+        (
+            (3, 3, 3),
+            FOUR,
+            "each engine needs 4 GPUs on one machine, but no machine has them, though there are 9 GPUs in all",
+        ),
+        (
+            (3, 3),
+            {"actor_num_gpus_per_node": 6, "rollout_num_gpus_per_engine": 2, "colocate": True},
+            "the machines have room for 2 of 3 such engines",
+        ),
+        (
+            (4, 4),
+            {
+                "colocate": True,
+                "rollout_num_gpus_per_engine": 8,
+                "num_gpus_per_node": 4,
+                "actor_num_gpus_per_node": 4,
+                "actor_num_nodes": 2,
+            },
+            None,
+        ),
         (
             (6, 2),
-            {"colocate": True, "rollout_num_gpus_per_engine": 8, "num_gpus_per_node": 4, "actor_num_gpus_per_node": 4, "actor_num_nodes": 2},
+            {
+                "colocate": True,
+                "rollout_num_gpus_per_engine": 8,
+                "num_gpus_per_node": 4,
+                "actor_num_gpus_per_node": 4,
+                "actor_num_nodes": 2,
+            },
             "each engine needs 4 GPUs on each of 2 machines, but the machines have room for 0 of 1 such engines",
         ),
     ],

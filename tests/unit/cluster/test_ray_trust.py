@@ -1,4 +1,7 @@
-"""A Ray cluster is joined because a file names it only if nobody else can have written that file; ours is closed to others."""
+"""A Ray cluster is joined because a file names it only if nobody else can have written that file.
+
+Ours is closed to others.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,10 @@ def test_the_token_is_ours_alone_whatever_the_umask(tmp_path, monkeypatch, umask
     token.chmod(0o644)
     token.parent.chmod(0o755)
     ensure_token()  # as an earlier Ray left it
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (token.parent, token)] == [0o700, 0o600] and token.read_text() == text
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (token.parent, token)] == [
+        0o700,
+        0o600,
+    ] and token.read_text() == text
 
 
 def test_no_token_is_made_where_none_is_asked_for(tmp_path, monkeypatch):

@@ -1,4 +1,7 @@
-"""A trainer's rank as a process: what it writes into its log file. The calls between ranks are in tests/multiprocess and tests/e2e."""
+"""A trainer's rank as a process: what it writes into its log file.
+
+The calls between ranks are in tests/multiprocess and tests/e2e.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ assert rank.call("train", 7) == 7
 
 @pytest.mark.parametrize(("level", "logged"), [("debug", True), ("info", False), (None, False)])
 @pytest.mark.slow
-def test_a_ranks_log_file_has_what_the_level_lets_through(repo_root: Path, tmp_path: Path, level: str | None, logged: bool):
+def test_a_ranks_log_file_has_what_the_level_lets_through(
+    repo_root: Path, tmp_path: Path, level: str | None, logged: bool
+):
     log = tmp_path / "logs" / "actor-0.log"
-    subprocess.run([sys.executable, "-c", RANK.format(level=level, log=str(log))], check=True, cwd=repo_root, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", RANK.format(level=level, log=str(log))], check=True, cwd=repo_root, timeout=60
+    )
     assert ("DEBUG slime_like.cluster.train_group: train took" in log.read_text()) is logged

@@ -21,7 +21,13 @@ def test_an_estimator_names_what_there_is(name):
     assert set(row.flags) <= FIELDS and row.policy_loss in POLICY_LOSSES
     assert row.baseline is None or row.baseline in BASELINES
     assert row.tokens is None or row.tokens in TOKEN_ADVANTAGES
-    assert (row.compares_with, row.scale) in {("group", None), ("group", "group"), ("group", "batch"), ("batch", None), ("critic", None)}
+    assert (row.compares_with, row.scale) in {
+        ("group", None),
+        ("group", "group"),
+        ("group", "batch"),
+        ("batch", None),
+        ("critic", None),
+    }
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -35,5 +41,10 @@ def test_no_function_is_without_a_row():
 
 
 def test_owners_and_help():
-    assert owners(ESTIMATORS, "gamma") == ["reinforce_plus_plus", "ppo"] and owners(POLICY_LOSSES, "eps_clip_c") == ["clip"]
-    assert summaries({"clip": POLICY_LOSSES["clip"], "gspo": POLICY_LOSSES["gspo"]}) == "clip (PPO's bounded ratio), gspo (one bounded ratio a sample)"
+    assert owners(ESTIMATORS, "gamma") == ["reinforce_plus_plus", "ppo"] and owners(POLICY_LOSSES, "eps_clip_c") == [
+        "clip"
+    ]
+    assert (
+        summaries({"clip": POLICY_LOSSES["clip"], "gspo": POLICY_LOSSES["gspo"]})
+        == "clip (PPO's bounded ratio), gspo (one bounded ratio a sample)"
+    )

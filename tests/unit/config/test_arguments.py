@@ -29,9 +29,9 @@ TINY_HF = {
     "max_position_embeddings": 1024,
 }
 MODEL = (
-    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--kv-channels 32 --vocab-size 320 "
-    "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --qk-layernorm --rotary-base 10000 --use-rotary-position-embeddings"
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention"
+    " --num-query-groups 2 --kv-channels 32 --vocab-size 320 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu"
+    " --disable-bias-linear --qk-layernorm --rotary-base 10000 --use-rotary-position-embeddings"
 )
 ROLLOUT = "--rm-type math --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2"
 PLACE = "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2"
@@ -88,17 +88,20 @@ def test_seed_script_of_external_mode_parses(files):
     """The flags of a public two-machine smoke script, as they stand there."""
     parsed = command(
         files,
-        "--ref-load /tmp --save /tmp/save --save-interval 9999 --input-key input --label-key label --apply-chat-template "
-        "--rollout-shuffle --rm-type deepscaler",
-        "--num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --num-steps-per-rollout 1 --global-batch-size 4 "
-        "--rollout-max-response-len 256 --rollout-temperature 1",
-        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 1 "
-        "--expert-tensor-parallel-size 1",
-        "--use-dynamic-batch-size --max-tokens-per-gpu 2048 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 "
-        "--kl-loss-type low_var_kl --entropy-coef 0.00",
-        "--eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98",
-        "--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.4 --rollout-external --rollout-external-engine-addrs 10.0.0.1:10091",
-        "--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash",
+        "--ref-load /tmp --save /tmp/save --save-interval 9999 --input-key input --label-key label"
+        " --apply-chat-template --rollout-shuffle --rm-type deepscaler",
+        "--num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --num-steps-per-rollout 1 --global-batch-size"
+        " 4 --rollout-max-response-len 256 --rollout-temperature 1",
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
+        " --expert-model-parallel-size 1 --expert-tensor-parallel-size 1",
+        "--use-dynamic-batch-size --max-tokens-per-gpu 2048 --advantage-estimator grpo --use-kl-loss --kl-loss-coef"
+        " 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00",
+        "--eps-clip 0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1"
+        " --adam-beta1 0.9 --adam-beta2 0.98",
+        "--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.4 --rollout-external"
+        " --rollout-external-engine-addrs 10.0.0.1:10091",
+        "--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32"
+        " --attention-backend flash",
         "--actor-num-nodes 1 --actor-num-gpus-per-node 2",
         MODEL,
     ).config
@@ -118,7 +121,12 @@ def test_every_problem_at_once(tmp_path):
         "--rm-type maths --num-rollout 3 --rollout-batch-size 3 --n-samples-per-prompt 3 --eval-interval 2",
     )
     text = "\n".join(found)
-    for part in ("no such folder", "no such file", "--rm-type maths is unknown. Known: math", "--eval-interval needs --eval-prompt-data"):
+    for part in (
+        "no such folder",
+        "no such file",
+        "--rm-type maths is unknown. Known: math",
+        "--eval-interval needs --eval-prompt-data",
+    ):
         assert part in text, part
 
 
@@ -155,7 +163,9 @@ def test_every_problem_at_once(tmp_path):
     ],
 )
 def test_bad_combination_names_flags_and_fix(files, flags, message):
-    assert any(message in p for p in problems(files, MODEL, ROLLOUT, PLACE, flags)), problems(files, MODEL, ROLLOUT, PLACE, flags)
+    assert any(message in p for p in problems(files, MODEL, ROLLOUT, PLACE, flags)), problems(
+        files, MODEL, ROLLOUT, PLACE, flags
+    )
 
 
 def test_every_field_is_declared_once():
@@ -164,6 +174,8 @@ def test_every_field_is_declared_once():
 
 
 def test_command_line_without_traceback_and_status_2(tmp_path):
-    run = subprocess.run([sys.executable, ROOT / "train.py", "--num-rolout", "3"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--num-rolout", "3"], capture_output=True, text=True, timeout=60
+    )
     assert run.returncode == 2
     assert "Did you mean --num-rollout?" in run.stderr and "Traceback" not in run.stderr

@@ -18,12 +18,16 @@ def test_flags_of_dynamic_batches_need_them(options):
 
 
 def test_score_packs_hold_at_least_a_token():
-    assert BatchConfig(**DYNAMIC, log_probs_max_tokens_per_gpu=-1).problems() == ["--log-probs-max-tokens-per-gpu -1: must be at least 1."]
+    assert BatchConfig(**DYNAMIC, log_probs_max_tokens_per_gpu=-1).problems() == [
+        "--log-probs-max-tokens-per-gpu -1: must be at least 1."
+    ]
 
 
 def test_experts_whose_gradients_megatron_would_not_sum_are_refused():
     """Found by the parity table: gradients off by a third of the largest, their norm by 1e-4 only."""
-    model = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=101, num_experts=4, moe_ffn_hidden_size=32)
+    model = ModelConfig(
+        num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=101, num_experts=4, moe_ffn_hidden_size=32
+    )
     split = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
     (problem,) = split.problems(model)
     assert "does not sum the experts' gradients" in problem

@@ -39,7 +39,10 @@ def test_the_defaults_are_possible():
         (CheckpointConfig(async_save=True), "--async-save does nothing without --save."),
         (CheckpointConfig(ckpt_step=3), "--ckpt-step does nothing without --load."),
         (CheckpointConfig(load="l", ckpt_step=-3), "--ckpt-step -3: must not be negative."),
-        (CheckpointConfig(save="s", save_interval=4, save_retain_interval=6), "--save-retain-interval 6: must be a multiple of --save-interval 4."),
+        (
+            CheckpointConfig(save="s", save_interval=4, save_retain_interval=6),
+            "--save-retain-interval 6: must be a multiple of --save-interval 4.",
+        ),
     ],
 )
 def test_what_is_impossible_is_told(config, message: str):
@@ -47,8 +50,13 @@ def test_what_is_impossible_is_told(config, message: str):
 
 
 def test_missing_files(tmp_path: Path):
-    assert CheckpointConfig().missing_files() == ["--hf-checkpoint is missing: the folder with config.json and the tokenizer."]
+    assert CheckpointConfig().missing_files() == [
+        "--hf-checkpoint is missing: the folder with config.json and the tokenizer."
+    ]
     given = CheckpointConfig(hf_checkpoint=str(tmp_path), ref_load=f"{tmp_path}/no")
-    assert given.missing_files() == [f"--hf-checkpoint {tmp_path}: has no config.json.", f"--ref-load {tmp_path}/no: no such folder."]
+    assert given.missing_files() == [
+        f"--hf-checkpoint {tmp_path}: has no config.json.",
+        f"--ref-load {tmp_path}/no: no such folder.",
+    ]
     (tmp_path / "config.json").write_text("{}")
     assert CheckpointConfig(hf_checkpoint=str(tmp_path), ref_load=str(tmp_path)).missing_files() == []

@@ -1,4 +1,6 @@
-"""Every flag that public run scripts of this kind use is taken with its meaning, or refused with a reason that names what to do."""
+"""Every flag that public run scripts of this kind use is taken with its meaning, or refused with a reason that names
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +17,51 @@ from slime_like.config.slime_flags.refused import REFUSED, REFUSED_VALUES, take_
 from slime_like.errors import ConfigError
 from slime_like.sglang_backend.server_args import RESERVED, known_arguments, present_names
 
-LINES = [line for line in (Path(__file__).parent / "compat_flags.txt").read_text().splitlines() if not line.startswith("#")]
+LINES = [
+    line for line in (Path(__file__).parent / "compat_flags.txt").read_text().splitlines() if not line.startswith("#")
+]
 
 #: A command line that works; what a flag needs beside it, or does not go with, is in WITH.
 BASE: dict[str, str | None] = {
     "--hf-checkpoint": "/models/some-model", "--ref-load": "/models/some-model", "--prompt-data": "/data/train.jsonl",
-    "--num-layers": "48", "--hidden-size": "4096", "--ffn-hidden-size": "12288", "--num-attention-heads": "32", "--group-query-attention": "",
-    "--num-query-groups": "4", "--kv-channels": "128", "--vocab-size": "151936", "--normalization": "RMSNorm", "--swiglu": "",
+    "--num-layers": "48", "--hidden-size": "4096", "--ffn-hidden-size": "12288", "--num-attention-heads": "32",
+    "--group-query-attention": "",
+    "--num-query-groups": "4", "--kv-channels": "128", "--vocab-size": "151936", "--normalization": "RMSNorm",
+    "--swiglu": "",
     "--disable-bias-linear": "", "--untie-embeddings-and-output-weights": "",
     "--actor-num-nodes": "1", "--actor-num-gpus-per-node": "8", "--colocate": "", "--lr": "1e-5",
     "--rm-type": "math", "--num-rollout": "3", "--rollout-batch-size": "32", "--n-samples-per-prompt": "8",
     "--eval-prompt-data": "aime /data/aime.jsonl", "--eval-interval": "5", "--save": "/save", "--use-kl-loss": "",
     "--use-dynamic-batch-size": "", "--max-tokens-per-gpu": "4096",
 }  # fmt: skip
-LATENT = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--rotary-scaling-factor", "--mscale-all-dim")
+LATENT = (
+    "--q-lora-rank",
+    "--kv-lora-rank",
+    "--qk-head-dim",
+    "--qk-pos-emb-head-dim",
+    "--v-head-dim",
+    "--rotary-scaling-factor",
+    "--mscale-all-dim",
+)
 DROP = None
 WITH: dict[str, dict[str, str | None]] = {
     "--global-batch-size": {"--rollout-batch-size": "128"},
     "--over-sampling-batch-size": {"--dynamic-sampling-filter-path": "my_project.filters.keep"},
     "--num-epoch": {"--num-rollout": DROP},
     "--custom-rm-path": {"--rm-type": DROP},
-    "--loss-type": {"--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP, "--use-kl-loss": DROP},
+    "--loss-type": {"--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP,
+        "--use-kl-loss": DROP},
     "--disable-compute-advantages-and-returns": {
-        "--loss-type": "sft_loss", "--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP, "--use-kl-loss": DROP,
+        "--loss-type": "sft_loss", "--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP,
+        "--use-kl-loss": DROP,
     },
     "--debug-train-only": {"--load-debug-rollout-data": "/save/{rollout_id}.pt"},
     "--update-weight-disk-dir": {"--update-weight-transport": "disk"},
     "--update-weight-mode": {"--colocate": DROP, "--rollout-num-gpus": "8"},
     "--update-weight-delta-encoding": {"--update-weight-mode": "delta", "--colocate": DROP, "--rollout-num-gpus": "8"},
     "--update-weight-delta-checksum": {"--update-weight-mode": "delta", "--colocate": DROP, "--rollout-num-gpus": "8"},
-    "--update-weight-local-checkpoint-dir": {"--update-weight-mode": "delta", "--colocate": DROP, "--rollout-num-gpus": "8"},
+    "--update-weight-local-checkpoint-dir": {"--update-weight-mode": "delta", "--colocate": DROP,
+        "--rollout-num-gpus": "8"},
     "--overlap-cpu-optimizer-d2h-h2d": {"--optimizer-cpu-offload": ""},
     "--recompute-granularity": {"--recompute-method": "uniform", "--recompute-num-layers": "1"},
     "--recompute-method": {"--recompute-granularity": "full", "--recompute-num-layers": "1"},
@@ -69,7 +86,9 @@ def command_line(flag: str, value: str) -> list[str]:
     if flag in LATENT:
         chosen |= WITH["--multi-latent-attention"] | {"--multi-latent-attention": ""}
     if flag == "--moe-layer-freq":
-        chosen |= {"--num-layers": str(len(value.split(",")) if "," in value else sum(map(int, re.findall(r"\*(\d+)", value))))}
+        chosen |= {
+            "--num-layers": str(len(value.split(",")) if "," in value else sum(map(int, re.findall(r"\*(\d+)", value))))
+        }
     chosen[flag] = value
     return shlex.split(" ".join(f"{name} {text}" for name, text in chosen.items() if text is not None)) + ["--plan"]
 
@@ -88,7 +107,11 @@ def split_line(line: str) -> tuple[str, str]:
 
 
 def is_refused(flag: str, value: str) -> bool:
-    return flag in REFUSED or (flag, value) in REFUSED_VALUES or flag.removeprefix("--sglang-").replace("-", "_") in RESERVED
+    return (
+        flag in REFUSED
+        or (flag, value) in REFUSED_VALUES
+        or flag.removeprefix("--sglang-").replace("-", "_") in RESERVED
+    )
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -104,7 +127,9 @@ def test_taken_or_refused_with_an_alternative(line: str):
 
 
 def field_owner(name: str) -> str | None:
-    return next((group for group, kind in GROUPS.items() if name in {field.name for field in dataclasses.fields(kind)}), None)
+    return next(
+        (group for group, kind in GROUPS.items() if name in {field.name for field in dataclasses.fields(kind)}), None
+    )
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if not is_refused(*split_line(line))])
@@ -140,7 +165,9 @@ def test_refusals_are_about_flags_that_are_not_taken():
 
 
 def test_a_refused_flag_takes_its_values_with_it():
-    rest, problems = take_refused(["--lr", "1", "--spec", "a.b", "get_spec", "--swiglu", "--model-name=x", "--optimizer=sgd", "--seed", "2"])
+    rest, problems = take_refused(
+        ["--lr", "1", "--spec", "a.b", "get_spec", "--swiglu", "--model-name=x", "--optimizer=sgd", "--seed", "2"]
+    )
     assert rest == ["--lr", "1", "--swiglu", "--seed", "2"]
     assert [problem.split(" ")[0] for problem in problems] == ["--spec", "--model-name", "--optimizer"]
 
@@ -161,7 +188,12 @@ def test_renamed_arguments_of_sglang_are_taken_with_a_note():
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--attention-backend", "flash"), ("--moe-grouped-gemm", ""), ("--sglang-attention-backend", "fa3"), ("--sglang-moe-a2a-backend", "deepep")],
+    [
+        ("--attention-backend", "flash"),
+        ("--moe-grouped-gemm", ""),
+        ("--sglang-attention-backend", "fa3"),
+        ("--sglang-moe-a2a-backend", "deepep"),
+    ],
 )
 def test_kernels_for_gpus_are_a_note(flag: str, value: str):
     notes = parse_args(command_line(flag, value)).notes
@@ -184,11 +216,18 @@ def test_what_only_the_plan_can_do_is_said(flags: dict[str, str], reason: str):
 
 def test_other_dispatchers_are_a_note():
     notes = parse_args([*command_line("--moe-enable-deepep", "")]).notes
-    assert any("--moe-token-dispatcher-type flex and --moe-enable-deepep" in note and "alltoall" in note for note in notes)
+    assert any(
+        "--moe-token-dispatcher-type flex and --moe-enable-deepep" in note and "alltoall" in note for note in notes
+    )
 
 
 def test_qwen3_moe_and_expert_parallelism_can_run():
-    flags = {"--num-experts": "160", "--qk-layernorm": "", "--expert-model-parallel-size": "2", "--moe-aux-loss-coeff": "0.01"}
+    flags = {
+        "--num-experts": "160",
+        "--qk-layernorm": "",
+        "--expert-model-parallel-size": "2",
+        "--moe-aux-loss-coeff": "0.01",
+    }
     argv = shlex.split(" ".join(f"{name} {text}" for name, text in (BASE | flags).items())) + ["--plan"]
     assert parse_args(argv).config.not_yet() == []
     (found,) = parse_args([*argv, "--moe-router-load-balancing-type", "seq_aux_loss"]).config.not_yet()
@@ -196,12 +235,23 @@ def test_qwen3_moe_and_expert_parallelism_can_run():
 
 
 def test_engines_that_do_not_tie_embeddings_are_refused():
-    """SGLang's mixture of experts has an output layer of its own, which no tied checkpoint fills; without engines nothing stands in the way."""
-    tied = {name: text for name, text in BASE.items() if name != "--untie-embeddings-and-output-weights"} | {"--num-experts": "160", "--qk-layernorm": ""}
+    """SGLang's mixture of experts has an output layer of its own, which no tied checkpoint fills.
+
+    Without engines nothing stands in the way.
+    """
+    tied = {name: text for name, text in BASE.items() if name != "--untie-embeddings-and-output-weights"} | {
+        "--num-experts": "160",
+        "--qk-layernorm": "",
+    }
     argv = shlex.split(" ".join(f"{name} {text}" for name, text in tied.items())) + ["--plan"]
     (found,) = parse_args(argv).config.not_yet()
     assert "tied embeddings" in found and "SGLang" in found
-    assert parse_args([*argv, "--debug-train-only", "--load-debug-rollout-data", "/nowhere/{rollout_id}.npz"]).config.not_yet() == []
+    assert (
+        parse_args(
+            [*argv, "--debug-train-only", "--load-debug-rollout-data", "/nowhere/{rollout_id}.npz"]
+        ).config.not_yet()
+        == []
+    )
 
 
 def test_the_base_can_run():

@@ -11,9 +11,10 @@ from slime_like.planning.placement import cannot_run_yet, make_plan
 from slime_like.records import EngineEndpoint
 
 BASE = (
-    "--hf-checkpoint /m --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--kv-channels 32 --vocab-size 320 --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm --prompt-data /d --rm-type math --num-rollout 1 "
-    "--actor-num-gpus-per-node 2 --plan"
+    "--hf-checkpoint /m --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4"
+    " --group-query-attention --num-query-groups 2 --kv-channels 32 --vocab-size 320 --normalization RMSNorm --swiglu"
+    " --disable-bias-linear --qk-layernorm --prompt-data /d --rm-type math --num-rollout 1 --actor-num-gpus-per-node 2"
+    " --plan"
 )
 OWN = "--rollout-num-gpus 2"
 EXTERNAL = "--rollout-external --rollout-external-engine-addrs a:1 b:2"
@@ -27,16 +28,28 @@ def config_of(*more: str):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((OWN, "--update-weight-delta-encoding xor"), "--update-weight-delta-encoding does nothing without --update-weight-mode delta"),
+        (
+            (OWN, "--update-weight-delta-encoding xor"),
+            "--update-weight-delta-encoding does nothing without --update-weight-mode delta",
+        ),
         ((OWN, "--update-weight-local-checkpoint-dir /l"), "--update-weight-local-checkpoint-dir does nothing without"),
-        ((EXTERNAL, "--rollout-external-receiver-addrs a:3 b:4"), "--rollout-external-receiver-addrs does nothing without"),
-        ((OWN, DELTA, "--update-weight-transport disk"), "--update-weight-transport disk does not go with --update-weight-mode delta"),
+        (
+            (EXTERNAL, "--rollout-external-receiver-addrs a:3 b:4"),
+            "--rollout-external-receiver-addrs does nothing without",
+        ),
+        (
+            (OWN, DELTA, "--update-weight-transport disk"),
+            "--update-weight-transport disk does not go with --update-weight-mode delta",
+        ),
         ((DELTA, "--colocate"), "does not go with --colocate"),
         ((EXTERNAL, DELTA), "0 are given for 2"),
         ((EXTERNAL, DELTA, "--rollout-external-receiver-addrs a:3"), "1 are given for 2"),
         ((EXTERNAL, DELTA, "--rollout-external-receiver-addrs a:3 b"), "'b' has no port"),
         ((OWN, DELTA, "--rollout-external-receiver-addrs a:3"), "1 are given for 0"),
-        ((EXTERNAL, DELTA, "--rollout-external-receiver-addrs a:3 b:4 --update-weight-local-checkpoint-dir /l"), "for receivers that we start"),
+        (
+            (EXTERNAL, DELTA, "--rollout-external-receiver-addrs a:3 b:4 --update-weight-local-checkpoint-dir /l"),
+            "for receivers that we start",
+        ),
         ((OWN, DELTA, "--update-weight-delta-checksum adler32"), "Fix: xxh3-128"),
         ((OWN, DELTA, "--update-weight-delta-encoding zip"), "unknown"),
     ],
@@ -61,9 +74,18 @@ def test_an_engine_on_two_machines_is_refused():
 
 
 def test_external_engines_have_their_own_receivers(monkeypatch):
-    config = config_of(EXTERNAL, DELTA, "--rollout-external-receiver-addrs a:3 https://b --rollout-external-receiver-api-key-env SOME_KEY")
+    config = config_of(
+        EXTERNAL,
+        DELTA,
+        "--rollout-external-receiver-addrs a:3 https://b --rollout-external-receiver-api-key-env SOME_KEY",
+    )
     monkeypatch.setenv("SOME_KEY", "k" * 20)
-    endpoints = [EngineEndpoint(index=index, url=f"http://{host}", external=True) for index, host in enumerate(("a:1", "b:2"))]
+    endpoints = [
+        EngineEndpoint(index=index, url=f"http://{host}", external=True) for index, host in enumerate(("a:1", "b:2"))
+    ]
     found = Receivers(config, "/run").beside(endpoints)
-    assert [(one.receiver_url, one.receiver_key) for one in found] == [("http://a:3", "k" * 20), ("https://b", "k" * 20)]
+    assert [(one.receiver_url, one.receiver_key) for one in found] == [
+        ("http://a:3", "k" * 20),
+        ("https://b", "k" * 20),
+    ]
     assert "k" * 20 not in repr(found)

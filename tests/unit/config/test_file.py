@@ -18,11 +18,13 @@ from slime_like.errors import ConfigError, UserError
 from slime_like.utils.files import RunDirectory
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 32 "
-    "--vocab-size 320 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --qk-layernorm --rotary-base 10000 "
-    "--rm-type math --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --lr 1e-6 --no-colocate-policy-ref --rollout-stop a b "
-    "--eval-prompt-data aime aime.jsonl --eval-interval 2 --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --hf-checkpoint /nowhere/model "
-    "--prompt-data data.jsonl --sglang-mem-fraction-static 0.4 --sglang-enable-metrics --sglang-router-policy round_robin --log-level debug"
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention"
+    " --num-query-groups 2 --kv-channels 32 --vocab-size 320 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu"
+    " --disable-bias-linear --qk-layernorm --rotary-base 10000 --rm-type math --num-rollout 3 --rollout-batch-size 2"
+    " --n-samples-per-prompt 2 --lr 1e-6 --no-colocate-policy-ref --rollout-stop a b --eval-prompt-data aime aime.jsonl"
+    " --eval-interval 2 --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --hf-checkpoint /nowhere/model --prompt-data"
+    " data.jsonl --sglang-mem-fraction-static 0.4 --sglang-enable-metrics --sglang-router-policy round_robin"
+    " --log-level debug"
 )
 TABLES = """
 [model]
@@ -101,19 +103,36 @@ def test_a_file_says_what_flags_say(tmp_path, text):
 def test_the_example_of_the_documentation(tmp_path):
     text = (Path(__file__).parents[3] / "docs/config-files.md").read_text()
     settings = read_config_files([written(tmp_path, text.partition("```toml\n")[2].partition("```")[0])])
-    assert not settings.problems and settings.values["num_rollout"] == 100 and settings.sglang == {"mem_fraction_static": "0.7"}
+    assert (
+        not settings.problems
+        and settings.values["num_rollout"] == 100
+        and settings.sglang == {"mem_fraction_static": "0.7"}
+    )
     tables = text.partition("- Tables: ")[2].partition(".\n")[0]
     assert re.findall(r"`([a-z]+)`", tables) == [*GROUPS, "sglang"]
 
 
 def test_later_files_and_then_flags_win(tmp_path):
-    first, second = written(tmp_path, TABLES), written(tmp_path, "lr = 2e-6\nrollout-stop = ['c']\n[sglang]\nmem-fraction-static = 0.5\n", "second.toml")
+    first, second = (
+        written(tmp_path, TABLES),
+        written(tmp_path, "lr = 2e-6\nrollout-stop = ['c']\n[sglang]\nmem-fraction-static = 0.5\n", "second.toml"),
+    )
     both = command("--config", first, second).config
     assert both == command("--config", first, "--config", second).config
-    assert (both.optimizer.lr, both.rollout.rollout_stop, both.engine.sglang) == (2e-6, ["c"], {"mem_fraction_static": "0.5", "enable_metrics": True})
+    assert (both.optimizer.lr, both.rollout.rollout_stop, both.engine.sglang) == (
+        2e-6,
+        ["c"],
+        {"mem_fraction_static": "0.5", "enable_metrics": True},
+    )
     assert command("--config", second, first).config.optimizer.lr == 1e-6
-    flags = command("--config", first, "--lr 3e-6 --colocate-policy-ref --sglang-mem-fraction-static 0.6 --rollout-stop d").config
-    assert (flags.optimizer.lr, flags.placement.colocate_policy_ref, flags.engine.sglang["mem_fraction_static"]) == (3e-6, True, "0.6")
+    flags = command(
+        "--config", first, "--lr 3e-6 --colocate-policy-ref --sglang-mem-fraction-static 0.6 --rollout-stop d"
+    ).config
+    assert (flags.optimizer.lr, flags.placement.colocate_policy_ref, flags.engine.sglang["mem_fraction_static"]) == (
+        3e-6,
+        True,
+        "0.6",
+    )
     assert flags.rollout.rollout_stop == ["d"]
 
 
@@ -156,9 +175,15 @@ max-running-requests = [true]
         f"{path}: [batch] global-batch-size: --global-batch-size 'many' is no int.",
         f"{path}: [batch] micro-batch-size: --micro-batch-size takes one value, not [1, 2].",
         f"{path}: [checkpoint] multimodal-keys: --multimodal-keys is refused: prompts are text only",
-        f"{path}: [sync] update-weight-transport: --update-weight-transport nccl is refused: this transport is called broadcast",
+        (
+            f"{path}: [sync] update-weight-transport: --update-weight-transport nccl is refused: this transport is"
+            " called broadcast"
+        ),
         f"{path}: [placement] colocate: --colocate is a switch: true or false, not 'yes'.",
-        f"{path}: [sglang] max-running-requests: --sglang-max-running-requests takes a text, a number, true or false, or a list",
+        (
+            f"{path}: [sglang] max-running-requests: --sglang-max-running-requests takes a text, a number, true or"
+            " false, or a list"
+        ),
         "--config nowhere.toml: no such file or directory.",
         "unknown flag --nmu-rollout. Did you mean --num-rollout?",
         "--lr 'x' is no float.",
@@ -172,12 +197,20 @@ max-running-requests = [true]
 def test_what_goes_wrong_between_groups_names_file_and_key(tmp_path):
     path = written(tmp_path, TABLES + "[batch]\nglobal-batch-size = 3\n")
     listed = problems("--config", path, "--sglang-attention-backnd triton --rollout-batch-size 4")
-    assert any("--global-batch-size" in p and f"{path}: [batch] global-batch-size" in p and "[rollout] n-samples-per-prompt" in p for p in listed)
+    assert any(
+        "--global-batch-size" in p
+        and f"{path}: [batch] global-batch-size" in p
+        and "[rollout] n-samples-per-prompt" in p
+        for p in listed
+    )
     assert not any("rollout-batch-size" in p.partition(" (from ")[2] for p in listed), "the command line has that flag"
     assert any(p.startswith("--sglang-attention-backnd") and "(from" not in p for p in listed)
     path = written(tmp_path, TABLES.replace("mem-fraction-static", "mem-fraction-statick"))
     (problem,) = problems("--config", path)
-    assert problem.endswith(f"(from {path}: [sglang] mem-fraction-statick)") and "Did you mean --sglang-mem-fraction-static?" in problem
+    assert (
+        problem.endswith(f"(from {path}: [sglang] mem-fraction-statick)")
+        and "Did you mean --sglang-mem-fraction-static?" in problem
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,13 +248,20 @@ def test_every_default_of_every_flag_is_read_as_itself():
             if "help" in field.metadata:
                 wrong: list[str] = []
                 default = getattr(group, field.name)
-                assert read_value(field, hints[field.name], json.loads(json.dumps(default)), wrong) == default and not wrong, field.name
+                assert (
+                    read_value(field, hints[field.name], json.loads(json.dumps(default)), wrong) == default
+                    and not wrong
+                ), field.name
 
 
 def resolved(config: RunConfig, run_dir: Path) -> RunConfig:
     """As cluster.build.resolve leaves it in config.json, with a weight transport over disk."""
-    sync = dataclasses.replace(config.sync, update_weight_transport="disk", update_weight_disk_dir=str(run_dir / "weights"))
-    return dataclasses.replace(config, sync=sync, observability=dataclasses.replace(config.observability, run_dir=str(run_dir)))
+    sync = dataclasses.replace(
+        config.sync, update_weight_transport="disk", update_weight_disk_dir=str(run_dir / "weights")
+    )
+    return dataclasses.replace(
+        config, sync=sync, observability=dataclasses.replace(config.observability, run_dir=str(run_dir))
+    )
 
 
 def test_a_runs_config_gives_the_same_run_in_a_directory_of_its_own(tmp_path):
@@ -234,7 +274,9 @@ def test_a_runs_config_gives_the_same_run_in_a_directory_of_its_own(tmp_path):
     assert f"{run.config} is of the run in {tmp_path}/old: this run gets a directory of its own" in again.notes
     assert f"--save saved is that of {run.config}: what the run before wrote there may be replaced" in again.notes
     elsewhere = command("--config", str(run.config), "--save other --run-dir", str(tmp_path / "new"))
-    assert elsewhere.config.observability.run_dir == str(tmp_path / "new") and not any("old" in note or "saved" in note for note in elsewhere.notes)
+    assert elsewhere.config.observability.run_dir == str(tmp_path / "new") and not any(
+        "old" in note or "saved" in note for note in elsewhere.notes
+    )
     with pytest.raises(UserError, match="holds another run"):
         RunDirectory.create(command("--config", str(run.config), "--run-dir", str(tmp_path / "old")).config)
 

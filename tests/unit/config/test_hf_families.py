@@ -1,4 +1,6 @@
-"""config.json of the larger families: it says the same as the flags in scripts/models, and what it cannot say is refused."""
+"""config.json of the larger families: it says the same as the flags in scripts/models, and what it cannot say is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -15,63 +17,99 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import ConfigError
 
 DEEPSEEK = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "vocab_size": 129280, "rms_norm_eps": 1e-6, "rope_theta": 10000, "q_lora_rank": 1536, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-    "scoring_func": "sigmoid", "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
-    "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128, "vocab_size": 129280, "rms_norm_eps": 1e-6, "rope_theta": 10000, "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "attention_bias": False,
+    "hidden_act": "silu",
+    "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096},
 }  # fmt: skip
 MOONLIGHT = DEEPSEEK | {
-    "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 163840,
-    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "rope_scaling": None,
+    "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "vocab_size": 163840,
+    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 2.446, "rope_scaling": None,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
 KIMI = DEEPSEEK | {
-    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840, "rope_theta": 50000.0, "n_routed_experts": 384,
+    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840,
+    "rope_theta": 50000.0, "n_routed_experts": 384,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
     "rope_scaling": {
-        "type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0,
+        "type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0, "beta_slow": 1.0,
     },
 }  # fmt: skip
 GLM45_AIR = {
-    "model_type": "glm4_moe", "num_hidden_layers": 46, "hidden_size": 4096, "intermediate_size": 10944, "num_attention_heads": 96,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "partial_rotary_factor": 0.5,
-    "attention_bias": True, "use_qk_norm": False, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+    "model_type": "glm4_moe", "num_hidden_layers": 46, "hidden_size": 4096, "intermediate_size": 10944,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True, "use_qk_norm": False, "n_routed_experts": 128, "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.0, "norm_topk_prob": True,
     "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
 GLM45 = GLM45_AIR | {
-    "num_hidden_layers": 92, "hidden_size": 5120, "intermediate_size": 12288, "use_qk_norm": True, "n_routed_experts": 160,
+    "num_hidden_layers": 92, "hidden_size": 5120, "intermediate_size": 12288, "use_qk_norm": True,
+    "n_routed_experts": 160,
     "moe_intermediate_size": 1536, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 GLM4 = {
-    "model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2,
-    "head_dim": 128, "vocab_size": 151552, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "attention_bias": True,
+    "model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,
+    "num_attention_heads": 32, "num_key_value_heads": 2,
+    "head_dim": 128, "vocab_size": 151552, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    "attention_bias": True,
     "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
-GLM4_32B = GLM4 | {"num_hidden_layers": 61, "hidden_size": 6144, "intermediate_size": 23040, "num_attention_heads": 48, "attention_bias": False}
+GLM4_32B = GLM4 | {
+    "num_hidden_layers": 61,
+    "hidden_size": 6144,
+    "intermediate_size": 23040,
+    "num_attention_heads": 48,
+    "attention_bias": False,
+}
 QWEN3_MOE = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
     "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu", "use_sliding_window": False,
 }  # fmt: skip
 MIMO = {
-    "model_type": "mimo", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": 151680, "rms_norm_eps": 1e-5, "rope_theta": 640000, "attention_bias": True, "num_nextn_predict_layers": 1,
+    "model_type": "mimo", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151680, "rms_norm_eps": 1e-5, "rope_theta": 640000, "attention_bias": True,
+    "num_nextn_predict_layers": 1,
     "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
 SCRIPTS = {
-    "deepseek-v3": DEEPSEEK, "moonlight-16B-A3B": MOONLIGHT, "kimi-k2": KIMI, "glm4.5-106B-A12B": GLM45_AIR, "glm4.5-355B-A32B": GLM45,
+    "deepseek-v3": DEEPSEEK, "moonlight-16B-A3B": MOONLIGHT, "kimi-k2": KIMI, "glm4.5-106B-A12B": GLM45_AIR,
+    "glm4.5-355B-A32B": GLM45,
     "glm4-9B": GLM4, "glm4-32B": GLM4_32B, "qwen3-30B-A3B": QWEN3_MOE, "mimo-7B": MIMO,
 }  # fmt: skip
 
 
 def script_model(root: Path, name: str, drop: str = "") -> ModelConfig:
     """The flags of scripts/models/<name>.sh, without the switch `drop`."""
-    command = ["bash", "-euc", 'source "$1"; printf "%s\\n" "${MODEL_ARGS[@]}"', "bash", str(root / "scripts/models" / f"{name}.sh")]
+    command = [
+        "bash",
+        "-euc",
+        'source "$1"; printf "%s\\n" "${MODEL_ARGS[@]}"',
+        "bash",
+        str(root / "scripts/models" / f"{name}.sh"),
+    ]
     flags = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     parser = make_parser("model flags only")
     add_flags(parser, ModelConfig)
@@ -90,7 +128,12 @@ def test_the_architecture_of_the_checkpoint_is_possible(name: str):
 
 @pytest.mark.parametrize(
     ("name", "switch"),
-    [("glm4-9B", "--post-mlp-layernorm"), ("glm4-9B", "--rotary-interleaved"), ("deepseek-v3", "--qk-layernorm"), ("mimo-7B", "--add-qkv-bias")],
+    [
+        ("glm4-9B", "--post-mlp-layernorm"),
+        ("glm4-9B", "--rotary-interleaved"),
+        ("deepseek-v3", "--qk-layernorm"),
+        ("mimo-7B", "--add-qkv-bias"),
+    ],
 )
 def test_a_forgotten_switch_is_named(repo_root: Path, name: str, switch: str):
     found = disagreements(script_model(repo_root, name, drop=switch), model_from_hf(SCRIPTS[name], ModelConfig()))
@@ -108,7 +151,10 @@ def test_a_forgotten_switch_is_named(repo_root: Path, name: str, switch: str):
         ({"routed_scaling_factor": 1.0}, "--moe-router-topk-scaling-factor"),
         ({"rope_scaling": None}, "--rotary-scaling-factor"),
         ({"rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 16.0}}, "--beta-fast"),
-        ({"rope_scaling": DEEPSEEK["rope_scaling"] | {"original_max_position_embeddings": 8192}}, "--original-max-position-embeddings"),
+        (
+            {"rope_scaling": DEEPSEEK["rope_scaling"] | {"original_max_position_embeddings": 8192}},
+            "--original-max-position-embeddings",
+        ),
         ({"rope_scaling": DEEPSEEK["rope_scaling"] | {"mscale_all_dim": 0.7}}, "--mscale-all-dim"),
     ],
 )
@@ -152,7 +198,17 @@ def test_a_run_is_told_of_such_layers_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIMO))
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "hi"}')
-    argv = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(data), "--rm-type", "math", "--num-rollout", "1", "--colocate"]
+    argv = [
+        "--hf-checkpoint",
+        str(tmp_path),
+        "--prompt-data",
+        str(data),
+        "--rm-type",
+        "math",
+        "--num-rollout",
+        "1",
+        "--colocate",
+    ]
     assert any("1 layer for tokens beyond the next" in note for note in parse_args(argv).notes)
 
 

@@ -10,7 +10,8 @@ LLAMA3 = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 100, "rms_norm_eps": 1e-5,
     "rope_theta": 5e5,
-    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192},
 }  # fmt: skip
 
 

@@ -9,12 +9,23 @@ import pytest
 from slime_like.config.model import ModelConfig, parse_layer_pattern
 from slime_like.config.parallel import ParallelConfig
 
-DENSE = ModelConfig(num_layers=48, hidden_size=1024, num_attention_heads=16, num_query_groups=8, group_query_attention=True, vocab_size=1000)
+DENSE = ModelConfig(
+    num_layers=48,
+    hidden_size=1024,
+    num_attention_heads=16,
+    num_query_groups=8,
+    group_query_attention=True,
+    vocab_size=1000,
+)
 MOE = dataclasses.replace(DENSE, num_experts=64, moe_ffn_hidden_size=96, moe_router_topk=4)
 
 
 def split(stages, first=None, last=None):
-    return ParallelConfig(pipeline_model_parallel_size=stages, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last)
+    return ParallelConfig(
+        pipeline_model_parallel_size=stages,
+        decoder_first_pipeline_num_layers=first,
+        decoder_last_pipeline_num_layers=last,
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +48,11 @@ def test_layers_per_stage(num_layers, layout, counts):
 @pytest.mark.parametrize(
     ("num_layers", "layout", "message"),
     [
-        (7, split(2), "7 layers do not divide by --pipeline-model-parallel-size 2. Fix: .*--decoder-last-pipeline-num-layers"),
+        (
+            7,
+            split(2),
+            "7 layers do not divide by --pipeline-model-parallel-size 2. Fix: .*--decoder-last-pipeline-num-layers",
+        ),
         (61, split(4, last=12), "61 layers leave 49 for 3 stages"),
         (7, split(2, first=3, last=3), "leave 1 for 0 stages"),
         (4, split(4, first=3), "leave 1 for 3 stages"),
@@ -57,7 +72,11 @@ def test_layers_that_cannot_be_dealt_out(num_layers, layout, message):
         (8, {"num_virtual_stages_per_pipeline_rank": 2}, [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]),
         (4, {"num_layers_per_virtual_pipeline_stage": 1}, [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]),
         (8, {"num_layers_per_virtual_pipeline_stage": 4}, [[range(0, 4)], [range(4, 8)]]),
-        (6, {"num_virtual_stages_per_pipeline_rank": 2, "decoder_last_pipeline_num_layers": 2}, [[range(0, 2), range(3, 5)], [range(2, 3), range(5, 6)]]),
+        (
+            6,
+            {"num_virtual_stages_per_pipeline_rank": 2, "decoder_last_pipeline_num_layers": 2},
+            [[range(0, 2), range(3, 5)], [range(2, 3), range(5, 6)]],
+        ),
     ],
 )
 def test_chunks_are_dealt_out_in_turn(num_layers, options, chunks):
@@ -69,13 +88,30 @@ def test_chunks_are_dealt_out_in_turn(num_layers, options, chunks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 5}, "does not divide every stage's layers: [24, 24]"),
-        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 5}, "does not divide a stage's 24 layers"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 5},
+            "does not divide every stage's layers: [24, 24]",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 5},
+            "does not divide a stage's 24 layers",
+        ),
         ({"num_virtual_stages_per_pipeline_rank": 2}, "needs --pipeline-model-parallel-size above 1"),
-        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers_per_virtual_pipeline_stage": 12}, "in two ways"),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_virtual_stages_per_pipeline_rank": 2,
+                "num_layers_per_virtual_pipeline_stage": 12,
+            },
+            "in two ways",
+        ),
         ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 0}, "must be at least 1"),
         (
-            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2, "decoder_last_pipeline_num_layers": 20},
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 2,
+                "decoder_last_pipeline_num_layers": 20,
+            },
             "needs as many layers on every stage, not [28, 20]",
         ),
     ],
@@ -87,7 +123,14 @@ def test_impossible_chunks_are_named(options, message):
 
 @pytest.mark.parametrize(
     ("text", "num_layers", "experts"),
-    [("1", 4, "1111"), ("2", 5, "10101"), ("[0]*1+[1]*3", 4, "0111"), ("([0]*3+[1]*2)", 5, "00011"), ("'([1]*3)'", 3, "111"), ("[0,1,1]", 3, "011")],
+    [
+        ("1", 4, "1111"),
+        ("2", 5, "10101"),
+        ("[0]*1+[1]*3", 4, "0111"),
+        ("([0]*3+[1]*2)", 5, "00011"),
+        ("'([1]*3)'", 3, "111"),
+        ("[0,1,1]", 3, "011"),
+    ],
 )
 def test_layer_pattern(text, num_layers, experts):
     assert "".join(str(int(given)) for given in parse_layer_pattern(text, num_layers)) == experts
@@ -105,7 +148,10 @@ def test_layer_pattern_that_makes_no_sense(text):
         ({"expert_model_parallel_size": 3}, "64 experts do not divide by --expert-model-parallel-size 3"),
         ({"tensor_model_parallel_size": 2}, "need --sequence-parallel"),
         ({"expert_tensor_parallel_size": 2}, "needs --tensor-model-parallel-size above 1"),
-        ({"tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_tensor_parallel_size": 5}, "--moe-ffn-hidden-size 96 does not divide"),
+        (
+            {"tensor_model_parallel_size": 4, "sequence_parallel": True, "expert_tensor_parallel_size": 5},
+            "--moe-ffn-hidden-size 96 does not divide",
+        ),
         ({"recompute_granularity": "full"}, "needs --recompute-method and --recompute-num-layers"),
         ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "are for --recompute-granularity full"),
         ({"overlap_param_gather": True}, "needs --overlap-grad-reduce"),

@@ -1,4 +1,6 @@
-"""Flags of advantages, losses and corrections: what goes together is taken, what contradicts itself is refused with a fix."""
+"""Flags of advantages, losses and corrections: what goes together is taken, what contradicts itself is refused with a
+fix.
+"""
 
 import dataclasses
 
@@ -56,13 +58,26 @@ TAKEN = [
 REFUSED = [
     ({"advantage_estimator": "reinforce_plus_plus"}, "Fix: --normalize-advantages"),
     ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "Fix: --normalize-advantages"),
-    ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "disable_rewards_normalization": True}, "compares with the whole batch"),
+    (
+        {
+            "advantage_estimator": "reinforce_plus_plus",
+            "normalize_advantages": True,
+            "disable_rewards_normalization": True,
+        },
+        "compares with the whole batch",
+    ),
     ({"advantage_estimator": "ppo", "custom_advantage_function_path": "a.b"}, "compares with a critic"),
     ({"custom_advantage_function_path": "a.b", "disable_grpo_std_normalization": True}, "Fix: drop one of them"),
     ({"advantage_estimator": "rloo", "kl_coef": 0.1}, "needs rewards per token"),
-    ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "lambd": 0.9}, "--lambd does nothing without --advantage-estimator ppo"),
+    (
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "lambd": 0.9},
+        "--lambd does nothing without --advantage-estimator ppo",
+    ),
     ({"policy_loss": "reinforce", "use_rollout_logprobs": True}, "--use-rollout-logprobs is about a ratio"),
-    ({"policy_loss": "reinforce", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 does nothing with --policy-loss reinforce, only with clip. Fix: one of them"),
+    (
+        {"policy_loss": "reinforce", "eps_clip_c": 3.0},
+        "--eps-clip-c 3.0 does nothing with --policy-loss reinforce, only with clip. Fix: one of them",
+    ),
     ({"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "does nothing with --policy-loss gspo"),
     ({"policy_loss": "sapo", "eps_clip": 0.3}, "--eps-clip 0.3 does nothing with --policy-loss sapo"),
     ({"clip_cov_ub": 9.0}, "--clip-cov-ub 9.0 does nothing with --policy-loss clip, only with clip_cov"),
@@ -70,27 +85,54 @@ REFUSED = [
     ({"policy_loss": "kl_cov", "kl_cov_ratio": 0.0}, "a share of the tokens is above 0"),
     ({"policy_loss": "kl_cov", "ppo_kl_coef": -1.0}, "must not be negative"),
     ({"policy_loss": "sapo", "sapo_temperature_pos": 0.0}, "must be above 0"),
-    ({"policy_loss": "gmpo", "use_opd": True, "opd_teacher_load": "/teacher"}, "--policy-loss gmpo has one term a sample, and --use-opd gives each token"),
-    ({"policy_loss": "gmpo", "advantage_estimator": "ppo"}, "has one term a sample, and --advantage-estimator ppo gives each token"),
-    ({"policy_loss": "gspo", "custom_policy_loss_function_path": "a.b"}, "is what --custom-policy-loss-function-path replaces"),
-    ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "policy_loss": "sapo"}, "--policy-loss is a part of the policy loss"),
+    (
+        {"policy_loss": "gmpo", "use_opd": True, "opd_teacher_load": "/teacher"},
+        "--policy-loss gmpo has one term a sample, and --use-opd gives each token",
+    ),
+    (
+        {"policy_loss": "gmpo", "advantage_estimator": "ppo"},
+        "has one term a sample, and --advantage-estimator ppo gives each token",
+    ),
+    (
+        {"policy_loss": "gspo", "custom_policy_loss_function_path": "a.b"},
+        "is what --custom-policy-loss-function-path replaces",
+    ),
+    (
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "policy_loss": "sapo"},
+        "--policy-loss is a part of the policy loss",
+    ),
     ({"advantage_estimator": "grpo_batch_std", "disable_grpo_std_normalization": True}, "Fix: dr_grpo"),
     ({"advantage_estimator": "ppo", "kl_coef": 0.1, "kl_loss_type": "k3"}, "the KL of --kl-coef 0.1 is always k1"),
     ({"use_tis": True, "tis_reject_level": "sequence"}, "needs --tis-reject-high"),
     ({"tis_reject_high": 2.0}, "do nothing without --tis-reject-level"),
-    ({"use_tis": True, "tis_reject_level": "geometric", "tis_reject_low": 2.0, "tis_reject_high": 1.0}, "need 0 <= low < high"),
-    ({"tis_reject_level": "geometric", "tis_reject_high": 1.0}, "--tis-reject-level geometric does nothing without --use-tis"),
-    ({"use_tis": True, "custom_tis_function_path": "a.b", "tis_reject_level": "sequence", "tis_reject_high": 2.0}, "--custom-tis-function-path replaces"),
+    (
+        {"use_tis": True, "tis_reject_level": "geometric", "tis_reject_low": 2.0, "tis_reject_high": 1.0},
+        "need 0 <= low < high",
+    ),
+    (
+        {"tis_reject_level": "geometric", "tis_reject_high": 1.0},
+        "--tis-reject-level geometric does nothing without --use-tis",
+    ),
+    (
+        {"use_tis": True, "custom_tis_function_path": "a.b", "tis_reject_level": "sequence", "tis_reject_high": 2.0},
+        "--custom-tis-function-path replaces",
+    ),
     ({"loss_type": "custom_loss"}, "belong together"),
     ({"custom_loss_function_path": "a.b"}, "belong together"),
-    ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_tis": True}, "--use-tis is a part of the policy loss"),
+    (
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b", "use_tis": True},
+        "--use-tis is a part of the policy loss",
+    ),
     ({"use_unbiased_kl": True}, "does nothing without --use-kl-loss"),
     ({"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "k2"}, "Fix: k1, k3 or low_var_kl"),
     ({"use_tis": True, "use_rollout_logprobs": True}, "Fix: one of them"),
     ({"tis_level": "sequence"}, "--tis-level sequence does nothing without --use-tis"),
     ({"tis_mode": "mask"}, "--tis-mode mask does nothing without --use-tis"),
     ({"custom_tis_function_path": "a.b"}, "does nothing without --use-tis"),
-    ({"use_tis": True, "custom_tis_function_path": "a.b", "tis_mode": "mask"}, "which --custom-tis-function-path replaces"),
+    (
+        {"use_tis": True, "custom_tis_function_path": "a.b", "tis_mode": "mask"},
+        "which --custom-tis-function-path replaces",
+    ),
     ({"opsm_delta": 0.1}, "does nothing without --use-opsm"),
     ({"use_opsm": True, "opsm_delta": -0.1}, "must not be negative"),
     ({"loss_reduction": "constant"}, "belong together"),
@@ -109,7 +151,9 @@ def test_what_goes_together_is_taken(options):
     assert LossConfig(**options).problems() == []
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda given: " ".join(given) if isinstance(given, dict) else None)
+@pytest.mark.parametrize(
+    ("options", "message"), REFUSED, ids=lambda given: " ".join(given) if isinstance(given, dict) else None
+)
 def test_what_contradicts_itself_is_refused(options, message):
     found = LossConfig(**options).problems()
     assert len(found) == 1 and message in found[0], found
@@ -141,16 +185,25 @@ def test_a_missing_teacher_is_named(tmp_path):
 
 def test_who_makes_the_advantages():
     assert not LossConfig().has_token_advantages
-    for options in ({"normalize_advantages": True}, {"use_opd": True}, {"advantage_estimator": "ppo"}, {"advantage_estimator": "reinforce_plus_plus"}):
+    for options in (
+        {"normalize_advantages": True},
+        {"use_opd": True},
+        {"advantage_estimator": "ppo"},
+        {"advantage_estimator": "reinforce_plus_plus"},
+    ):
         assert LossConfig(**options).has_token_advantages
     assert LossConfig(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.1).kl_in_trainer
     assert not LossConfig(advantage_estimator="ppo", kl_coef=0.1).kl_in_trainer
-    assert LossConfig(calculate_per_token_loss=True).reduction == LossConfig(loss_reduction="token").reduction == "token"
+    assert (
+        LossConfig(calculate_per_token_loss=True).reduction == LossConfig(loss_reduction="token").reduction == "token"
+    )
 
 
 def test_estimator_and_policy_loss_are_chosen_apart():
     """slime's gspo and cispo are pairs of both, unless --policy-loss says otherwise."""
-    assert {name: LossConfig(advantage_estimator=name).policy_loss_name for name in ("grpo", "gspo", "cispo", "rloo", "ppo")} == {
+    assert {
+        name: LossConfig(advantage_estimator=name).policy_loss_name for name in ("grpo", "gspo", "cispo", "rloo", "ppo")
+    } == {
         "grpo": "clip",
         "gspo": "gspo",
         "cispo": "cispo",
@@ -159,14 +212,20 @@ def test_estimator_and_policy_loss_are_chosen_apart():
     }
     for estimator in ESTIMATORS:
         for name in POLICY_LOSSES:
-            loss = LossConfig(advantage_estimator=estimator, policy_loss=name, normalize_advantages=ESTIMATORS[estimator].is_whitened)
+            loss = LossConfig(
+                advantage_estimator=estimator, policy_loss=name, normalize_advantages=ESTIMATORS[estimator].is_whitened
+            )
             assert loss.policy_loss_name == name
             refused = POLICY_LOSSES[name].needs_sample_advantages and ESTIMATORS[estimator].tokens is not None
             assert bool(loss.problems()) == refused, (estimator, name, loss.problems())
 
 
 def said(samples=4, steps=1, **flags):
-    config = RunConfig(loss=LossConfig(**flags), rollout=RolloutConfig(n_samples_per_prompt=samples), batch=BatchConfig(num_steps_per_rollout=steps))
+    config = RunConfig(
+        loss=LossConfig(**flags),
+        rollout=RolloutConfig(n_samples_per_prompt=samples),
+        batch=BatchConfig(num_steps_per_rollout=steps),
+    )
     return notices(config)
 
 
@@ -174,9 +233,21 @@ def said(samples=4, steps=1, **flags):
     ("given", "silent", "text"),
     [
         ({"samples": 1}, {"samples": 2}, "advantages are raw rewards"),
-        ({"samples": 1, "advantage_estimator": "rloo"}, {"samples": 1, "advantage_estimator": "ppo"}, "--advantage-estimator rloo nothing to compare with"),
-        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True}, "its mean gradient is 0 on policy"),
-        ({"kl_loss_type": "k3"}, {"kl_loss_type": "k3", "use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-type k3 changes nothing"),
+        (
+            {"samples": 1, "advantage_estimator": "rloo"},
+            {"samples": 1, "advantage_estimator": "ppo"},
+            "--advantage-estimator rloo nothing to compare with",
+        ),
+        (
+            {"use_kl_loss": True, "kl_loss_coef": 0.1},
+            {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True},
+            "its mean gradient is 0 on policy",
+        ),
+        (
+            {"kl_loss_type": "k3"},
+            {"kl_loss_type": "k3", "use_kl_loss": True, "kl_loss_coef": 0.1},
+            "--kl-loss-type k3 changes nothing",
+        ),
         ({"policy_loss": "kl_cov"}, {"policy_loss": "kl_cov", "steps": 2}, "its penalty is flat at ratio 1"),
         ({"policy_loss": "kl_cov"}, {"policy_loss": "kl_cov", "use_rollout_logprobs": True}, "holds nothing back"),
     ],

@@ -9,7 +9,8 @@ import pytest
 from slime_like.config.model import ModelConfig, parse_layer_pattern
 
 TINY = ModelConfig(
-    num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=11, swiglu=True, normalization="RMSNorm", disable_bias_linear=True,
+    num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=11, swiglu=True, normalization="RMSNorm",
+    disable_bias_linear=True,
 )  # fmt: skip
 
 
@@ -31,7 +32,12 @@ def test_layers_with_experts(text: str, num_layers: int, layers: list[int]):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0", "must be at least 1"), ("[0]*2", "describes 2 layers, the model has 3"), ("[2]*3", "is no list of 0 and 1"), ("every", "is no list of 0 and 1")],
+    [
+        ("0", "must be at least 1"),
+        ("[0]*2", "describes 2 layers, the model has 3"),
+        ("[2]*3", "is no list of 0 and 1"),
+        ("every", "is no list of 0 and 1"),
+    ],
 )
 def test_patterns_that_make_no_sense(text: str, message: str):
     with pytest.raises(ValueError, match=message):
@@ -40,10 +46,22 @@ def test_patterns_that_make_no_sense(text: str, message: str):
 
 def test_derived_sizes():
     assert (TINY.num_kv_heads, TINY.head_size, TINY.mlp_size, TINY.context_tokens) == (2, 4, 32, 32768)
-    given = dataclasses.replace(TINY, group_query_attention=True, num_query_groups=1, kv_channels=16, ffn_hidden_size=20, max_position_embeddings=512)
+    given = dataclasses.replace(
+        TINY,
+        group_query_attention=True,
+        num_query_groups=1,
+        kv_channels=16,
+        ffn_hidden_size=20,
+        max_position_embeddings=512,
+    )
     assert (given.num_kv_heads, given.head_size, given.mlp_size, given.context_tokens) == (1, 16, 20, 512)
     assert TINY.expert_layers == (False,) * 4
-    assert dataclasses.replace(TINY, num_experts=2, moe_layer_freq="[0]+[1]*3").expert_layers == (False, True, True, True)
+    assert dataclasses.replace(TINY, num_experts=2, moe_layer_freq="[0]+[1]*3").expert_layers == (
+        False,
+        True,
+        True,
+        True,
+    )
 
 
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_ranks():
@@ -61,7 +79,10 @@ def test_a_possible_model_has_no_problems():
     [
         ({"vocab_size": None}, "--vocab-size is missing"),
         ({"group_query_attention": True}, "needs --num-query-groups"),
-        ({"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 3}, "4 heads do not divide into 3 groups"),
+        (
+            {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 3},
+            "4 heads do not divide into 3 groups",
+        ),
         ({"num_attention_heads": 3, "kv_channels": None}, "hidden size 8 is not a multiple of 3 heads"),
         ({"attention_dropout": 0.1}, "log-probs must be reproducible"),
         ({"swiglu": False}, "Fix: --swiglu"),

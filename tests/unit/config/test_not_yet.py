@@ -19,7 +19,9 @@ def test_known_families_train():
 
 def test_an_architecture_of_no_family():
     (problem,) = model_not_yet(dataclasses.replace(DENSE, qk_layernorm=True, add_qkv_bias=True))
-    assert problem.startswith("an architecture of no known family (llama, ") and problem.endswith("a real run cannot do it yet, only --plan.")
+    assert problem.startswith("an architecture of no known family (llama, ") and problem.endswith(
+        "a real run cannot do it yet, only --plan."
+    )
 
 
 def test_a_balancing_loss_of_sequences_counts_only_with_a_weight():
@@ -30,12 +32,21 @@ def test_a_balancing_loss_of_sequences_counts_only_with_a_weight():
 
 
 def test_engines_do_not_tie_experts_embeddings():
-    assert engine_not_yet(dataclasses.replace(EXPERTS, untie_embeddings_and_output_weights=True)) == engine_not_yet(DENSE) == []
+    assert (
+        engine_not_yet(dataclasses.replace(EXPERTS, untie_embeddings_and_output_weights=True))
+        == engine_not_yet(DENSE)
+        == []
+    )
     (problem,) = engine_not_yet(dataclasses.replace(EXPERTS, untie_embeddings_and_output_weights=False))
     assert "SGLang does not tie them" in problem
 
 
 def test_optimizers_that_only_the_plan_knows():
     assert training_not_yet(LossConfig(), OptimizerConfig()) == []
-    problems = training_not_yet(LossConfig(), OptimizerConfig(optimizer_cpu_offload=True, use_precision_aware_optimizer=True))
-    assert [problem.split(":")[0] for problem in problems] == ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    problems = training_not_yet(
+        LossConfig(), OptimizerConfig(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
+    )
+    assert [problem.split(":")[0] for problem in problems] == [
+        "--optimizer-cpu-offload",
+        "--use-precision-aware-optimizer",
+    ]

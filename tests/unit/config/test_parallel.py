@@ -14,7 +14,12 @@ EXPERTS = dataclasses.replace(MODEL, num_experts=4, moe_ffn_hidden_size=8)
 
 
 def split(stages: int, first: int | None = None, last: int | None = None, **flags) -> ParallelConfig:
-    return ParallelConfig(pipeline_model_parallel_size=stages, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last, **flags)
+    return ParallelConfig(
+        pipeline_model_parallel_size=stages,
+        decoder_first_pipeline_num_layers=first,
+        decoder_last_pipeline_num_layers=last,
+        **flags,
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,20 +52,28 @@ def test_layers_that_cannot_be_dealt_out(num_layers: int, parallel: ParallelConf
 
 def test_chunks_of_an_interleaved_pipeline():
     parallel = split(2, num_virtual_stages_per_pipeline_rank=2)
-    assert [parallel.chunks_of_stage(8, stage) for stage in (0, 1)] == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    assert [parallel.chunks_of_stage(8, stage) for stage in (0, 1)] == [
+        [range(0, 2), range(4, 6)],
+        [range(2, 4), range(6, 8)],
+    ]
     assert split(2, num_layers_per_virtual_pipeline_stage=2).chunks_of_stage(8, 1) == parallel.chunks_of_stage(8, 1)
     assert split(2).chunks_of_stage(8, 1) == [range(4, 8)]
-    assert split(2, num_layers_per_virtual_pipeline_stage=4).virtual_pipeline_size(8) is None  # one chunk is no interleaving
+    # one chunk is no interleaving
+    assert split(2, num_layers_per_virtual_pipeline_stage=4).virtual_pipeline_size(8) is None
 
 
-@pytest.mark.parametrize("flags", [{"num_virtual_stages_per_pipeline_rank": 3}, {"num_layers_per_virtual_pipeline_stage": 3}])
+@pytest.mark.parametrize(
+    "flags", [{"num_virtual_stages_per_pipeline_rank": 3}, {"num_layers_per_virtual_pipeline_stage": 3}]
+)
 def test_chunks_that_do_not_divide_a_stage(flags: dict):
     with pytest.raises(ValueError, match="does not divide"):
         split(2, **flags).virtual_pipeline_size(8)
 
 
 def test_sizes_of_the_experts():
-    parallel = ParallelConfig(tensor_model_parallel_size=4, expert_model_parallel_size=2, pipeline_model_parallel_size=3)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=4, expert_model_parallel_size=2, pipeline_model_parallel_size=3
+    )
     assert (parallel.expert_tp_size, parallel.expert_parallel_block) == (4, 24)
     assert dataclasses.replace(parallel, expert_tensor_parallel_size=1).expert_parallel_block == 6
 

@@ -12,7 +12,9 @@ from slime_like.config.sync import SyncConfig
 
 
 def run_config(gpus_per_engine: int, **sglang) -> RunConfig:
-    return RunConfig(placement=PlacementConfig(rollout_num_gpus_per_engine=gpus_per_engine), engine=EngineConfig(sglang=sglang))
+    return RunConfig(
+        placement=PlacementConfig(rollout_num_gpus_per_engine=gpus_per_engine), engine=EngineConfig(sglang=sglang)
+    )
 
 
 def test_engine_sizes_without_flags():
@@ -64,11 +66,16 @@ def test_sync_flags_that_belong_to_another_transport():
     def problems(**given) -> str:
         return "\n".join(SyncConfig(**given).problems())
 
-    assert "--update-weight-disk-keep-files needs --update-weight-transport disk" in problems(update_weight_disk_keep_files=True)
+    assert "--update-weight-disk-keep-files needs --update-weight-transport disk" in problems(
+        update_weight_disk_keep_files=True
+    )
     assert "--update-weight-interface does nothing with --update-weight-transport disk" in problems(
         update_weight_interface="eth0", update_weight_transport="disk"
     )
-    for good in ({"update_weight_interface": "eth0"}, {"update_weight_disk_keep_files": True, "update_weight_transport": "disk"}):
+    for good in (
+        {"update_weight_interface": "eth0"},
+        {"update_weight_disk_keep_files": True, "update_weight_transport": "disk"},
+    ):
         assert problems(**good) == ""
 
 
@@ -83,7 +90,11 @@ def test_sync_flags_that_belong_to_another_transport():
 def test_a_transform_needs_weights_to_be_sent(idle: dict):
     def problems(**groups) -> list[str]:
         sync = SyncConfig(custom_weight_transform_path="any.function")
-        return [problem for problem in RunConfig(sync=sync, **groups).problems() if problem.startswith("--custom-weight-transform-path")]
+        return [
+            problem
+            for problem in RunConfig(sync=sync, **groups).problems()
+            if problem.startswith("--custom-weight-transform-path")
+        ]
 
     assert problems() == []
     assert problems(**idle) == ["--custom-weight-transform-path: this run sends no weights. Fix: leave it out."]

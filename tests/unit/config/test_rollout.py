@@ -26,7 +26,10 @@ def test_training_on_a_part_of_the_distribution_is_refused(cut):
     config = RunConfig(rollout=RolloutConfig(**cut))
     (problem,) = said(config, "--rollout-top-p")
     assert "the policy gradient is biased" in problem and "--rollout-allow-filtered-sampling" in problem
-    for untrained in ({"placement": PlacementConfig(debug_rollout_only=True)}, {"placement": PlacementConfig(debug_train_only=True)}):
+    for untrained in (
+        {"placement": PlacementConfig(debug_rollout_only=True)},
+        {"placement": PlacementConfig(debug_train_only=True)},
+    ):
         assert said(dataclasses.replace(config, **untrained), "gradient is biased") == []
     assert said(dataclasses.replace(config, loss=LossConfig(loss_type="sft_loss")), "gradient is biased") == []
 
@@ -45,11 +48,27 @@ def test_evaluations_may_cut_what_they_like():
 @pytest.mark.parametrize(
     ("group", "options", "message"),
     [
-        (RolloutConfig, {"rollout_top_k": 0, "rollout_allow_filtered_sampling": True}, "--rollout-top-k 0: must be at least 1, or -1 for all tokens"),
-        (RolloutConfig, {"rollout_allow_filtered_sampling": True}, "--rollout-allow-filtered-sampling does nothing without"),
+        (
+            RolloutConfig,
+            {"rollout_top_k": 0, "rollout_allow_filtered_sampling": True},
+            "--rollout-top-k 0: must be at least 1, or -1 for all tokens",
+        ),
+        (
+            RolloutConfig,
+            {"rollout_allow_filtered_sampling": True},
+            "--rollout-allow-filtered-sampling does nothing without",
+        ),
         (RewardConfig, {"overlong_buffer_len": 0}, "--overlong-buffer-len 0: must be at least 1"),
-        (RewardConfig, {"overlong_penalty_factor": 0.5}, "--overlong-penalty-factor 0.5 does nothing without --overlong-buffer-len"),
-        (RewardConfig, {"overlong_buffer_len": 4, "overlong_penalty_factor": -1.0}, "--overlong-penalty-factor -1.0: must be above 0"),
+        (
+            RewardConfig,
+            {"overlong_penalty_factor": 0.5},
+            "--overlong-penalty-factor 0.5 does nothing without --overlong-buffer-len",
+        ),
+        (
+            RewardConfig,
+            {"overlong_buffer_len": 4, "overlong_penalty_factor": -1.0},
+            "--overlong-penalty-factor -1.0: must be above 0",
+        ),
         (EvalConfig, {"eval_pass_threshold": float("nan")}, "--eval-pass-threshold nan: must be a finite number"),
     ],
 )
@@ -65,7 +84,9 @@ def test_a_buffer_is_the_end_of_the_response():
     assert problem.startswith("--overlong-buffer-len 101 is above --rollout-max-response-len 100")
 
 
-@pytest.mark.parametrize("groups", [{"rollout": RolloutConfig(mask_truncated_samples=True)}, {"reward": RewardConfig(overlong_buffer_len=4)}])
+@pytest.mark.parametrize(
+    "groups", [{"rollout": RolloutConfig(mask_truncated_samples=True)}, {"reward": RewardConfig(overlong_buffer_len=4)}]
+)
 def test_supervised_rows_are_never_overlong(groups):
     (problem,) = said(RunConfig(loss=LossConfig(loss_type="sft_loss"), **groups), "overlong")
     assert "--loss-type sft_loss samples none" in problem
@@ -89,20 +110,34 @@ def test_slices_of_a_file(text: str, path: str, rows: list[int]):
 def test_data_sets_of_an_evaluation():
     assert EvalConfig().datasets() == {}
     assert EvalConfig(eval_prompt_data=["a.jsonl"]).datasets() == {"eval": "a.jsonl"}
-    assert EvalConfig(eval_prompt_data=["x", "a.jsonl", "y", "b.jsonl@[:9]"]).datasets() == {"x": "a.jsonl", "y": "b.jsonl@[:9]"}
+    assert EvalConfig(eval_prompt_data=["x", "a.jsonl", "y", "b.jsonl@[:9]"]).datasets() == {
+        "x": "a.jsonl",
+        "y": "b.jsonl@[:9]",
+    }
 
 
 def test_missing_files(tmp_path: Path):
     path = tmp_path / "d.jsonl"
     assert DataConfig().missing_files() == ["--prompt-data is missing: a JSONL file of prompts."]
     assert DataConfig(prompt_data=f"{path}@[:3]").missing_files() == [f"--prompt-data {path}: no such file."]
-    assert EvalConfig(eval_prompt_data=["x", f"{path}@[:3]"]).missing_files() == [f"--eval-prompt-data x: {path}: no such file."]
+    assert EvalConfig(eval_prompt_data=["x", f"{path}@[:3]"]).missing_files() == [
+        f"--eval-prompt-data x: {path}: no such file."
+    ]
     path.write_text("")
-    assert DataConfig(prompt_data=f"{path}@[:3]").missing_files() == EvalConfig(eval_prompt_data=[str(path)]).missing_files() == []
+    assert (
+        DataConfig(prompt_data=f"{path}@[:3]").missing_files()
+        == EvalConfig(eval_prompt_data=[str(path)]).missing_files()
+        == []
+    )
 
 
 def test_possible_flags_have_no_problems():
-    configs = (DataConfig(num_rollout=1), RolloutConfig(), RewardConfig(rm_type="math"), EvalConfig(eval_prompt_data=["a"], eval_interval=2))
+    configs = (
+        DataConfig(num_rollout=1),
+        RolloutConfig(),
+        RewardConfig(rm_type="math"),
+        EvalConfig(eval_prompt_data=["a"], eval_interval=2),
+    )
     assert [config.problems() for config in configs] == [[], [], [], []]
 
 
@@ -115,13 +150,19 @@ def test_possible_flags_have_no_problems():
         (DataConfig(num_rollout=1, apply_chat_template_kwargs="[1]"), "is no JSON object"),
         (RolloutConfig(n_samples_per_prompt=0), "--n-samples-per-prompt 0: must be at least 1."),
         (RolloutConfig(rollout_temperature=0.0), "--rollout-temperature 0.0: must be above 0"),
-        (RolloutConfig(rollout_batch_size=8, over_sampling_batch_size=4), "--over-sampling-batch-size 4 is below --rollout-batch-size 8."),
+        (
+            RolloutConfig(rollout_batch_size=8, over_sampling_batch_size=4),
+            "--over-sampling-batch-size 4 is below --rollout-batch-size 8.",
+        ),
         (RewardConfig(rm_type="maths"), "--rm-type maths is unknown. Known: math, "),
         (RewardConfig(rm_type="math", custom_rm_path="a.b"), "exclude each other"),
         (RewardConfig(rm_type="remote_rm"), "needs --rm-url"),
         (RewardConfig(rm_type="remote_rm", rm_url="ftp://a/b"), "is no http(s) URL"),
         (RewardConfig(rm_type="math", group_rm=True), "--group-rm does nothing without --custom-rm-path"),
-        (EvalConfig(eval_prompt_data=["x", "a", "y"], eval_interval=1), "takes pairs of name and path, but got 3 values"),
+        (
+            EvalConfig(eval_prompt_data=["x", "a", "y"], eval_interval=1),
+            "takes pairs of name and path, but got 3 values",
+        ),
         (EvalConfig(eval_prompt_data=["x", "a", "x", "b"], eval_interval=1), "names a data set twice"),
         (EvalConfig(eval_interval=1), "--eval-interval needs --eval-prompt-data."),
         (EvalConfig(eval_prompt_data=["a"]), "--eval-prompt-data needs --eval-interval."),

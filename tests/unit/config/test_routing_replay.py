@@ -38,7 +38,9 @@ def test_supervised_rows_have_no_routing(name):
 
 def test_an_engine_that_is_told_not_to_report():
     engine = EngineConfig(sglang={"enable_return_routed_experts": "false"})
-    (problem,) = replay_problems(RunConfig(model=EXPERTS, engine=engine, loss=LossConfig(use_rollout_routing_replay=True)))
+    (problem,) = replay_problems(
+        RunConfig(model=EXPERTS, engine=engine, loss=LossConfig(use_rollout_routing_replay=True))
+    )
     assert "--sglang-enable-return-routed-experts false" in problem
 
 

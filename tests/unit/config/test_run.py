@@ -31,12 +31,19 @@ RUN = RunConfig(
 
 def with_parts(config: RunConfig = RUN, **groups: dict) -> RunConfig:
     """The config with these fields of these groups changed."""
-    return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in groups.items()})
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in groups.items()}
+    )
 
 
 @pytest.mark.parametrize(
     ("batch", "steps", "size"),
-    [({}, 1, 32), ({"global_batch_size": 16}, 2, 16), ({"num_steps_per_rollout": 4}, 4, 8), ({"global_batch_size": 64}, 1, 64)],
+    [
+        ({}, 1, 32),
+        ({"global_batch_size": 16}, 2, 16),
+        ({"num_steps_per_rollout": 4}, 4, 8),
+        ({"global_batch_size": 64}, 1, 64),
+    ],
 )
 def test_steps_and_their_sizes(batch: dict, steps: int, size: int):
     config = with_parts(batch=batch)
@@ -54,7 +61,9 @@ def test_roles_follow_from_the_loss():
     assert with_parts(loss={"advantage_estimator": "ppo"}).needs_critic
     assert with_parts(checkpoint={"reward_load": "r"}).needs_reward_model
     supervised = with_parts(loss={"loss_type": "sft_loss", "use_kl_loss": True}, checkpoint={"reward_load": "r"})
-    assert supervised.is_sft and not (supervised.uses_engines or supervised.needs_reference or supervised.needs_reward_model)
+    assert supervised.is_sft and not (
+        supervised.uses_engines or supervised.needs_reference or supervised.needs_reward_model
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,17 +89,29 @@ def test_a_possible_run_has_no_problems():
     ("groups", "message"),
     [
         ({"batch": {"global_batch_size": 24}}, "1 steps of 24 samples are not the rollout's 32"),
-        ({"parallel": {"tensor_model_parallel_size": 3}}, "the trainer's 4 GPUs do not divide by tensor x pipeline x context parallel size 3"),
-        ({"rollout": {"n_samples_per_prompt": 1, "rollout_batch_size": 6}}, "--global-batch-size 6 does not divide by the data parallel size 4"),
+        (
+            {"parallel": {"tensor_model_parallel_size": 3}},
+            "the trainer's 4 GPUs do not divide by tensor x pipeline x context parallel size 3",
+        ),
+        (
+            {"rollout": {"n_samples_per_prompt": 1, "rollout_batch_size": 6}},
+            "--global-batch-size 6 does not divide by the data parallel size 4",
+        ),
         ({"batch": {"micro_batch_size": 3}}, "8 samples per data parallel rank do not divide by --micro-batch-size 3"),
         ({"loss": {"use_kl_loss": True}}, "--use-kl-loss needs --ref-load"),
         ({"reward": {"rm_type": None}}, "samples need a reward"),
         ({"placement": {"debug_train_only": True}}, "--debug-train-only needs --load-debug-rollout-data"),
         ({"checkpoint": {"critic_load": "c"}}, "--critic-load does nothing without --advantage-estimator ppo"),
         ({"sync": {"update_weight_transport": "ipc"}}, "--update-weight-transport ipc needs --colocate"),
-        ({"sync": {"update_weight_transport": "broadcast"}, "placement": {"colocate": True}}, "broadcast does not go with --colocate"),
+        (
+            {"sync": {"update_weight_transport": "broadcast"}, "placement": {"colocate": True}},
+            "broadcast does not go with --colocate",
+        ),
         ({"sync": {"update_weight_mode": "delta"}, "placement": {"colocate": True}}, "does not go with --colocate"),
-        ({"engine": {"sglang": {"dp_size": "2"}}, "placement": {"rollout_num_gpus_per_engine": 2}}, "--sglang-dp-size 2 needs --sglang-enable-dp-attention"),
+        (
+            {"engine": {"sglang": {"dp_size": "2"}}, "placement": {"rollout_num_gpus_per_engine": 2}},
+            "--sglang-dp-size 2 needs --sglang-enable-dp-attention",
+        ),
         ({"engine": {"sglang": {"pp_size": "2"}}}, "an engine of 1 GPUs does not divide into 2 pipeline stages"),
     ],
 )

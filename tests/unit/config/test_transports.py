@@ -31,16 +31,28 @@ def problems(transport: str, *, colocate: bool) -> list[str]:
 
 
 def test_each_names_the_others_where_it_does_not_fit():
-    assert problems("ipc", colocate=False) == ["--update-weight-transport ipc needs --colocate. Fix: broadcast or disk."]
+    assert problems("ipc", colocate=False) == [
+        "--update-weight-transport ipc needs --colocate. Fix: broadcast or disk."
+    ]
     (wrong,) = problems("broadcast", colocate=True)
-    assert wrong == "--update-weight-transport broadcast does not go with --colocate: NCCL refuses two ranks on one GPU. Fix: ipc or disk."
-    assert problems("ipc", colocate=True) == problems("broadcast", colocate=False) == problems("disk", colocate=True) == []
+    assert (
+        wrong
+        == "--update-weight-transport broadcast does not go with --colocate: NCCL refuses two ranks on one GPU. Fix:"
+        " ipc or disk."
+    )
+    assert (
+        problems("ipc", colocate=True) == problems("broadcast", colocate=False) == problems("disk", colocate=True) == []
+    )
 
 
 def test_a_new_row_is_all_that_config_and_plan_need(monkeypatch):
     """Its name is taken by the flag, planned, bounded, and refused where it does not fit."""
-    pigeon: Transport = dataclasses.replace(TRANSPORTS["broadcast"], name="pigeon", takes_interface=False, why_not_colocated="it needs a window")
+    pigeon: Transport = dataclasses.replace(
+        TRANSPORTS["broadcast"], name="pigeon", takes_interface=False, why_not_colocated="it needs a window"
+    )
     monkeypatch.setitem(TRANSPORTS, "pigeon", pigeon)
     assert make_plan(RunConfig(sync=SyncConfig(update_weight_transport="pigeon"))).transport == "pigeon"
-    assert problems("pigeon", colocate=True) == ["--update-weight-transport pigeon does not go with --colocate: it needs a window. Fix: ipc or disk."]
+    assert problems("pigeon", colocate=True) == [
+        "--update-weight-transport pigeon does not go with --colocate: it needs a window. Fix: ipc or disk."
+    ]
     assert SyncConfig(update_weight_transport="pigeon", update_weight_interface="eth0").problems() != []

@@ -1,4 +1,7 @@
-"""What a loop does in which order: whole runs of phases over parts that only write down their calls. No Ray, no torch."""
+"""What a loop does in which order: whole runs of phases over parts that only write down their calls.
+
+No Ray, no torch.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,15 @@ class Part:
 class Run:
     """A job over such parts, and what it left."""
 
-    def __init__(self, folder: Path, config: RunConfig, *, num_rollout: int = 2, parts: tuple[str, ...] = ("trainer", "engines", "rollouts"), **answers: dict):
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        *,
+        num_rollout: int = 2,
+        parts: tuple[str, ...] = ("trainer", "engines", "rollouts"),
+        **answers: dict,
+    ):
         self.calls: list[str] = []
         run = RunDirectory(str(folder))
         data = DataSource([], config.data, path="", tokenizer=None, max_tokens=0)
@@ -78,17 +89,23 @@ class Run:
         defaults = {
             "trainer": {
                 "put": lambda samples: samples,
-                "train": lambda step, samples: StepReport(step=step, num_train_steps=1, num_samples=len(samples), num_tokens=4, metrics={"train/loss": 0.5}),
+                "train": lambda step, samples: StepReport(
+                    step=step, num_train_steps=1, num_samples=len(samples), num_tokens=4, metrics={"train/loss": 0.5}
+                ),
                 "save": lambda done, state: f"checkpoint-{done}",
                 "finish_save": True,
             },
             "engines": {
-                "sync": lambda weights, trainer: SyncReceipt(weights=weights, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"),
+                "sync": lambda weights, trainer: SyncReceipt(
+                    weights=weights, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"
+                ),
                 "compare": 0.0,
                 "num_members": 1,
             },
             "rollouts": {
-                "generate": lambda step, watch: types.SimpleNamespace(groups=(group(2 * step), group(2 * step + 1)), metrics={"rollout/reward_mean": 0.5}),
+                "generate": lambda step, watch: types.SimpleNamespace(
+                    groups=(group(2 * step), group(2 * step + 1)), metrics={"rollout/reward_mean": 0.5}
+                ),
                 "evaluate": {"eval/x/reward_mean": 0.5},
                 "state_dict": {"data": {}},
             },
@@ -107,7 +124,9 @@ class Run:
 
 
 def config(**groups) -> RunConfig:
-    base = RunConfig(data=DataConfig(num_rollout=2), rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2))
+    base = RunConfig(
+        data=DataConfig(num_rollout=2), rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2)
+    )
     return dataclasses.replace(base, **{"sync": SyncConfig(verify_weight_sync_interval=0), **groups})
 
 
@@ -129,7 +148,11 @@ def test_one_after_the_other(tmp_path):
     ]
     kinds = [(line["kind"], line["step"]) for line in read_json_lines(tmp_path / "metrics.jsonl")]
     per_step = ["rollout", "train", "sync", "step"]
-    assert kinds == [("start", 0), ("sync", 0), *((kind, number + (kind == "sync")) for number in (0, 1) for kind in per_step)]
+    assert kinds == [
+        ("start", 0),
+        ("sync", 0),
+        *((kind, number + (kind == "sync")) for number in (0, 1) for kind in per_step),
+    ]
 
 
 def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_path):
@@ -141,14 +164,27 @@ def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_pa
         "engines.resume_memory kv_cache",
         "rollouts.policy_changed base@{}",
     ]
-    around = ["rollouts.generate 0", "engines.release_memory", "trainer.put", "trainer.train 0", "rollouts.trained (0, 1)"]
+    around = [
+        "rollouts.generate 0",
+        "engines.release_memory",
+        "trainer.put",
+        "trainer.train 0",
+        "rollouts.trained (0, 1)",
+    ]
     assert calls == [line.format(1) for line in sync] + around + [line.format(2) for line in sync]
 
 
 def test_a_checkpoint_is_saved_before_the_engines_get_its_weights_and_evaluation_sees_them(tmp_path):
     options = {"checkpoint": CheckpointConfig(save=str(tmp_path), save_interval=1), "eval": EvalConfig(eval_interval=2)}
     calls = Run(tmp_path, config(**options)).go()
-    order = ["trainer.train 1", "rollouts.state_dict", "trainer.save 2", "engines.sync base@3", "rollouts.policy_changed base@3", "rollouts.evaluate 2"]
+    order = [
+        "trainer.train 1",
+        "rollouts.state_dict",
+        "trainer.save 2",
+        "engines.sync base@3",
+        "rollouts.policy_changed base@3",
+        "rollouts.evaluate 2",
+    ]
     assert [call for call in calls if call in order] == ["rollouts.state_dict", *order]
     assert calls.index("rollouts.evaluate 0") < calls.index("rollouts.generate 0")  # the first weights too
 
@@ -181,7 +217,9 @@ def test_the_critic_is_fitted_first_and_the_policy_waits_for_its_turn(tmp_path):
     report = StepReport(step=0, num_train_steps=1, num_samples=4, num_tokens=8, metrics={"train/value_loss": 1.0})
     critic = {"with_values": lambda samples: samples, "train": lambda step, samples: report}
     parts = ("trainer", "critic", "engines", "rollouts")
-    calls = Run(tmp_path, config(loss=loss), parts=parts, critic=critic, trainer={"with_kl": lambda samples: samples}).go()
+    calls = Run(
+        tmp_path, config(loss=loss), parts=parts, critic=critic, trainer={"with_kl": lambda samples: samples}
+    ).go()
     trained = [call for call in calls if call.startswith(("trainer", "critic"))]
     fitted = ["trainer.put", "trainer.with_kl", "critic.with_values", "critic.train {}"]
     assert trained == [*(line.format(0) for line in fitted), *(line.format(1) for line in fitted), "trainer.train 1"]
@@ -216,7 +254,12 @@ def test_a_resumed_run_goes_on_with_the_next_version(tmp_path):
     run = Run(tmp_path, config())
     run.job.num_rollouts_done, run.job.client_state = 1, {"rollout": {"data": {"position": 2}}, "weight_version": 7}
     calls = run.go()
-    assert calls[:4] == ["rollouts.load_state_dict", "rollouts.policy_changing", "engines.sync base@8", "rollouts.policy_changed base@8"]
+    assert calls[:4] == [
+        "rollouts.load_state_dict",
+        "rollouts.policy_changing",
+        "engines.sync base@8",
+        "rollouts.policy_changed base@8",
+    ]
     assert [call for call in calls if "generate" in call] == ["rollouts.generate 1"]
 
 
@@ -225,6 +268,9 @@ def test_rollouts_only(tmp_path):
 
 
 def test_phases_need_neither_ray_nor_torch():
-    code = "import sys, slime_like.loops.sync_loop; assert not {'ray', 'torch', 'megatron', 'sglang'} & set(sys.modules), sorted(sys.modules)"
+    code = (
+        "import sys, slime_like.loops.sync_loop; assert not {'ray', 'torch', 'megatron', 'sglang'} & set(sys.modules),"
+        " sorted(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

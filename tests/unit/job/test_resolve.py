@@ -28,7 +28,9 @@ def config(tmp_path: Path, **groups) -> RunConfig:
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"sort {n}", "label": "1"}) + "\n" for n in range(9)))
     base = RunConfig(
-        model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=320, max_position_embeddings=64),
+        model=ModelConfig(
+            num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=320, max_position_embeddings=64
+        ),
         checkpoint=CheckpointConfig(hf_checkpoint=str(TINY)),
         data=DataConfig(prompt_data=str(path), input_key="prompt", label_key="label", num_epoch=2),
         rollout=RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=2),
@@ -42,10 +44,14 @@ def config(tmp_path: Path, **groups) -> RunConfig:
 def test_everything_is_filled_in(tmp_path):
     given = config(tmp_path, sync=SyncConfig(update_weight_transport="disk"))
     resolved = resolve(given, make_plan(given))
-    assert resolved.num_rollout == resolved.config.data.num_rollout == 4 and resolved.config.data.num_epoch is None  # 18 prompts, 4 a rollout
+    # 18 prompts, 4 a rollout
+    assert resolved.num_rollout == resolved.config.data.num_rollout == 4 and resolved.config.data.num_epoch is None
     assert resolved.config.sync.update_weight_transport == "disk"
     assert resolved.config.sync.update_weight_disk_dir == str(tmp_path / "run" / "weights")
-    assert resolved.config.observability.run_dir == resolved.run.path == str(tmp_path / "run") and len(resolved.data.rows) == 9
+    assert (
+        resolved.config.observability.run_dir == resolved.run.path == str(tmp_path / "run")
+        and len(resolved.data.rows) == 9
+    )
     assert None not in [getattr(resolved, field.name) for field in dataclasses.fields(resolved)]
 
 

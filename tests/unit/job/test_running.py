@@ -20,7 +20,13 @@ class Part:
 
 
 def job_of(*parts: Part) -> Job:
-    resolved = ResolvedRun(config=types.SimpleNamespace(), plan=types.SimpleNamespace(), run=types.SimpleNamespace(), data=None, num_rollout=3)
+    resolved = ResolvedRun(
+        config=types.SimpleNamespace(),
+        plan=types.SimpleNamespace(),
+        run=types.SimpleNamespace(),
+        data=None,
+        num_rollout=3,
+    )
     return Job(resolved, closing=list(parts))
 
 
@@ -34,7 +40,9 @@ def test_parts_end_once_and_in_order():
 
 def test_a_part_that_cannot_end_does_not_keep_the_others():
     ended: list[str] = []
-    job = job_of(Part("rollouts", ended, ValueError("stuck")), Part("engines", ended, KeyError("second")), Part("trainer", ended))
+    job = job_of(
+        Part("rollouts", ended, ValueError("stuck")), Part("engines", ended, KeyError("second")), Part("trainer", ended)
+    )
     with pytest.raises(ValueError, match="stuck"):
         job.close()
     assert ended == ["rollouts", "engines", "trainer"]

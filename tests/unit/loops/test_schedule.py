@@ -11,14 +11,23 @@ from slime_like.config.evaluation import EvalConfig
 from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_after
 
 
-def job(*, num_rollout: int = 7, rollouts: object = "some", checkpoint: dict | None = None, evaluation: dict | None = None):
-    config = types.SimpleNamespace(checkpoint=CheckpointConfig(**(checkpoint or {})), eval=EvalConfig(**(evaluation or {})))
+def job(
+    *, num_rollout: int = 7, rollouts: object = "some", checkpoint: dict | None = None, evaluation: dict | None = None
+):
+    config = types.SimpleNamespace(
+        checkpoint=CheckpointConfig(**(checkpoint or {})), eval=EvalConfig(**(evaluation or {}))
+    )
     return types.SimpleNamespace(config=config, num_rollout=num_rollout, rollouts=rollouts)
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "saved"),
-    [({}, []), ({"save": "x"}, [7]), ({"save": "x", "save_interval": 3}, [3, 6, 7]), ({"save": "x", "save_interval": 7}, [7])],
+    [
+        ({}, []),
+        ({"save": "x"}, [7]),
+        ({"save": "x", "save_interval": 3}, [3, 6, 7]),
+        ({"save": "x", "save_interval": 7}, [7]),
+    ],
 )
 def test_saves(checkpoint, saved):
     assert [done for done in range(1, 8) if saves_after(job(checkpoint=checkpoint), done)] == saved

@@ -13,7 +13,8 @@ from slime_like.megatron_backend.reference import checked_row, copy_weights, put
 from slime_like.records import TrainSample
 
 SAMPLE = TrainSample(
-    prompt_index=7, sample_index=1, tokens=np.zeros(3), loss_mask=np.zeros(3), engine_logprobs=np.zeros(3), weight_versions=np.zeros(3), reward=0.0,
+    prompt_index=7, sample_index=1, tokens=np.zeros(3), loss_mask=np.zeros(3), engine_logprobs=np.zeros(3),
+    weight_versions=np.zeros(3), reward=0.0,
     advantages=np.zeros(3), weights=np.zeros(3),
 )  # fmt: skip
 

@@ -40,12 +40,24 @@ def test_colour_only_on_a_terminal():
         console.evaluation(1, {"eval/held/reward_mean": 0.25, "eval/held/pass@1": 0.25, "eval/held/samples": 4})
         console.note("started")
         assert ("\x1b[" in stream.getvalue()) == coloured
-        assert stream.getvalue().splitlines()[1].endswith("eval after 1 rollouts\x1b[0m  held/pass@1 0.250" if coloured else "rollouts  held/pass@1 0.250")
+        assert (
+            stream.getvalue()
+            .splitlines()[1]
+            .endswith("eval after 1 rollouts\x1b[0m  held/pass@1 0.250" if coloured else "rollouts  held/pass@1 0.250")
+        )
 
 
 def test_a_mean_reward_that_is_no_pass_rate_is_shown():
     out = io.StringIO()
-    ProgressConsole(2, out).evaluation(10, {"eval/held/reward_mean": -0.5, "eval/held/pass@1": 0.25, "eval/held/pass@2": 0.5, "eval/held/reward_model": 3.0})
+    ProgressConsole(2, out).evaluation(
+        10,
+        {
+            "eval/held/reward_mean": -0.5,
+            "eval/held/pass@1": 0.25,
+            "eval/held/pass@2": 0.5,
+            "eval/held/reward_model": 3.0,
+        },
+    )
     assert out.getvalue() == "eval after 10 rollouts  held/reward_mean -0.500  held/pass@1 0.250  held/pass@2 0.500\n"
 
 

@@ -55,10 +55,10 @@ def test_tensorboard_gets_the_numbers(tmp_path):
 
 def test_neither_torch_nor_matplotlib_is_imported(tmp_path):
     script = (
-        "import sys; from slime_like.observability import console, curve, metrics; from slime_like.utils.files import RunDirectory\n"
-        "assert not {'tensorboard', 'matplotlib', 'torch'} & set(sys.modules)\n"
-        "log = metrics.MetricsLog(RunDirectory(sys.argv[1]), True); log.log('train', 0, {'x': 1.0}); log.close()\n"
-        "assert 'tensorboard' in sys.modules and 'torch' not in sys.modules"
+        "import sys; from slime_like.observability import console, curve, metrics; from slime_like.utils.files import"
+        " RunDirectory\nassert not {'tensorboard', 'matplotlib', 'torch'} & set(sys.modules)\nlog ="
+        " metrics.MetricsLog(RunDirectory(sys.argv[1]), True); log.log('train', 0, {'x': 1.0}); log.close()\nassert"
+        " 'tensorboard' in sys.modules and 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -76,11 +76,17 @@ def test_time_in_which_phases_overlap_is_counted_once_as_work():
         phase.__exit__(None, None, None)
     now[0] = 10.0
     metrics = timers.finish_step()
-    assert (metrics["step/generate_seconds"], metrics["step/train_seconds"], metrics["step/seconds"]) == (4.0, 4.0, 10.0)
+    assert (metrics["step/generate_seconds"], metrics["step/train_seconds"], metrics["step/seconds"]) == (
+        4.0,
+        4.0,
+        10.0,
+    )
     assert metrics["step/overhead_seconds"] == 5.0  # 0 to 1 and 6 to 10
 
 
-@pytest.mark.parametrize(("spans", "seconds"), [([], 0), ([(0, 2), (1, 3), (5, 6)], 4), ([(0, 9), (1, 2)], 9), ([(3, 4), (1, 3)], 3)])
+@pytest.mark.parametrize(
+    ("spans", "seconds"), [([], 0), ([(0, 2), (1, 3), (5, 6)], 4), ([(0, 9), (1, 2)], 9), ([(3, 4), (1, 3)], 3)]
+)
 def test_covered_seconds(spans, seconds):
     assert covered_seconds(spans) == seconds
 
@@ -95,7 +101,13 @@ def test_phase_timers_add_up():
         raise ZeroDivisionError
     assert timers.seconds("generate") >= 0.04 and timers.seconds("sync") == 0
     metrics = timers.finish_step()
-    assert set(metrics) == {"step/generate_seconds", "step/train_seconds", "step/save_seconds", "step/seconds", "step/overhead_seconds"}
+    assert set(metrics) == {
+        "step/generate_seconds",
+        "step/train_seconds",
+        "step/save_seconds",
+        "step/seconds",
+        "step/overhead_seconds",
+    }
     expected = metrics["step/seconds"] - metrics["step/generate_seconds"] - metrics["step/train_seconds"]
     assert metrics["step/overhead_seconds"] == pytest.approx(expected) and metrics["step/overhead_seconds"] >= 0.02
     assert timers.finish_step().keys() == {"step/seconds", "step/overhead_seconds"}

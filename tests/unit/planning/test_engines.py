@@ -32,16 +32,29 @@ def test_an_engine_within_a_machine_or_on_whole_ones_is_not_torn():
 
 @pytest.mark.parametrize(
     ("mode", "placement", "count"),
-    [("colocate", {}, 8), ("colocate", {"rollout_num_gpus": 4}, 4), ("disaggregated", {"rollout_num_gpus": 6}, 6), ("train_only", {"rollout_num_gpus": 6}, 0)],
+    [
+        ("colocate", {}, 8),
+        ("colocate", {"rollout_num_gpus": 4}, 4),
+        ("disaggregated", {"rollout_num_gpus": 6}, 6),
+        ("train_only", {"rollout_num_gpus": 6}, 0),
+    ],
 )
 def test_gpus_of_all_engines(mode: str, placement: dict, count: int):
     assert gpus(mode, 8, **placement)[:2] == (count, [])
 
 
 def test_gpus_that_are_missing_or_do_not_divide():
-    assert "--rollout-num-gpus is missing: how many GPUs the engines get beside the trainer's 8" in gpus("disaggregated", 8)[1][0]
-    assert "6 rollout GPUs do not divide into engines of 4" in gpus("disaggregated", 8, rollout_num_gpus=6, rollout_num_gpus_per_engine=4)[1][0]
-    assert "Fix: --rollout-num-gpus 4" in gpus("disaggregated", 8, rollout_num_gpus=6, rollout_num_gpus_per_engine=4)[1][0]
+    assert (
+        "--rollout-num-gpus is missing: how many GPUs the engines get beside the trainer's 8"
+        in gpus("disaggregated", 8)[1][0]
+    )
+    assert (
+        "6 rollout GPUs do not divide into engines of 4"
+        in gpus("disaggregated", 8, rollout_num_gpus=6, rollout_num_gpus_per_engine=4)[1][0]
+    )
+    assert (
+        "Fix: --rollout-num-gpus 4" in gpus("disaggregated", 8, rollout_num_gpus=6, rollout_num_gpus_per_engine=4)[1][0]
+    )
 
 
 def test_idle_gpus_are_noted():

@@ -13,12 +13,16 @@ from slime_like.planning.report.render import render_plan
 from tests.helpers.operations import count_operations
 
 
-def plan(*, loss_type="policy_loss", use_kl_loss=False, ppo=False, reward=False, parallel=None, sglang=None, **placement):
+def plan(
+    *, loss_type="policy_loss", use_kl_loss=False, ppo=False, reward=False, parallel=None, sglang=None, **placement
+):
     base = RunConfig()
     return make_plan(
         dataclasses.replace(
             base,
-            loss=dataclasses.replace(base.loss, loss_type=loss_type, use_kl_loss=use_kl_loss, advantage_estimator="ppo" if ppo else "grpo"),
+            loss=dataclasses.replace(
+                base.loss, loss_type=loss_type, use_kl_loss=use_kl_loss, advantage_estimator="ppo" if ppo else "grpo"
+            ),
             checkpoint=dataclasses.replace(base.checkpoint, reward_load="reward" if reward else None),
             parallel=dataclasses.replace(base.parallel, **(parallel or {})),
             engine=dataclasses.replace(base.engine, sglang=sglang or {}),
@@ -31,24 +35,56 @@ def plan(*, loss_type="policy_loss", use_kl_loss=False, ppo=False, reward=False,
     ("flags", "mode", "num_gpus", "offset", "engines"),
     [
         ({"actor_num_gpus_per_node": 4, "colocate": True}, "colocate", 4, 0, [(0,), (1,), (2,), (3,)]),
-        ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "colocate": True}, "colocate", 4, 0, [(0, 1), (2, 3)]),
+        (
+            {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "colocate": True},
+            "colocate",
+            4,
+            0,
+            [(0, 1), (2, 3)],
+        ),
         ({"actor_num_gpus_per_node": 4, "rollout_num_gpus": 2, "colocate": True}, "colocate", 4, 0, [(0,), (1,)]),
-        ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}, "disaggregated", 4, 2, [(2, 3)]),
+        (
+            {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2},
+            "disaggregated",
+            4,
+            2,
+            [(2, 3)],
+        ),
         ({"actor_num_gpus_per_node": 4, "rollout_num_gpus": 3}, "disaggregated", 7, 4, [(4,), (5,), (6,)]),
-        ({"actor_num_gpus_per_node": 2, "rollout_external": True, "rollout_external_engine_addrs": ["a:1", "b:2"]}, "external", 2, 0, [(), ()]),
+        (
+            {"actor_num_gpus_per_node": 2, "rollout_external": True, "rollout_external_engine_addrs": ["a:1", "b:2"]},
+            "external",
+            2,
+            0,
+            [(), ()],
+        ),
         ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, "debug_train_only": True}, "train_only", 2, 0, []),
-        ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "debug_rollout_only": True}, "rollout_only", 3, 0, [(0,), (1,), (2,)]),
+        (
+            {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "debug_rollout_only": True},
+            "rollout_only",
+            3,
+            0,
+            [(0,), (1,), (2,)],
+        ),
     ],
 )
 def test_table(flags, mode, num_gpus, offset, engines):
     made = plan(**flags)
     assert not made.problems
-    assert (made.mode, made.num_gpus, made.rollout_offset, [e.bundles for e in made.engines]) == (mode, num_gpus, offset, engines)
+    assert (made.mode, made.num_gpus, made.rollout_offset, [e.bundles for e in made.engines]) == (
+        mode,
+        num_gpus,
+        offset,
+        engines,
+    )
     assert len(made.bundles) == num_gpus
 
 
 def test_no_bundle_is_shared_beyond_one():
-    for made in (plan(actor_num_gpus_per_node=4, colocate=True, use_kl_loss=True), plan(actor_num_gpus_per_node=3, rollout_num_gpus=3)):
+    for made in (
+        plan(actor_num_gpus_per_node=4, colocate=True, use_kl_loss=True),
+        plan(actor_num_gpus_per_node=3, rollout_num_gpus=3),
+    ):
         for bundle in made.bundles:
             assert 0 < sum(bundle.roles.values()) <= 1
 
@@ -60,7 +96,9 @@ def test_reference_holds_no_share_of_its_own():
 
 
 def test_external_engines_reserve_nothing_and_carry_their_url():
-    made = plan(actor_num_gpus_per_node=2, rollout_external=True, rollout_external_engine_addrs=["[::1]:80", "https://x"])
+    made = plan(
+        actor_num_gpus_per_node=2, rollout_external=True, rollout_external_engine_addrs=["[::1]:80", "https://x"]
+    )
     assert [e.external_url for e in made.engines] == ["http://[::1]:80", "https://x"]
     assert made.roles["rollout"].num_gpus == 0 and "rollout" not in made.bundles[0].roles
 
@@ -73,16 +111,33 @@ def test_supervised_run_has_no_engines():
     ("flags", "message"),
     [
         ({"actor_num_gpus_per_node": 2}, "--rollout-num-gpus is missing"),
-        ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "3 rollout GPUs do not divide into engines of 2"),
-        ({"actor_num_gpus_per_node": 1, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8}, "engine 0 of 8 GPUs would be torn"),
-        ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 12}, "more than a machine's 8 GPUs"),
-        ({"actor_num_gpus_per_node": 4, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 16}, "multiple of 8, or another"),
+        (
+            {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
+            "3 rollout GPUs do not divide into engines of 2",
+        ),
+        (
+            {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8},
+            "engine 0 of 8 GPUs would be torn",
+        ),
+        (
+            {"actor_num_gpus_per_node": 8, "rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 12},
+            "more than a machine's 8 GPUs",
+        ),
+        (
+            {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 16},
+            "multiple of 8, or another",
+        ),
         (
             {"actor_num_gpus_per_node": 1, "rollout_external": True, "rollout_external_engine_addrs": ["a:1", "b:1"]},
             "2 external engines (--rollout-external-engine-addrs) need as many handles",
         ),
         (
-            {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "rollout_external": True, "rollout_external_engine_addrs": ["a:1"]},
+            {
+                "actor_num_gpus_per_node": 2,
+                "rollout_num_gpus": 3,
+                "rollout_external": True,
+                "rollout_external_engine_addrs": ["a:1"],
+            },
             "leave --rollout-num-gpus out",
         ),
     ],
@@ -111,7 +166,11 @@ OWN = {**ROLES, "colocate_policy_ref": False}
         # Who has which bundles, in the order actor, critic, ref, reward.
         ({**ROLES}, 6, {"actor": (0, 1), "critic": (2, 3), "ref": (0, 1), "reward": (4, 5)}),
         ({**OWN}, 8, {"actor": (0, 1), "critic": (2, 3), "ref": (4, 5), "reward": (6, 7)}),
-        ({**OWN, "colocate_critic_reward": True}, 6, {"actor": (0, 1), "critic": (2, 3), "ref": (4, 5), "reward": (2, 3)}),
+        (
+            {**OWN, "colocate_critic_reward": True},
+            6,
+            {"actor": (0, 1), "critic": (2, 3), "ref": (4, 5), "reward": (2, 3)},
+        ),
         ({**ROLES, "colocate_training": True}, 2, {"actor": (0, 1), "critic": (0, 1), "ref": (0, 1), "reward": (0, 1)}),
         (
             {**OWN, "critic_num_gpus_per_node": 1, "ref_num_gpus_per_node": 3, "reward_num_gpus_per_node": 1},
@@ -163,28 +222,56 @@ def test_the_reward_model_is_whole_on_each_of_its_gpus():
     [
         (
             {**ROLES, "ref_num_gpus_per_node": 1},
-            ["--ref-num-gpus-per-node 1 and --actor-num-gpus-per-node 2 must be the same", "(--colocate-policy-ref)", "or --no-colocate-policy-ref."],
+            [
+                "--ref-num-gpus-per-node 1 and --actor-num-gpus-per-node 2 must be the same",
+                "(--colocate-policy-ref)",
+                "or --no-colocate-policy-ref.",
+            ],
         ),
-        ({**ROLES, "ref_num_nodes": 3}, ["--ref-num-nodes 3 and --actor-num-nodes 1 must be the same", "Fix: --ref-num-nodes 1"]),
+        (
+            {**ROLES, "ref_num_nodes": 3},
+            ["--ref-num-nodes 3 and --actor-num-nodes 1 must be the same", "Fix: --ref-num-nodes 1"],
+        ),
         (
             {**ROLES, "colocate_training": True, "critic_num_nodes": 2},
-            ["--critic-num-nodes 2 and --actor-num-nodes 1 must be the same: the critic shares the actor's GPUs (--colocate-training)"],
+            [
+                (
+                    "--critic-num-nodes 2 and --actor-num-nodes 1 must be the same: the critic shares the actor's GPUs"
+                    " (--colocate-training)"
+                )
+            ],
         ),
         (
             {**ROLES, "colocate_training": True, "reward_num_gpus_per_node": 1, "ref_num_gpus_per_node": 4},
-            ["--reward-num-gpus-per-node 1 and --actor-num-gpus-per-node 2", "--ref-num-gpus-per-node 4 and --actor-num-gpus-per-node 2"],
+            [
+                "--reward-num-gpus-per-node 1 and --actor-num-gpus-per-node 2",
+                "--ref-num-gpus-per-node 4 and --actor-num-gpus-per-node 2",
+            ],
         ),
         (
             {**ROLES, "colocate_critic_reward": True, "critic_num_gpus_per_node": 1, "reward_num_gpus_per_node": 2},
-            ["--reward-num-gpus-per-node 2 and --critic-num-gpus-per-node 1 must be the same", "or drop --colocate-critic-reward."],
+            [
+                "--reward-num-gpus-per-node 2 and --critic-num-gpus-per-node 1 must be the same",
+                "or drop --colocate-critic-reward.",
+            ],
         ),
-        ({**ROLES, "colocate_critic_reward": True, "ppo": False}, ["there is no critic: --advantage-estimator is grpo. Fix: --advantage-estimator ppo"]),
+        (
+            {**ROLES, "colocate_critic_reward": True, "ppo": False},
+            ["there is no critic: --advantage-estimator is grpo. Fix: --advantage-estimator ppo"],
+        ),
         (
             {**ROLES, "parallel": {"tensor_model_parallel_size": 2}, "critic_num_gpus_per_node": 3},
-            ["the critic's 3 GPUs do not divide by tensor x pipeline x context parallel size 2", "--critic-num-gpus-per-node 3", "multiple of 2"],
+            [
+                "the critic's 3 GPUs do not divide by tensor x pipeline x context parallel size 2",
+                "--critic-num-gpus-per-node 3",
+                "multiple of 2",
+            ],
         ),
         ({**ROLES, "critic_num_gpus_per_node": 3}, ["does not divide by the critic's data parallel size 3"]),
-        ({**OWN, "ref_num_gpus_per_node": 9, "num_gpus_per_node": 8}, ["--ref-num-gpus-per-node 9 is more than a machine's --num-gpus-per-node 8"]),
+        (
+            {**OWN, "ref_num_gpus_per_node": 9, "num_gpus_per_node": 8},
+            ["--ref-num-gpus-per-node 9 is more than a machine's --num-gpus-per-node 8"],
+        ),
     ],
 )
 def test_roles_that_cannot_share_are_refused(flags, messages):
@@ -215,28 +302,55 @@ def test_node_ranks_count_within_the_engine():
 
 @pytest.mark.parametrize(
     ("sizes", "offset", "torn"),
-    [([8, 16], 0, None), ([16, 8], 8, None), ([4, 4, 8], 0, None), ([4, 8], 0, 1), ([16], 4, 0), ([3, 3, 3], 0, 2), ([2, 2], 7, 0), ([12], 0, 0)],
+    [
+        ([8, 16], 0, None),
+        ([16, 8], 8, None),
+        ([4, 4, 8], 0, None),
+        ([4, 8], 0, 1),
+        ([16], 4, 0),
+        ([3, 3, 3], 0, 2),
+        ([2, 2], 7, 0),
+        ([12], 0, 0),
+    ],
 )
 def test_torn_engines(sizes, offset, torn):
     assert torn_engine(cut_engines(sizes, offset), 8) == torn
 
 
 def test_an_engine_over_two_machines():
-    made = plan(actor_num_gpus_per_node=8, rollout_num_gpus=32, rollout_num_gpus_per_engine=16, sglang={"pp_size": "2", "dp_size": "2", "ep_size": "8"})
+    made = plan(
+        actor_num_gpus_per_node=8,
+        rollout_num_gpus=32,
+        rollout_num_gpus_per_engine=16,
+        sglang={"pp_size": "2", "dp_size": "2", "ep_size": "8"},
+    )
     assert not made.problems
-    assert [(e.tp, e.pp, e.dp, e.ep, e.num_nodes, e.bundles[0]) for e in made.engines] == [(8, 2, 2, 8, 2, 8), (8, 2, 2, 8, 2, 24)]
+    assert [(e.tp, e.pp, e.dp, e.ep, e.num_nodes, e.bundles[0]) for e in made.engines] == [
+        (8, 2, 2, 8, 2, 8),
+        (8, 2, 2, 8, 2, 24),
+    ]
     assert "engine 1 spans nodes 3 (rank 0), 4 (rank 1)" in render_plan(made)
 
 
 def test_tensor_parallel_groups_across_machines_are_noted():
     made = plan(actor_num_nodes=2, actor_num_gpus_per_node=4, parallel={"tensor_model_parallel_size": 8}, colocate=True)
-    assert any("1 of the actor's 1 tensor parallel groups of 8 GPUs (--tensor-model-parallel-size) span machines of 4" in note for note in made.notes)
-    assert not plan(actor_num_nodes=2, actor_num_gpus_per_node=4, parallel={"tensor_model_parallel_size": 4}, colocate=True).notes
+    assert any(
+        "1 of the actor's 1 tensor parallel groups of 8 GPUs (--tensor-model-parallel-size) span machines of 4" in note
+        for note in made.notes
+    )
+    assert not plan(
+        actor_num_nodes=2, actor_num_gpus_per_node=4, parallel={"tensor_model_parallel_size": 4}, colocate=True
+    ).notes
 
 
 def plan_and_show(nodes: int) -> None:
     """Actor and reference on `nodes` machines each, engines on eight times as many: 80 GPUs for each of `nodes`."""
-    sizes = {"actor_num_nodes": nodes, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 64 * nodes, "rollout_num_gpus_per_engine": 8}
+    sizes = {
+        "actor_num_nodes": nodes,
+        "actor_num_gpus_per_node": 8,
+        "rollout_num_gpus": 64 * nodes,
+        "rollout_num_gpus_per_engine": 8,
+    }
     placement = plan(use_kl_loss=True, colocate_policy_ref=False, **sizes)
     assert placement.num_gpus == 80 * nodes and not placement.problems
     assert len(render_plan(placement).splitlines()) < 1500 and placement.to_dict()["num_gpus"] == 80 * nodes
@@ -244,7 +358,10 @@ def plan_and_show(nodes: int) -> None:
 
 @pytest.mark.slow
 def test_the_work_of_a_plan_grows_with_the_gpus_and_no_faster():
-    """Ten thousand GPUs take under a second: counted, since a loaded host is slower. A tenth of the GPUs takes a tenth of the operations."""
+    """Ten thousand GPUs take under a second: counted, since a loaded host is slower.
+
+    A tenth of the GPUs takes a tenth of the operations.
+    """
     thousand, ten_thousand = (count_operations(functools.partial(plan_and_show, nodes)) for nodes in (12, 125))
     assert ten_thousand / 10_000 < 1.1 * thousand / 960
     assert ten_thousand < 4_000_000  # about 0.5 s of Python

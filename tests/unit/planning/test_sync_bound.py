@@ -17,7 +17,8 @@ def test_each_transport_by_hand():
     shape = SyncShape(num_bytes=600, rates=RATES, same_node=True, engine_gpus=4)
     near, far = bounds(shape), bounds(dataclasses.replace(shape, same_node=False))
     assert near["broadcast"].bound_s == 6 and far["broadcast"].bound_s == 60
-    # Out of one card over its link while it goes into four over theirs: 600 / 20; out of eight cards, 75 bytes each, the way in is longer.
+    # Out of one card over its link while it goes into four over theirs: 600 / 20; out of eight cards, 75 bytes each,
+    # the way in is longer.
     assert near["ipc"].bound_s == 30 and near["ipc"].available and not far["ipc"].available
     assert bounds(dataclasses.replace(shape, num_sources=8))["ipc"].bound_s == 7.5
     assert near["disk"].bound_s == 120 and far["disk"].bound_s == 240
@@ -45,17 +46,23 @@ def test_140_gb_in_10_s_are_14_gb_a_second_and_a_port_does_it_in_under_3():
     assert plan.transport == "broadcast"
     assert plan.bytes == 2 * 70_553_706_496 and plan.bytes / 10 / 1e9 == pytest.approx(14.1, abs=0.05)
     assert plan.bound_s == pytest.approx(141.107 / 50, rel=1e-3)
-    slow = dataclasses.replace(config, placement=dataclasses.replace(config.placement, plan_bandwidth=["network=14.11"]))
+    slow = dataclasses.replace(
+        config, placement=dataclasses.replace(config.placement, plan_bandwidth=["network=14.11"])
+    )
     assert sync_plan(slow, make_plan(slow)).bound_s == pytest.approx(10, rel=1e-3)
 
 
 def test_on_one_machine_the_network_is_not_crossed():
-    config = plan_config(LLAMA_70B, placement={"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4})
+    config = plan_config(
+        LLAMA_70B, placement={"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}
+    )
     assert sync_plan(config, make_plan(config)).bound_s == pytest.approx(141.107 / 450, rel=1e-3)
 
 
 def test_routers_biases_travel_in_fp32():
-    with_bias = dataclasses.replace(DEEPSEEK_V3, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    with_bias = dataclasses.replace(
+        DEEPSEEK_V3, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
+    )
     assert weight_bytes(plan_config(with_bias)) - weight_bytes(plan_config(DEEPSEEK_V3)) == 58 * 256 * 4
 
 

@@ -1,4 +1,7 @@
-"""A reward model's scores are transformers' own, whatever batch a sample falls into; a folder that is none is refused."""
+"""A reward model's scores are transformers' own, whatever batch a sample falls into.
+
+A folder that is none is refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def sequences(count=9, longest=40):
 
 
 def as_inputs(tokens):
-    return [RewardInput(name=f"prompt {i}, sample 0", tokens=one, prompt="", response="") for i, one in enumerate(tokens)]
+    return [
+        RewardInput(name=f"prompt {i}, sample 0", tokens=one, prompt="", response="") for i, one in enumerate(tokens)
+    ]
 
 
 @pytest.mark.parametrize("pad_token_id", [None, EOS, 0])
@@ -56,8 +61,17 @@ def test_scores_are_transformers_own_in_every_batch(tmp_path, pad_token_id):
 
 def test_a_bidirectional_classifier_sees_no_padding(tmp_path):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512, "num_labels": 1}
-    BertForSequenceClassification(BertConfig(**sizes, initializer_range=0.3, max_position_embeddings=64)).save_pretrained(tmp_path)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "num_labels": 1,
+    }
+    BertForSequenceClassification(
+        BertConfig(**sizes, initializer_range=0.3, max_position_embeddings=64)
+    ).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TINY / name, tmp_path / name)
     tokens = sequences(6)[:6]
@@ -95,7 +109,13 @@ def test_another_vocabulary_reads_text_through_its_own_template(tmp_path):
 def test_a_template_that_refuses_names_the_sample(tmp_path):
     folder = make_reward_model(tmp_path)
     other_tokenizer(folder, template="{{ raise_exception('no such role') }}")
-    one = RewardInput(name="prompt 3, sample 1", tokens=np.array([3]), prompt="x", response="y", messages=[{"role": "user", "content": "x"}])
+    one = RewardInput(
+        name="prompt 3, sample 1",
+        tokens=np.array([3]),
+        prompt="x",
+        response="y",
+        messages=[{"role": "user", "content": "x"}],
+    )
     with pytest.raises(RewardError, match="chat template refuses prompt 3, sample 1: TemplateError: no such role"):
         load(folder).score([one])
 
@@ -109,7 +129,13 @@ def test_half_precision_is_asked_for(folder):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (np.full(513, 7), r"prompt 1, sample 0 has 513 tokens .* which takes 512 \(max_position_embeddings\). Fix: --rollout-max-context-len"),
+        (
+            np.full(513, 7),
+            (
+                r"prompt 1, sample 0 has 513 tokens .* which takes 512 \(max_position_embeddings\). Fix:"
+                r" --rollout-max-context-len"
+            ),
+        ),
         (np.array([3, 512]), "prompt 1, sample 0: 2 tokens with ids up to 512; .* knows 512 ids"),
         (np.array([], dtype=np.int32), "prompt 1, sample 0: 0 tokens"),
     ],
@@ -138,7 +164,14 @@ def two_outputs(path):
 
 def language_model(path):
     """No score head: transformers would draw one at random and only warn."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     AutoModelForCausalLM.from_config(Qwen3Config(**sizes, vocab_size=512, num_labels=1)).save_pretrained(path)
 
 

@@ -74,7 +74,9 @@ def sorting_script(tokenizer):
     """Answers `sort 7302` with the digits in order and the end token; every log-prob is -0.5."""
 
     def answer(prompt: list[int]):
-        digits = "".join(character for character in tokenizer.decode(prompt, skip_special_tokens=True) if character.isdigit())
+        digits = "".join(
+            character for character in tokenizer.decode(prompt, skip_special_tokens=True) if character.isdigit()
+        )
         ids = tokenizer("".join(sorted(digits)), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         return ids, [-0.5] * len(ids)
 

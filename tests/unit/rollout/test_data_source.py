@@ -38,7 +38,17 @@ def test_rows_come_in_file_order_and_wrap_into_the_next_epoch(make_config):
     source = check_data(make_config())  # 7 rows
     prompts = PromptFeed(source).draw(9)
     assert [prompt.index for prompt in prompts] == list(range(9))
-    assert [prompt.label for prompt in prompts] == ["0000", "0001", "0002", "0003", "0004", "0005", "0006", "0000", "0001"]
+    assert [prompt.label for prompt in prompts] == [
+        "0000",
+        "0001",
+        "0002",
+        "0003",
+        "0004",
+        "0005",
+        "0006",
+        "0000",
+        "0001",
+    ]
 
 
 def test_shuffle_gives_each_epoch_its_own_order_and_every_run_the_same(make_config):
@@ -80,7 +90,8 @@ def test_long_prompts_are_left_out_and_counted(make_config, caplog):
     assert ([row.label for row in source.rows], source.num_filtered) == (["0001", "0002"], 1)
     assert "train.jsonl: 1 of 3 prompts are left out" in caplog.text
     assert check_data(make_config(rows)).num_filtered == 0
-    assert check_data(make_config(rows, rollout_max_context_len=40)).num_filtered == 1  # no room for a single answer token
+    # no room for a single answer token
+    assert check_data(make_config(rows, rollout_max_context_len=40)).num_filtered == 1
     with pytest.raises(DataError, match="all 3 prompts are longer than 5 tokens"):
         check_data(make_config(rows, rollout_max_prompt_len=5))
 
@@ -92,19 +103,47 @@ def test_long_prompts_are_left_out_and_counted(make_config, caplog):
         (["   "], {}, "is empty"),
         ([digits_row(1), '{"prompt": '], {}, r"train.jsonl line 2 is malformed JSON: .* starts with '\{\"prompt\":'"),
         (["[1, 2]"], {}, "line 1 is a JSON list, not an object"),
-        ([digits_row(1), {"question": "x", "label": 1}], {}, r"line 2 has no key 'prompt' \(--input-key\). Its keys: 'question', 'label'"),
+        (
+            [digits_row(1), {"question": "x", "label": 1}],
+            {},
+            r"line 2 has no key 'prompt' \(--input-key\). Its keys: 'question', 'label'",
+        ),
         ([{"prompt": "x"}], {}, r"line 1 has no key 'label' \(--label-key\). Its keys: 'prompt'"),
-        ([digits_row(1)], {"apply_chat_template": False}, "line 1: the prompt 'prompt' is a list of chat messages. Fix: add --apply-chat-template"),
+        (
+            [digits_row(1)],
+            {"apply_chat_template": False},
+            "line 1: the prompt 'prompt' is a list of chat messages. Fix: add --apply-chat-template",
+        ),
         ([{"prompt": 5, "label": 1}], {}, "is a int, neither a string nor a list"),
         ([{"prompt": ["hi"], "label": 1}], {}, "a chat message needs 'role' and 'content' .*, but is 'hi'"),
         ([{"prompt": [], "label": 1}], {}, "list of chat messages is empty"),
         ([{"prompt": "", "label": 1}], {"apply_chat_template": False}, "line 1: the prompt is empty"),
-        ([digits_row(1), {"prompt": "x", "label": None}], {}, "train.jsonl line 2: has no label, and --rm-type exact compares with one"),
+        (
+            [digits_row(1), {"prompt": "x", "label": None}],
+            {},
+            "train.jsonl line 2: has no label, and --rm-type exact compares with one",
+        ),
         ([digits_row(1)], {"label_key": None}, "line 1: has no label, .*Fix: --label-key"),
-        ([{"prompt": [{"role": "user", "tool_calls": [{}]}], "label": 1}], {}, "a chat message needs 'role' and 'content' .*, but is"),
-        ([digits_row(1) | {"tools": "[{"}], {}, r"line 1: 'tools' \(--tool-key\) is malformed JSON: .* starts with '\[\{'"),
-        ([digits_row(1) | {"tools": {"name": "add"}}], {}, r"line 1: 'tools' \(--tool-key\) is no list of objects, but"),
-        ([digits_row(1) | {"tools": [{"name": "add"}]}], {}, "line 1: has tools in 'tools' .* chat template of --hf-checkpoint has no place for them"),
+        (
+            [{"prompt": [{"role": "user", "tool_calls": [{}]}], "label": 1}],
+            {},
+            "a chat message needs 'role' and 'content' .*, but is",
+        ),
+        (
+            [digits_row(1) | {"tools": "[{"}],
+            {},
+            r"line 1: 'tools' \(--tool-key\) is malformed JSON: .* starts with '\[\{'",
+        ),
+        (
+            [digits_row(1) | {"tools": {"name": "add"}}],
+            {},
+            r"line 1: 'tools' \(--tool-key\) is no list of objects, but",
+        ),
+        (
+            [digits_row(1) | {"tools": [{"name": "add"}]}],
+            {},
+            "line 1: has tools in 'tools' .* chat template of --hf-checkpoint has no place for them",
+        ),
         ([digits_row(1) | {"metadata": [1]}], {}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ],
 )
@@ -157,7 +196,12 @@ def with_tools(make_config, tmp_path, tokenizer):
 
 
 def test_tools_reach_the_chat_template(with_tools):
-    rows = [digits_row(1) | {"tools": [ADD]}, digits_row(2) | {"tools": json.dumps([ADD])}, digits_row(3), digits_row(4) | {"tools": []}]
+    rows = [
+        digits_row(1) | {"tools": [ADD]},
+        digits_row(2) | {"tools": json.dumps([ADD])},
+        digits_row(3),
+        digits_row(4) | {"tools": []},
+    ]
     prompts = feed_of(with_tools(rows)).draw(4)
     assert [prompt.text for prompt in prompts[:2]] == [f"<tools>add;</tools>user:sort 000{n}|" for n in (1, 2)]
     assert [prompt.text for prompt in prompts[2:]] == ["user:sort 0003|", "user:sort 0004|"]
@@ -170,18 +214,30 @@ def test_tools_under_another_key_and_for_evaluations(with_tools, write_rows):
     prompt = feed_of(with_tools(rows, tool_key="functions")).draw(1)[0]
     assert prompt.text.startswith("<tools>add;") and prompt.metadata == {"tools": "mine"}
     held_out = {"eval_prompt_data": ["held-out", write_rows(rows, "held-out.jsonl")], "eval_interval": 1}
-    for options, text in (({}, "user:sort 0001|"), ({"eval_tool_key": "functions"}, "<tools>add;</tools>user:sort 0001|")):
+    for options, text in (
+        ({}, "user:sort 0001|"),
+        ({"eval_tool_key": "functions"}, "<tools>add;</tools>user:sort 0001|"),
+    ):
         config = with_tools(None, **held_out, **options)
-        assert load_eval_data(config, load_tokenizer(config.checkpoint.hf_checkpoint))["held-out"].prompt_at(0).text == text
+        assert (
+            load_eval_data(config, load_tokenizer(config.checkpoint.hf_checkpoint))["held-out"].prompt_at(0).text
+            == text
+        )
 
 
 def test_an_assistant_may_only_call_tools(with_tools):
-    calls = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [ADD]}, {"role": "tool", "content": "2"}]
+    calls = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "tool_calls": [ADD]},
+        {"role": "tool", "content": "2"},
+    ]
     assert feed_of(with_tools([{"prompt": calls, "label": "2"}])).draw(1)[0].text == "user:1+1|assistant:->add|tool:2|"
 
 
 def test_tools_beside_a_prompt_without_a_template_are_for_the_users_functions(make_config):
-    prompt = feed_of(make_config([{"prompt": "add: 1+1", "label": "2", "tools": [ADD]}], apply_chat_template=False)).draw(1)[0]
+    prompt = feed_of(
+        make_config([{"prompt": "add: 1+1", "label": "2", "tools": [ADD]}], apply_chat_template=False)
+    ).draw(1)[0]
     assert (prompt.text, prompt.metadata) == ("add: 1+1", {"tools": [ADD]})
 
 
@@ -197,13 +253,18 @@ def test_evaluation_data_and_plugins_are_checked_too(make_config, write_rows):
 def test_the_fast_path_encodes_as_auto_tokenizer_and_needs_no_torch(make_config):
     config = make_config()
     script = (
-        "import sys; from slime_like.rollout.tokenizer import load_tokenizer, encode; import slime_like.rollout.manager\n"
-        "t = load_tokenizer(sys.argv[1]); texts = sys.argv[2:]; fast = encode(t, texts)\n"
-        "t.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)\n"
-        "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
-        "from transformers import AutoTokenizer; slow = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "assert slow(texts, add_special_tokens=False)['input_ids'] == fast, fast"
+        "import sys; from slime_like.rollout.tokenizer import load_tokenizer, encode; import"
+        " slime_like.rollout.manager\nt = load_tokenizer(sys.argv[1]); texts = sys.argv[2:]; fast = encode(t,"
+        " texts)\nt.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)\nassert 'torch' not in"
+        " sys.modules and 'ray' not in sys.modules\nfrom transformers import AutoTokenizer; slow ="
+        " AutoTokenizer.from_pretrained(sys.argv[1])\nassert slow(texts, add_special_tokens=False)['input_ids'] =="
+        " fast, fast"
     )
     texts = ["<|im_start|>user\nsort 7146<|im_end|>\n", "héllo 世界\n  <calc>12+3</calc>", "0237<|im_end|>"]
-    done = subprocess.run([sys.executable, "-c", script, config.checkpoint.hf_checkpoint, *texts], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script, config.checkpoint.hf_checkpoint, *texts],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,9 @@ def test_metrics_of_each_set(evaluate):
 def test_eval_flags_override_the_rollouts(evaluate):
     rows = [{"q": "sort 21", "gold": "12"}]
     keys = {"eval_input_key": "q", "eval_label_key": "gold"}
-    metrics, requests, _ = evaluate(rows, **keys, eval_temperature=0.0, eval_top_p=0.5, eval_top_k=3, eval_max_response_len=2)
+    metrics, requests, _ = evaluate(
+        rows, **keys, eval_temperature=0.0, eval_top_p=0.5, eval_top_k=3, eval_max_response_len=2
+    )
     params = requests[0]["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"], params["max_new_tokens"]) == (0.0, 0.5, 3, 2)
     assert metrics["eval/held/truncated_ratio"] == 1 and metrics["eval/held/pass@1"] == 0
@@ -54,7 +56,9 @@ def test_eval_flags_override_the_rollouts(evaluate):
 
 def test_without_flags_the_rollouts_are_used(evaluate):
     _, requests, _ = evaluate(rollout_temperature=0.5)
-    assert requests[0]["sampling_params"]["temperature"] == 0.5 and requests[0]["sampling_params"]["max_new_tokens"] == 8
+    assert (
+        requests[0]["sampling_params"]["temperature"] == 0.5 and requests[0]["sampling_params"]["max_new_tokens"] == 8
+    )
 
 
 def test_a_failed_sample_counts_as_wrong_and_is_told(evaluate, tokenizer):
@@ -81,8 +85,16 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_passing_sample():
 
 def group_of(*rewards, failed=()):
     prompt = Prompt(index=0, text="p", tokens=np.array([1, 2], dtype=np.int32))
-    samples = [dataclasses.replace(make_sample(status=FAILED if place in failed else "completed"), sample_index=place) for place in range(len(rewards))]
-    return SampleGroup(prompt=prompt, samples=tuple(dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)))
+    samples = [
+        dataclasses.replace(make_sample(status=FAILED if place in failed else "completed"), sample_index=place)
+        for place in range(len(rewards))
+    ]
+    return SampleGroup(
+        prompt=prompt,
+        samples=tuple(
+            dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)
+        ),
+    )
 
 
 def test_rewards_are_no_pass_rates():

@@ -27,7 +27,9 @@ def ask(engine, *, sampling_params=None, api_key=None, num=1, concurrency=8, **o
     """`num` requests at once; results or the errors, in order."""
 
     async def run():
-        client = GenerationClient(engine.url, api_key, RolloutConfig(**options), concurrency=concurrency, weight_version=lambda: 9)
+        client = GenerationClient(
+            engine.url, api_key, RolloutConfig(**options), concurrency=concurrency, weight_version=lambda: 9
+        )
         try:
             requests = [client.generate(PROMPT.tokens, sampling_params or {"max_new_tokens": 8}) for _ in range(num)]
             return await asyncio.gather(*requests, return_exceptions=True)
@@ -46,7 +48,13 @@ def test_a_sample_is_prompt_and_response_in_flat_arrays():
     np.testing.assert_array_equal(sample.engine_logprobs, np.array([0, 0, -0.3, -0.1, -0.7], dtype=np.float32))
     assert sample.weight_versions.tolist() == [-1, -1, 4, 4, 4]
     assert [sample.tokens.dtype, sample.loss_mask.dtype, sample.weight_versions.dtype] == [np.int32, np.int8, np.int32]
-    assert (sample.prompt_index, sample.sample_index, sample.status, sample.label, sample.metadata) == (3, 1, COMPLETED, "x", {"k": 1})
+    assert (sample.prompt_index, sample.sample_index, sample.status, sample.label, sample.metadata) == (
+        3,
+        1,
+        COMPLETED,
+        "x",
+        {"k": 1},
+    )
     assert sample.reward is None and sample.num_response_tokens == 3
 
 
@@ -57,7 +65,9 @@ def test_an_engine_without_a_numbered_version_gets_the_managers():
 
 def test_what_is_sent():
     stops = {"rollout_stop": ["\n"], "rollout_stop_token_ids": [2]}
-    rollout = RolloutConfig(rollout_max_response_len=50, rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5, **stops)
+    rollout = RolloutConfig(
+        rollout_max_response_len=50, rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5, **stops
+    )
     sampling = Sampling.for_training(rollout, max_context_tokens=40, seed="42")
     with ScriptedEngine(three_tokens, api_key="secret") as engine:
         assert isinstance(ask(engine, sampling_params=sampling.request(PROMPT, 1), api_key="secret")[0].tokens, list)
@@ -93,7 +103,9 @@ def test_the_key_is_needed_and_a_refusal_is_not_tried_again():
         assert len(engine.requests) == 1
 
 
-@pytest.mark.parametrize("fault", [Fault(status=500), Fault(status=503), Fault(status=429), Fault(status=408), Fault(drop=True)])
+@pytest.mark.parametrize(
+    "fault", [Fault(status=500), Fault(status=503), Fault(status=429), Fault(status=408), Fault(drop=True)]
+)
 def test_a_failure_that_may_pass_is_tried_again(fault):
     with ScriptedEngine(three_tokens, faults=[fault]) as engine:
         assert ask(engine)[0].tokens == [21, 22, 2]

@@ -36,7 +36,15 @@ class Maker:
         await self._waiting.setdefault(prompt.index, asyncio.Event()).wait()
         fields = {"tokens": prompt.tokens, "loss_mask": np.ones(1, np.int8), "engine_logprobs": np.zeros(1, np.float32)}
         status = {"status": FAILED, "error": "gone"} if prompt.index in self.fails else {}
-        sample = Sample(prompt_index=prompt.index, sample_index=0, weight_versions=np.zeros(1, np.int32), response="", reward=0.0, **fields, **status)
+        sample = Sample(
+            prompt_index=prompt.index,
+            sample_index=0,
+            weight_versions=np.zeros(1, np.int32),
+            response="",
+            reward=0.0,
+            **fields,
+            **status,
+        )
         return GroupOutcome(group=SampleGroup(prompt=prompt, samples=(sample,)), num_failures=0)
 
     async def finish(self, *prompts: int) -> None:
@@ -102,7 +110,9 @@ def test_engines_that_answer_nothing_get_no_more_requests():
 def test_what_a_filter_keeps_beyond_the_count_is_surplus():
     async def test():
         maker = Maker()
-        stream = stream_of(maker, judge=lambda outcome: None if outcome.group.prompt.index % 2 == 0 else "filter/odd", draw_batch=5)
+        stream = stream_of(
+            maker, judge=lambda outcome: None if outcome.group.prompt.index % 2 == 0 else "filter/odd", draw_batch=5
+        )
         taking = asyncio.ensure_future(stream.take(2))
         await maker.finish(4, 3, 2, 1, 0)
         taken = await taking

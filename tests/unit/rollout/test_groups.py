@@ -1,4 +1,7 @@
-"""Several samples at once: the first error ends the others, and a rollout in which all failed ends the run. test_manager.py makes whole groups."""
+"""Several samples at once: the first error ends the others, and a rollout in which all failed ends the run.
+
+test_manager.py makes whole groups.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,19 @@ from slime_like.rollout.groups import GroupOutcome, gather_or_cancel, refuse_if_
 def outcome(*statuses: str) -> GroupOutcome:
     arrays = {name: np.zeros(1) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")}
     samples = tuple(
-        Sample(prompt_index=0, sample_index=index, response="", status=status, error=f"error {index}" if status == FAILED else None, **arrays)
+        Sample(
+            prompt_index=0,
+            sample_index=index,
+            response="",
+            status=status,
+            error=f"error {index}" if status == FAILED else None,
+            **arrays,
+        )
         for index, status in enumerate(statuses)
     )
-    return GroupOutcome(group=SampleGroup(prompt=Prompt(index=0, text="q", tokens=np.zeros(1)), samples=samples), num_failures=0)
+    return GroupOutcome(
+        group=SampleGroup(prompt=Prompt(index=0, text="q", tokens=np.zeros(1)), samples=samples), num_failures=0
+    )
 
 
 def test_failed_samples_of_a_group():

@@ -73,8 +73,16 @@ def test_a_position_alone_is_taken_from_older_checkpoints():
     assert ledger.draw(1) == [7] and ledger.num_trained == 7
 
 
-@pytest.mark.parametrize("wrong", [{"trained": 2}, {"dropped": {"failed": 5}}, {"open": {"1": "drawn", "2": "drawn"}, "waiting": [1]}])
+@pytest.mark.parametrize(
+    "wrong", [{"trained": 2}, {"dropped": {"failed": 5}}, {"open": {"1": "drawn", "2": "drawn"}, "waiting": [1]}]
+)
 def test_a_ledger_that_does_not_add_up_is_refused(wrong):
-    state = {"position": 3, "trained": 0, "dropped": {}, "open": {"0": "drawn", "1": "drawn", "2": "drawn"}, "waiting": []} | wrong
+    state = {
+        "position": 3,
+        "trained": 0,
+        "dropped": {},
+        "open": {"0": "drawn", "1": "drawn", "2": "drawn"},
+        "waiting": [],
+    } | wrong
     with pytest.raises(CheckpointError, match="does not add up: 3 were drawn"):
         Ledger().load_state_dict(state)

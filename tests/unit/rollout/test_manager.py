@@ -28,7 +28,9 @@ def run(make_config, sorting_script, decode):
 
     def start(rows=None, *, engine_options=None, script=None, **options):
         engine = ScriptedEngine(script or sorting_script, decode=decode, **(engine_options or {})).start()
-        manager = RolloutManager(make_config(rows, **options), EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1))
+        manager = RolloutManager(
+            make_config(rows, **options), EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1)
+        )
         opened.extend([manager, engine])
         manager.start()
         return manager, engine
@@ -53,10 +55,20 @@ def test_a_rollout_is_groups_in_order_scored_and_measured(run):
             assert sample.response == group.prompt.label and sample.reward == 1.0 and sample.status == COMPLETED
             assert set(sample.weight_versions.tolist()) == {-1, 3}
     metrics = result.metrics
-    assert metrics["rollout/reward_mean"] == 1 and metrics["rollout/reward_std"] == 0 and metrics["rollout/zero_std_groups"] == 2
-    assert metrics["rollout/response_tokens_mean"] == 5 and metrics["rollout/tokens"] == 20 and metrics["rollout/truncated_ratio"] == 0
+    assert (
+        metrics["rollout/reward_mean"] == 1
+        and metrics["rollout/reward_std"] == 0
+        and metrics["rollout/zero_std_groups"] == 2
+    )
+    assert (
+        metrics["rollout/response_tokens_mean"] == 5
+        and metrics["rollout/tokens"] == 20
+        and metrics["rollout/truncated_ratio"] == 0
+    )
     assert metrics["rollout/failed_samples"] == metrics["rollout/dropped_groups"] == 0
-    assert metrics["rollout/seconds"] > 0 and metrics["rollout/tokens_per_second"] == pytest.approx(20 / metrics["rollout/seconds"])
+    assert metrics["rollout/seconds"] > 0 and metrics["rollout/tokens_per_second"] == pytest.approx(
+        20 / metrics["rollout/seconds"]
+    )
     json.dumps(metrics, allow_nan=False)
     assert indexes(manager.generate(1)) == [2, 3]
     assert len(engine.requests) == 8
@@ -96,7 +108,11 @@ def test_a_group_that_keeps_failing_is_replaced_by_the_next_prompt(run, tokenize
     manager, _ = run(engine_options={"fault_for": lambda body: Fault(status=400) if body["input_ids"] == bad else None})
     result = manager.generate(0)
     assert indexes(result) == [0, 2]
-    assert result.metrics["rollout/dropped_groups"] == 1 and result.metrics["rollout/failed_samples"] == 2 and result.metrics["rollout/prompts"] == 3
+    assert (
+        result.metrics["rollout/dropped_groups"] == 1
+        and result.metrics["rollout/failed_samples"] == 2
+        and result.metrics["rollout/prompts"] == 3
+    )
     assert indexes(manager.generate(1)) == [3, 4]
 
 
@@ -120,7 +136,12 @@ def test_failures_end_at_the_bound_on_prompts(run, tokenizer):
     manager, _ = run(rows, dynamic_sampling_max_draws=2, engine_options=faults)
     assert indexes(manager.generate(0)) == [0, 3]  # 1 and 2 failed; prompt 3 is the good row again
     manager, _ = run(rows, dynamic_sampling_max_draws=1, engine_options=faults)
-    with pytest.raises(RunError, match=r"of 2 prompts only 1 of 2 groups could be kept .*Dropped: failed 1. Last failure: EngineError: .*HTTP 400"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"of 2 prompts only 1 of 2 groups could be kept .*Dropped: failed 1. Last failure: EngineError: .*HTTP 400"
+        ),
+    ):
         manager.generate(0)
 
 
@@ -131,11 +152,17 @@ def test_empty_responses_are_failures(run):
 
 
 def test_dynamic_sampling_draws_until_the_rollout_is_full(run):
-    manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", rollout_batch_size=2, over_sampling_batch_size=5)
+    manager, _ = run(
+        dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", rollout_batch_size=2, over_sampling_batch_size=5
+    )
     result = manager.generate(0)
     assert indexes(result) == [0, 2]  # 4 was kept too, and is surplus
     metrics = result.metrics
-    assert (metrics["rollout/prompts"], metrics["rollout/filtered_groups"], metrics["rollout/surplus_groups"]) == (5, 2, 1)
+    assert (metrics["rollout/prompts"], metrics["rollout/filtered_groups"], metrics["rollout/surplus_groups"]) == (
+        5,
+        2,
+        1,
+    )
     assert metrics["rollout/filtered_groups/filtered"] == 2
     assert indexes(manager.generate(1)) == [6, 8]
 
@@ -150,7 +177,11 @@ def test_the_built_in_filter_drops_groups_that_teach_nothing(run, sorting_script
         calls[key] = calls.get(key, 0) + 1
         return (ids[1:], logprobs[1:]) if ids[3] == ids[0] + 1 and calls[key] % 2 else (ids, logprobs)
 
-    manager, _ = run(script=script, rollout_batch_size=1, dynamic_sampling_filter_path="slime_like.rollout.filters.reward_nonzero_std")
+    manager, _ = run(
+        script=script,
+        rollout_batch_size=1,
+        dynamic_sampling_filter_path="slime_like.rollout.filters.reward_nonzero_std",
+    )
     result = manager.generate(0)
     assert result.groups[0].prompt.label == "0001" and sorted(result.groups[0].rewards) == [0, 1]
     assert result.metrics["rollout/filtered_groups/all_rewards_1"] == 1
@@ -158,12 +189,21 @@ def test_the_built_in_filter_drops_groups_that_teach_nothing(run, sorting_script
 
 def test_a_filter_that_keeps_nothing_ends_at_the_bound_with_its_reasons(run):
     manager, engine = run(dynamic_sampling_filter_path=f"{HERE}:keep_nothing", dynamic_sampling_max_draws=3)
-    with pytest.raises(RunError, match=r"of 6 prompts only 0 of 2 groups could be kept \(--dynamic-sampling-max-draws 3\). Dropped: filter/too_easy 6"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"of 6 prompts only 0 of 2 groups could be kept \(--dynamic-sampling-max-draws 3\). Dropped:"
+            r" filter/too_easy 6"
+        ),
+    ):
         manager.generate(0)
     assert len(engine.requests) == 12
 
 
-@pytest.mark.parametrize(("name", "message"), [("bad_filter", "the filter gave 'yes'"), ("raising_filter", "the filter raised RuntimeError: broken filter")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("bad_filter", "the filter gave 'yes'"), ("raising_filter", "the filter raised RuntimeError: broken filter")],
+)
 def test_a_bad_filter_is_named(run, name, message):
     manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.{name}")
     with pytest.raises(RunError, match=f"--dynamic-sampling-filter-path {HERE}.{name}, prompt [01]: {message}"):
@@ -180,7 +220,12 @@ def test_a_custom_generate_function_is_used(run):
     manager, engine = run(custom_generate_function_path=f"{HERE}.ask_twice")
     result = manager.generate(0)
     assert len(engine.requests) == 8
-    assert [(sample.prompt_index, sample.sample_index) for group in result.groups for sample in group.samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(sample.prompt_index, sample.sample_index) for group in result.groups for sample in group.samples] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
 
 
 def test_a_sample_with_an_empty_mask_is_kept_and_scored(run):
@@ -211,7 +256,10 @@ def test_masked_truncated_samples_are_counted_as_untrained(run):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("no_sample", r"the function gave \['str'\]; it must give one Sample, or a list"), ("raising_generate", "the function raised ValueError: my own bug")],
+    [
+        ("no_sample", r"the function gave \['str'\]; it must give one Sample, or a list"),
+        ("raising_generate", "the function raised ValueError: my own bug"),
+    ],
 )
 def test_a_bad_custom_generate_function_is_named(run, name, message):
     manager, _ = run(custom_generate_function_path=f"{HERE}.{name}")
@@ -221,7 +269,9 @@ def test_a_bad_custom_generate_function_is_named(run, name, message):
 
 def test_user_errors_surface_at_start_without_an_engine(make_config):
     def start(**options):
-        manager = RolloutManager(make_config(**options), EngineAccess(router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1))
+        manager = RolloutManager(
+            make_config(**options), EngineAccess(router_url="http://127.0.0.1:9", router_api_key=None, num_engines=1)
+        )
         try:
             manager.start()
         finally:
@@ -288,7 +338,10 @@ def test_train_samples_are_normalised_within_their_group(run, sorting_script):
 
 @pytest.mark.slow
 def test_an_abort_by_our_own_sync_is_no_failure(run):
-    """Five aborts of one request are more than any failure may have; nothing is dropped, and every answer is asked for again."""
+    """Five aborts of one request are more than any failure may have.
+
+    Nothing is dropped, and every answer is asked for again.
+    """
     aborted = []
 
     def fault(body):
@@ -311,7 +364,11 @@ def test_an_abort_by_our_own_sync_is_no_failure(run):
     result = future.result(timeout=5)
     assert indexes(result) == [0, 1] and all(sample.reward == 1 for group in result.groups for sample in group.samples)
     metrics = result.metrics
-    assert (metrics["rollout/interrupted_requests"], metrics["rollout/failed_requests"], metrics["rollout/dropped_groups"]) == (5, 0, 0)
+    assert (
+        metrics["rollout/interrupted_requests"],
+        metrics["rollout/failed_requests"],
+        metrics["rollout/dropped_groups"],
+    ) == (5, 0, 0)
 
 
 def test_a_request_that_is_aborted_during_a_sync_waits_for_its_end(run):
@@ -325,16 +382,27 @@ def test_a_request_that_is_aborted_during_a_sync_waits_for_its_end(run):
 
 
 def test_segments_of_an_answer_are_one_member_of_their_group(run):
-    manager, _ = run(custom_generate_function_path=f"{HERE}.two_segments", custom_rm_path=f"{HERE}.sample_number", rm_type=None)
+    manager, _ = run(
+        custom_generate_function_path=f"{HERE}.two_segments", custom_rm_path=f"{HERE}.sample_number", rm_type=None
+    )
     group = manager.generate(0).groups[0]
-    assert [(sample.sample_index, sample.segment_index, sample.reward) for sample in group.samples] == [(0, 0, 0.0), (0, 1, 0.0), (1, 0, 1.0), (1, 1, 1.0)]
+    assert [(sample.sample_index, sample.segment_index, sample.reward) for sample in group.samples] == [
+        (0, 0, 0.0),
+        (0, 1, 0.0),
+        (1, 0, 1.0),
+        (1, 1, 1.0),
+    ]
     assert group.rewards.tolist() == [0.0, 1.0]
 
 
 def test_the_ledger_is_told_in_metrics_and_adds_up(run):
     manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", over_sampling_batch_size=5)
     metrics = manager.generate(0).metrics
-    states = {name.removeprefix("rollout/ledger/"): value for name, value in metrics.items() if name.startswith("rollout/ledger/")}
+    states = {
+        name.removeprefix("rollout/ledger/"): value
+        for name, value in metrics.items()
+        if name.startswith("rollout/ledger/")
+    }
     assert states == {"drawn": 0, "in_flight": 0, "ready": 0, "taken": 2, "trained": 0, "dropped": 3, "waiting": 0}
     manager.trained([0, 2])
     assert manager.state_dict()["data"] == {

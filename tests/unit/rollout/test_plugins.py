@@ -19,7 +19,9 @@ def test_nothing_is_loaded_where_no_flag_is_given(make_config):
 
 def test_each_flag_loads_its_function(make_config):
     path = "slime_like.rollout.filters.reward_nonzero_std"
-    plugins = load_plugins(make_config(rm_type=None, custom_rm_path=USER + "length_reward", dynamic_sampling_filter_path=path))
+    plugins = load_plugins(
+        make_config(rm_type=None, custom_rm_path=USER + "length_reward", dynamic_sampling_filter_path=path)
+    )
     assert (plugins.reward, plugins.group_filter) == (user_functions.length_reward, reward_nonzero_std)
 
 

@@ -16,7 +16,9 @@ def test_an_abort_is_explained_by_a_change_since_the_request_began():
     before = policy.num_changes
     assert not policy.explains_abort(before)
     policy.changing()
-    assert policy.explains_abort(before) and policy.explains_abort(policy.num_changes), "during a change, whenever it began"
+    assert policy.explains_abort(before) and policy.explains_abort(policy.num_changes), (
+        "during a change, whenever it began"
+    )
     policy.changed(WeightsRef(version=3))
     assert policy.explains_abort(before) and not policy.explains_abort(policy.num_changes)
     assert policy.weights == WeightsRef("base", 3)

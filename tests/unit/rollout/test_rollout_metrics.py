@@ -13,7 +13,16 @@ from slime_like.rollout.rollout_metrics import part_means, sample_metrics
 def sample(num_tokens: int, reward: float, *, status: str = COMPLETED, parts: dict | None = None) -> Sample:
     mask = np.array([0] + [1] * num_tokens, dtype=np.int8)
     arrays = {name: np.zeros(len(mask)) for name in ("tokens", "engine_logprobs", "weight_versions")}
-    return Sample(prompt_index=0, sample_index=0, response="", reward=reward, status=status, loss_mask=mask, reward_parts=parts or {}, **arrays)
+    return Sample(
+        prompt_index=0,
+        sample_index=0,
+        response="",
+        reward=reward,
+        status=status,
+        loss_mask=mask,
+        reward_parts=parts or {},
+        **arrays,
+    )
 
 
 def group(*samples: Sample) -> SampleGroup:
@@ -22,8 +31,17 @@ def group(*samples: Sample) -> SampleGroup:
 
 
 def test_rewards_and_lengths():
-    metrics = sample_metrics((group(sample(2, 1.0), sample(4, 0.0)), group(sample(6, 1.0), sample(8, 1.0, status=TRUNCATED))))
-    expected = {"reward_mean": 0.75, "response_tokens_mean": 5.0, "response_tokens_max": 8.0, "tokens": 20.0, "truncated_ratio": 0.25, "zero_std_groups": 1.0}
+    metrics = sample_metrics(
+        (group(sample(2, 1.0), sample(4, 0.0)), group(sample(6, 1.0), sample(8, 1.0, status=TRUNCATED)))
+    )
+    expected = {
+        "reward_mean": 0.75,
+        "response_tokens_mean": 5.0,
+        "response_tokens_max": 8.0,
+        "tokens": 20.0,
+        "truncated_ratio": 0.25,
+        "zero_std_groups": 1.0,
+    }
     assert {name: metrics[f"rollout/{name}"] for name in expected} == expected
     assert np.isclose(metrics["rollout/reward_std"], np.sqrt(0.1875))  # of 1, 0, 1, 1
 

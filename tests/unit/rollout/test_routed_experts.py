@@ -1,4 +1,6 @@
-"""The experts that an engine reports: read, checked, asked of the engines themselves, and missed where they are missing."""
+"""The experts that an engine reports: read, checked, asked of the engines themselves, and missed where they are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def test_the_smallest_numbers_that_hold_every_expert():
             encoded([[[0, 1], [7, 0]], [[3, 3], [7, 0]]]),
             r"layer 0, token 1 has the experts \[3, 3\], not 2 different ones of 0 to 7 \(1 such tokens and layers\)",
         ),
-        (encoded([[[0, 1], [0, 0]], [[0, 1], [0, 0]]]), r"layer 1, token 0 has the experts \[0, 0\], .* \(2 such tokens and layers\)"),
+        (
+            encoded([[[0, 1], [0, 0]], [[0, 1], [0, 0]]]),
+            r"layer 1, token 0 has the experts \[0, 0\], .* \(2 such tokens and layers\)",
+        ),
     ],
 )
 def test_what_is_not_an_answer(text, message):
@@ -100,11 +105,19 @@ def telling(**options) -> ScriptedEngine:
 
 def ask(engines, num=1, keys=None):
     """`num` requests at once to several engines, without any router; the generations."""
-    endpoints = [EngineEndpoint(index=i, url=engine.url, api_key=(keys or {}).get(i)) for i, engine in enumerate(engines)]
+    endpoints = [
+        EngineEndpoint(index=i, url=engine.url, api_key=(keys or {}).get(i)) for i, engine in enumerate(engines)
+    ]
 
     async def run():
         client = GenerationClient(
-            "http://127.0.0.1:1", "the router's", RolloutConfig(), concurrency=16, weight_version=lambda: 9, routing=SHAPE, engines=endpoints
+            "http://127.0.0.1:1",
+            "the router's",
+            RolloutConfig(),
+            concurrency=16,
+            weight_version=lambda: 9,
+            routing=SHAPE,
+            engines=endpoints,
         )
         try:
             return await asyncio.gather(*(client.generate(PROMPT.tokens, {"max_new_tokens": 8}) for _ in range(num)))
@@ -149,10 +162,24 @@ def test_a_custom_function_must_pass_them_on():
 
     async def run(function, engine):
         endpoint = EngineEndpoint(index=0, url=engine.url)
-        client = GenerationClient("http://127.0.0.1:1", None, RolloutConfig(), concurrency=1, weight_version=lambda: 0, routing=SHAPE, engines=[endpoint])
-        maker = GroupMaker(client, types.SimpleNamespace(), Policy(), plugin_args=None, custom_generate=function, custom_timeout_s=10)
+        client = GenerationClient(
+            "http://127.0.0.1:1",
+            None,
+            RolloutConfig(),
+            concurrency=1,
+            weight_version=lambda: 0,
+            routing=SHAPE,
+            engines=[endpoint],
+        )
+        maker = GroupMaker(
+            client, types.SimpleNamespace(), Policy(), plugin_args=None, custom_generate=function, custom_timeout_s=10
+        )
         try:
-            return (await maker._generate(PROMPT, 0, Sampling.for_training(RolloutConfig(), max_context_tokens=100, seed="1")))[0]
+            return (
+                await maker._generate(
+                    PROMPT, 0, Sampling.for_training(RolloutConfig(), max_context_tokens=100, seed="1")
+                )
+            )[0]
         finally:
             await client.close()
 

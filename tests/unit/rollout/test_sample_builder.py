@@ -13,7 +13,14 @@ PROMPT = Prompt(index=7, text="p", tokens=np.array([11, 12], dtype=np.int32), la
 
 
 def answer(*tokens: int, version: int = 4, status: str = COMPLETED, text: str = "a", experts=None) -> Generation:
-    return Generation(tokens=list(tokens), logprobs=[-0.5] * len(tokens), text=text, status=status, weight_version=version, routed_experts=experts)
+    return Generation(
+        tokens=list(tokens),
+        logprobs=[-0.5] * len(tokens),
+        text=text,
+        status=status,
+        weight_version=version,
+        routed_experts=experts,
+    )
 
 
 def test_one_turn():
@@ -22,7 +29,11 @@ def test_one_turn():
     assert sample.tokens.tolist() == [11, 12, 21, 2] and sample.loss_mask.tolist() == [0, 0, 1, 1]
     assert sample.engine_logprobs.tolist() == [0, 0, -0.5, -0.5] and sample.weight_versions.tolist() == [-1, -1, 4, 4]
     assert (sample.response, sample.status, sample.label, sample.metadata) == ("a", COMPLETED, "l", {"level": 3})
-    assert [array.dtype for array in (sample.tokens, sample.loss_mask, sample.engine_logprobs)] == [np.int32, np.int8, np.float32]
+    assert [array.dtype for array in (sample.tokens, sample.loss_mask, sample.engine_logprobs)] == [
+        np.int32,
+        np.int8,
+        np.float32,
+    ]
 
 
 def test_two_turns_with_a_tool_between_them_under_two_versions():
@@ -34,7 +45,10 @@ def test_two_turns_with_a_tool_between_them_under_two_versions():
     assert sample.weight_versions.tolist() == [-1, -1, 4, -1, -1, 5, 5] and sample.response == "call done"
 
 
-@pytest.mark.parametrize(("turns", "status"), [((TRUNCATED, COMPLETED), TRUNCATED), ((COMPLETED, ABORTED), ABORTED), ((COMPLETED,), COMPLETED)])
+@pytest.mark.parametrize(
+    ("turns", "status"),
+    [((TRUNCATED, COMPLETED), TRUNCATED), ((COMPLETED, ABORTED), ABORTED), ((COMPLETED,), COMPLETED)],
+)
 def test_the_worst_turn_says_how_it_ended(turns, status):
     builder = SampleBuilder(PROMPT)
     for turn in turns:
@@ -56,4 +70,6 @@ def test_a_failure_keeps_nothing_of_what_came_before():
 
 def test_tokens_without_log_probs_are_refused():
     with pytest.raises(ValueError, match="1 tokens with 0 log-probs"):
-        SampleBuilder(PROMPT).generated(Generation(tokens=[1], logprobs=[], text="", status=COMPLETED, weight_version=1))
+        SampleBuilder(PROMPT).generated(
+            Generation(tokens=[1], logprobs=[], text="", status=COMPLETED, weight_version=1)
+        )

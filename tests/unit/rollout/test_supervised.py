@@ -24,7 +24,10 @@ def test_the_answer_and_the_end_token_are_trained_on(make_config, tokenizer):
     assert [sample.prompt_index for sample in samples] == list(range(7)) and feed.ledger.counts()["taken"] == 7
     sample = samples[1]
     trained = sample.tokens[sample.loss_mask == 1]
-    assert tokenizer.decode(sample.tokens.tolist()) == "<|im_start|>user\nsort 0001<|im_end|>\n<|im_start|>assistant\n0001<|im_end|>"
+    assert (
+        tokenizer.decode(sample.tokens.tolist())
+        == "<|im_start|>user\nsort 0001<|im_end|>\n<|im_start|>assistant\n0001<|im_end|>"
+    )
     assert tokenizer.decode(trained.tolist()) == "0001<|im_end|>"
     assert sample.advantages.tolist() == sample.weights.tolist() == sample.loss_mask.tolist()
     assert len(sample.tokens) == len(sample.loss_mask) == len(sample.engine_logprobs) == len(sample.weight_versions)

@@ -1,4 +1,6 @@
-"""Groups -> train samples: every group is its own baseline, whatever its size, and a user's function may take its place."""
+"""Groups -> train samples: every group is its own baseline, whatever its size, and a user's function may take its
+place.
+"""
 
 import dataclasses
 import itertools
@@ -38,13 +40,17 @@ def advantages_of(groups, **options):
 
 
 def test_groups_of_unequal_size_are_their_own_baselines():
-    """A prompt that fanned out into three samples beside one of two: rewards 1, 1 and 0, 0, 0 teach nothing, neither within nor between groups."""
+    """A prompt that fanned out into three samples beside one of two: rewards 1, 1 and 0, 0, 0 teach nothing, neither
+    within nor between groups.
+    """
     assert advantages_of([group(0, [1, 1]), group(1, [0, 0, 0])]) == [0, 0, 0, 0, 0]
     found = advantages_of([group(0, [1, 0]), group(1, [3, 0, 0])], disable_grpo_std_normalization=True)
     assert found == pytest.approx([0.5, -0.5, 2, -1, -1])
     # The third sample of a deviation of its own group: sqrt(2 x .25 / 1) = .7071 and sqrt((4 + 1 + 1) / 2) = 1.7321.
     found = advantages_of([group(0, [1, 0]), group(1, [3, 0, 0])])
-    assert found == pytest.approx([0.5 / 0.707107, -0.5 / 0.707107, 2 / 1.732051, -1 / 1.732051, -1 / 1.732051], rel=1e-5)
+    assert found == pytest.approx(
+        [0.5 / 0.707107, -0.5 / 0.707107, 2 / 1.732051, -1 / 1.732051, -1 / 1.732051], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
@@ -70,7 +76,10 @@ def test_truncated_samples_may_train_nothing_and_are_still_compared_with():
 
 
 def test_what_failures_leave_alone_teaches_nothing():
-    """Of two samples one failed: nothing is left to compare with. Where one was asked for, its reward is its advantage."""
+    """Of two samples one failed: nothing is left to compare with.
+
+    Where one was asked for, its reward is its advantage.
+    """
     groups = [group(0, [9, 7], status=FAILED), group(1, [1, 0])]
     for estimator in ("grpo", "dr_grpo", "rloo", "gspo"):
         found = to_train_samples(groups, LossConfig(advantage_estimator=estimator), group_size=2)
@@ -86,11 +95,16 @@ def test_the_rollouts_deviation_divides_the_groups_difference():
 
 
 def test_metadata_reaches_the_trainer():
-    assert [sample.metadata for sample in to_train_samples([group(4, [1, 0])], LossConfig())] == [{"prompt": 4, "number": 0}, {"prompt": 4, "number": 1}]
+    assert [sample.metadata for sample in to_train_samples([group(4, [1, 0])], LossConfig())] == [
+        {"prompt": 4, "number": 0},
+        {"prompt": 4, "number": 1},
+    ]
 
 
 def pass_at_2(args, samples):
-    """Pass@k's advantage (Pass@k Training, arXiv:2508.10751), k 2: how a sample's mean over all pairs it is in compares with all pairs."""
+    """Pass@k's advantage (Pass@k Training, arXiv:2508.10751), k 2: how a sample's mean over all pairs it is in compares
+    with all pairs.
+    """
     rewards = [max(pair) for pair in itertools.combinations([s.reward for s in samples], 2)]
     mean, deviation = np.mean(rewards), np.std(rewards)
     with_sample = [[max(s.reward, t.reward) for t in samples if t is not s] for s in samples]
@@ -110,7 +124,10 @@ def config_with(name, **options):
 
 
 def test_a_users_function_replaces_the_comparison_within_a_group():
-    """Pass@2 of one right answer in four: 3 of 6 pairs hold it, so the mean is 1/2 and the deviation 1/2; a wrong one is in 1 of 3 right pairs."""
+    """Pass@2 of one right answer in four: 3 of 6 pairs hold it, so the mean is 1/2 and the deviation 1/2.
+
+    A wrong one is in 1 of 3 right pairs.
+    """
     config = config_with("pass_at_2")
     samples = to_train_samples([group(0, [1, 0, 0, 0]), group(1, [0, 0])], config.loss, custom_advantages(config))
     assert [sample.advantages[-1] for sample in samples[:4]] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-5)
@@ -149,7 +166,12 @@ def test_every_trained_token_has_the_advantage_and_weight_one():
 
 
 def test_advantages_are_rounded_once():
-    """Where the trainer computes on with them they come in float64, so that whitening starts from the estimator's own numbers."""
-    plain, whitened = (to_train_samples([group(0, [1, 0, 0])], LossConfig(normalize_advantages=on))[0].advantages for on in (False, True))
+    """Where the trainer computes on with them they come in float64, so that whitening starts from the estimator's own
+    numbers.
+    """
+    plain, whitened = (
+        to_train_samples([group(0, [1, 0, 0])], LossConfig(normalize_advantages=on))[0].advantages
+        for on in (False, True)
+    )
     assert (plain.dtype, whitened.dtype) == (np.float32, np.float64)
     assert whitened[1] == normalize(np.array([1, 0, 0]), LossConfig())[0] != plain[1] == np.float32(whitened[1])

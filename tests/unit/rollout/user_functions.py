@@ -104,7 +104,9 @@ async def ask_twice(args, prompt, sampling_params, engine):
 
 
 async def first_sample_untrained(args, prompt, sampling_params, engine):
-    """The first of two samples saw no answer of its own worth training on: a tool that failed, an answer without an end."""
+    """The first of two samples saw no answer of its own worth training on: a tool that failed, an answer without an
+    end.
+    """
     import dataclasses
 
     import numpy as np
@@ -113,14 +115,21 @@ async def first_sample_untrained(args, prompt, sampling_params, engine):
 
     sample = SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
     answers.append(prompt.index)
-    return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) if answers.count(prompt.index) % 2 else sample
+    return (
+        dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        if answers.count(prompt.index) % 2
+        else sample
+    )
 
 
 async def two_segments(args, prompt, sampling_params, engine):
     """One answer in two samples, as a context that was cut and begun anew gives them."""
     from slime_like.rollout.sample_builder import SampleBuilder
 
-    return [SampleBuilder(prompt).generated(await engine.generate(prompt.tokens, sampling_params)).finish() for _ in range(2)]
+    return [
+        SampleBuilder(prompt).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
+        for _ in range(2)
+    ]
 
 
 def sample_number(args, sample):

@@ -66,7 +66,11 @@ def test_it_plans_and_makes_nothing(tmp_path, name):
 def test_every_command_of_its_readme_plans(name, monkeypatch):
     monkeypatch.chdir(ROOT)  # paths of config files are relative to the current directory
     text = (EXAMPLES / name / "README.md").read_text()
-    commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith(("bash scripts/run_example.sh", "python train.py"))]
+    commands = [
+        shlex.split(line, comments=True)
+        for line in text.splitlines()
+        if line.startswith(("bash scripts/run_example.sh", "python train.py"))
+    ]
     assert commands
     for words in commands:
         flags = words[2:] if words[0] == "python" else ["--config", f"scripts/examples/{words[2]}/run.toml", *words[3:]]
@@ -91,9 +95,17 @@ def test_it_changes_what_its_file_says(path):
 def test_readme_says_how_to_run_it_and_names_flags_that_there_are(name):
     text = (EXAMPLES / name / "README.md").read_text()
     assert 15 <= len(text.splitlines()) <= 30 and f"bash scripts/run_example.sh {name}" in text
-    known = {option for line in (ROOT / "tests/unit/flags.txt").read_text().splitlines() for option in line.split(" = ")[0].split(", ")}
+    known = {
+        option
+        for line in (ROOT / "tests/unit/flags.txt").read_text().splitlines()
+        for option in line.split(" = ")[0].split(", ")
+    }
     named = re.findall(r"(?<![\w-])--[a-z0-9-]+[a-z0-9]", text)
-    keys = [key for row in re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE) for key in re.findall(r"`([a-z][a-z0-9-]+)`", row)]
+    keys = [
+        key
+        for row in re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)
+        for key in re.findall(r"`([a-z][a-z0-9-]+)`", row)
+    ]
     engine_own = {"--custom-weight-loader"}  # SGLang's
     assert {*named, *(f"--{key}" for key in keys)} - known - engine_own == set()
     for mentioned in re.findall(r"(?:docs|scripts)/[\w./+-]+\.(?:md|toml|sh)", text):
@@ -106,7 +118,10 @@ def test_an_unknown_name_lists_the_examples(tmp_path):
 
 
 def test_larger_sizes_by_flags(tmp_path):
-    flags = "--actor-num-gpus-per-node 4 --critic-num-gpus-per-node 4 --reward-num-gpus-per-node 4 --ref-num-gpus-per-node 2 --rollout-num-gpus 2"
+    flags = (
+        "--actor-num-gpus-per-node 4 --critic-num-gpus-per-node 4 --reward-num-gpus-per-node 4 --ref-num-gpus-per-node"
+        " 2 --rollout-num-gpus 2"
+    )
     plan = json.loads(run_example("roles", *flags.split(), "--plan", "json", home=tmp_path).stdout)
     assert (plan["num_gpus"], plan["rollout_offset"]) == (16, 14)
 
@@ -137,7 +152,9 @@ def test_the_external_examples_engine_ends_with_it(tmp_path, number):
     # An ignored interrupt is inherited: this suite may run in the background.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = subprocess.Popen(["bash", str(ROOT / "scripts/run_example.sh"), "external"], env=env, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            ["bash", str(ROOT / "scripts/run_example.sh"), "external"], env=env, stdout=subprocess.DEVNULL
+        )
     finally:
         signal.signal(signal.SIGINT, handler)
     try:

@@ -57,7 +57,15 @@ ACTIVE = {
 
 def model_flags(root: Path, name: str) -> list[str]:
     """MODEL_ARGS as bash sees them after sourcing the file."""
-    command = ["bash", "-euo", "pipefail", "-c", 'source "$1"; printf "%s\\n" "${MODEL_ARGS[@]}"', "bash", str(root / "scripts" / "models" / f"{name}.sh")]
+    command = [
+        "bash",
+        "-euo",
+        "pipefail",
+        "-c",
+        'source "$1"; printf "%s\\n" "${MODEL_ARGS[@]}"',
+        "bash",
+        str(root / "scripts" / "models" / f"{name}.sh"),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env={}).stdout.splitlines()
 
 
@@ -68,11 +76,18 @@ def model_config(flags: list[str]) -> ModelConfig:
 
 
 def active_parameters(model: ModelConfig, *, embeddings: int) -> int:
-    """Weights that one token is multiplied with: of the experts, only those that it is sent to; of two embeddings, `embeddings`."""
+    """Weights that one token is multiplied with: of the experts, only those that it is sent to.
+
+    Of two embeddings, `embeddings`.
+    """
     assert model.num_experts and model.moe_ffn_hidden_size and model.vocab_size and model.hidden_size
     idle = model.num_experts - model.moe_router_topk
     expert = 3 * model.hidden_size * model.moe_ffn_hidden_size
-    return model_parameters(model) - sum(model.expert_layers) * idle * expert - (2 - embeddings) * model.vocab_size * model.hidden_size
+    return (
+        model_parameters(model)
+        - sum(model.expert_layers) * idle * expert
+        - (2 - embeddings) * model.vocab_size * model.hidden_size
+    )
 
 
 def test_every_file_has_a_published_size(repo_root: Path):
@@ -89,7 +104,9 @@ def test_parameters_are_the_published_ones(repo_root: Path, name: str):
 @pytest.mark.parametrize("name", sorted(ACTIVE))
 def test_active_parameters_are_the_published_ones(repo_root: Path, name: str):
     published, embeddings = ACTIVE[name]
-    assert active_parameters(model_config(model_flags(repo_root, name)), embeddings=embeddings) == pytest.approx(published, rel=0.02)
+    assert active_parameters(model_config(model_flags(repo_root, name)), embeddings=embeddings) == pytest.approx(
+        published, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -97,7 +114,12 @@ def test_the_architecture_is_possible(repo_root: Path, name: str):
     model = model_config(model_flags(repo_root, name))
     assert model.problems() == []
     last = model.num_layers // 2
-    split = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2, decoder_last_pipeline_num_layers=last)
+    split = ParallelConfig(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        decoder_last_pipeline_num_layers=last,
+    )
     assert split.problems(model) == []
 
 

@@ -24,7 +24,9 @@ def shell_files(root: Path) -> list[Path]:
 
 
 def bash(*command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", *command], capture_output=True, text=True, timeout=120, check=False, env=env, cwd=cwd)
+    return subprocess.run(
+        ["bash", *command], capture_output=True, text=True, timeout=120, check=False, env=env, cwd=cwd
+    )
 
 
 def test_every_file_parses(repo_root: Path):
@@ -42,7 +44,11 @@ def test_programs_are_strict_and_kill_nothing_by_name(repo_root: Path):
 
 @pytest.mark.parametrize("name", [*RUN_SCRIPTS, "quickstart.sh"])
 def test_every_flag_is_known(repo_root: Path, name: str):
-    known = {option for line in (repo_root / "tests/unit/flags.txt").read_text().splitlines() for option in line.split(" = ")[0].split(", ")}
+    known = {
+        option
+        for line in (repo_root / "tests/unit/flags.txt").read_text().splitlines()
+        for option in line.split(" = ")[0].split(", ")
+    }
     text = re.sub(r"<<TEXT\n.*?\nTEXT\n", "", (repo_root / "scripts" / name).read_text(), flags=re.DOTALL)
     arrays = re.findall(r"^[A-Z_]+_ARGS=\(\n(.*?)^\)", text, flags=re.DOTALL | re.MULTILINE)
     flags = {word for body in arrays for word in re.findall(r"(?<!\S)--[a-z0-9-]+", body)}
@@ -59,10 +65,15 @@ def test_every_flag_is_known(repo_root: Path, name: str):
     ],
 )
 @pytest.mark.slow
-def test_run_scripts_submit_a_command_that_plans(repo_root: Path, tmp_path: Path, tiny_model_dir: Path, tiny_data_dir: Path, name: str, mode: str):
+def test_run_scripts_submit_a_command_that_plans(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, tiny_data_dir: Path, name: str, mode: str
+):
     """`ray` is replaced by a recorder of its arguments; what follows `--` is then run with --plan."""
     recorder = tmp_path / "ray"
-    recorder.write_text(f'#!/bin/sh\n[ "$1" = job ] || exit 0\nwhile [ "$1" != -- ]; do shift; done; shift\nprintf "%s\\n" "$@" > {tmp_path}/command\n')
+    recorder.write_text(
+        '#!/bin/sh\n[ "$1" = job ] || exit 0\nwhile [ "$1" != -- ]; do shift; done; shift\nprintf "%s\\n" "$@" >'
+        f" {tmp_path}/command\n"
+    )
     recorder.chmod(0o755)
     env = os.environ | {
         "RAY": str(recorder), "HF_CHECKPOINT": str(tiny_model_dir), "PROMPT_DATA": str(tiny_data_dir / "train.jsonl"),
@@ -73,25 +84,65 @@ def test_run_scripts_submit_a_command_that_plans(repo_root: Path, tmp_path: Path
         result = bash(str(repo_root / "scripts" / name), env=env | address, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     command = (tmp_path / "command").read_text().splitlines()
-    planned = subprocess.run([*command, "--plan"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    planned = subprocess.run(
+        [*command, "--plan"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert f"mode {mode}" in planned.stdout
 
 
 PLANS = [
     ("run-colocate.sh", "qwen2.5-0.5B", {"ACTOR_GPUS": "8"}, {"mode": "colocate", "num_gpus": 8, "rollout_offset": 0}),
-    ("run-colocate.sh", "qwen3-30B-A3B", {"ACTOR_GPUS": "8", "ENGINE_GPUS": "8", "TP": "4", "EP": "8"}, {"mode": "colocate", "num_gpus": 8}),
-    ("run-colocate.sh", "glm4.5-355B-A32B", {"ACTOR_NODES": "16", "ACTOR_GPUS": "8", "ENGINE_GPUS": "32", "TP": "8", "PP": "4", "EP": "32"}, {"num_gpus": 128}),
-    ("run-disaggregated.sh", "qwen3-8B", {"ACTOR_GPUS": "8", "ROLLOUT_GPUS": "8"}, {"mode": "disaggregated", "num_gpus": 16, "rollout_offset": 8}),
-    ("run-disaggregated.sh", "llama3.1-8B", {"ACTOR_GPUS": "4", "ROLLOUT_GPUS": "4"}, {"num_gpus": 8, "rollout_offset": 4}),
-    ("run-external.sh", "qwen3-4B", {"ENGINE_ADDRS": "10.0.0.1:10091 10.0.0.2:10091"}, {"mode": "external", "num_gpus": 2, "rollout_offset": 0}),
+    (
+        "run-colocate.sh",
+        "qwen3-30B-A3B",
+        {"ACTOR_GPUS": "8", "ENGINE_GPUS": "8", "TP": "4", "EP": "8"},
+        {"mode": "colocate", "num_gpus": 8},
+    ),
+    (
+        "run-colocate.sh",
+        "glm4.5-355B-A32B",
+        {"ACTOR_NODES": "16", "ACTOR_GPUS": "8", "ENGINE_GPUS": "32", "TP": "8", "PP": "4", "EP": "32"},
+        {"num_gpus": 128},
+    ),
+    (
+        "run-disaggregated.sh",
+        "qwen3-8B",
+        {"ACTOR_GPUS": "8", "ROLLOUT_GPUS": "8"},
+        {"mode": "disaggregated", "num_gpus": 16, "rollout_offset": 8},
+    ),
+    (
+        "run-disaggregated.sh",
+        "llama3.1-8B",
+        {"ACTOR_GPUS": "4", "ROLLOUT_GPUS": "4"},
+        {"num_gpus": 8, "rollout_offset": 4},
+    ),
+    (
+        "run-external.sh",
+        "qwen3-4B",
+        {"ENGINE_ADDRS": "10.0.0.1:10091 10.0.0.2:10091"},
+        {"mode": "external", "num_gpus": 2, "rollout_offset": 0},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "model", "sizes", "expected"), PLANS, ids=lambda value: value if isinstance(value, str) else None)
-def test_run_scripts_plan_without_starting_anything(repo_root: Path, tmp_path: Path, name: str, model: str, sizes: dict, expected: dict):
-    """--plan at the end of a script: no Ray, no checkpoint, nothing written; the plan has the sizes that the variables ask for."""
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RAY": "/nowhere/ray", "PYTHON": sys.executable, "MODEL": model} | sizes
+@pytest.mark.parametrize(
+    ("name", "model", "sizes", "expected"), PLANS, ids=lambda value: value if isinstance(value, str) else None
+)
+def test_run_scripts_plan_without_starting_anything(
+    repo_root: Path, tmp_path: Path, name: str, model: str, sizes: dict, expected: dict
+):
+    """--plan at the end of a script: no Ray, no checkpoint, nothing written.
+
+    The plan has the sizes that the variables ask for.
+    """
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "RAY": "/nowhere/ray",
+        "PYTHON": sys.executable,
+        "MODEL": model,
+    } | sizes
     result = bash(str(repo_root / "scripts" / name), "--plan", "json", env=env, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr
     plan = json.loads(result.stdout)
@@ -100,13 +151,20 @@ def test_run_scripts_plan_without_starting_anything(repo_root: Path, tmp_path: P
 
 
 def test_another_model_than_the_tiny_one_needs_its_checkpoint(repo_root: Path):
-    result = bash(str(repo_root / "scripts/run-colocate.sh"), env=os.environ | {"MODEL": "qwen3-8B", "PYTHON": sys.executable, "RAY": "/nowhere/ray"})
+    result = bash(
+        str(repo_root / "scripts/run-colocate.sh"),
+        env=os.environ | {"MODEL": "qwen3-8B", "PYTHON": sys.executable, "RAY": "/nowhere/ray"},
+    )
     assert result.returncode == 2 and "HF_CHECKPOINT" in result.stderr and "--plan" in result.stderr
 
 
 @pytest.mark.slow
 def test_external_without_addresses_says_how_to_start_one(repo_root: Path, tiny_model_dir: Path, tiny_data_dir: Path):
-    env = os.environ | {"HF_CHECKPOINT": str(tiny_model_dir), "PROMPT_DATA": str(tiny_data_dir / "train.jsonl"), "PYTHON": sys.executable}
+    env = os.environ | {
+        "HF_CHECKPOINT": str(tiny_model_dir),
+        "PROMPT_DATA": str(tiny_data_dir / "train.jsonl"),
+        "PYTHON": sys.executable,
+    }
     result = bash(str(repo_root / "scripts/run-external.sh"), env={k: v for k, v in env.items() if k != "ENGINE_ADDRS"})
     assert result.returncode == 2 and "sglang.launch_server" in result.stderr
 
@@ -124,20 +182,36 @@ with open({folder!r} + "/asked", "a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
 if sys.argv[1] == "start" and {serves}:
     server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--dashboard-port") + 1])))
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"], pass_fds=[server.fileno()], stdin=subprocess.DEVNULL,
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"],
+                     pass_fds=[server.fileno()], stdin=subprocess.DEVNULL,
                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 """
 
 
-def submit(repo_root: Path, tmp_path: Path, *, serves: bool = True, **extra: str) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+def submit(
+    repo_root: Path, tmp_path: Path, *, serves: bool = True, **extra: str
+) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
     """ensure_ray and submit as a run script calls them, with a `ray` of ours; what it was asked."""
     ray = tmp_path / "ray-command"
     ray.write_text(FAKE_RAY.format(python=sys.executable, folder=str(tmp_path), serves=serves))
     ray.chmod(0o755)
     (tmp_path / "tmp").mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env = kept | {"HOME": str(tmp_path / "home"), "RAY_TMPDIR": str(tmp_path / "tmp"), "RAY": str(ray), "PYTHON": sys.executable, "MODEL": "tiny-qwen3"} | extra
-    code = f"set -euo pipefail; ROOT={repo_root}; source {repo_root}/scripts/lib/run_common.sh; ensure_ray 2; submit --flag; env | grep ^RAY_AUTH || true"
+    env = (
+        kept
+        | {
+            "HOME": str(tmp_path / "home"),
+            "RAY_TMPDIR": str(tmp_path / "tmp"),
+            "RAY": str(ray),
+            "PYTHON": sys.executable,
+            "MODEL": "tiny-qwen3",
+        }
+        | extra
+    )
+    code = (
+        f"set -euo pipefail; ROOT={repo_root}; source {repo_root}/scripts/lib/run_common.sh; ensure_ray 2; submit"
+        " --flag; env | grep ^RAY_AUTH || true"
+    )
     done = bash("-c", code, env=env)
     asked = tmp_path / "asked"
     return done, [json.loads(line) for line in asked.read_text().splitlines()] if asked.exists() else []
@@ -159,7 +233,9 @@ def test_another_users_job_server_is_not_sent_the_token(repo_root: Path, tmp_pat
         assert ours != port and asked_address(asked[1]) == f"http://127.0.0.1:{ours}"
         # The next run finds it.
         done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}")
-        assert [words[0] for words in asked] == ["start", "job", "job"] and asked_address(asked[2]) == f"http://127.0.0.1:{ours}"
+        assert [words[0] for words in asked] == ["start", "job", "job"] and asked_address(
+            asked[2]
+        ) == f"http://127.0.0.1:{ours}"
         # Somebody who trusts that user says so.
         done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=f"http://127.0.0.1:{port}", RAY_JOB_OWNER=str(UID))
         assert asked_address(asked[3]) == f"http://127.0.0.1:{port}"
@@ -174,7 +250,11 @@ def test_our_own_job_server_is_used(repo_root: Path, tmp_path: Path):
 
 def test_a_job_server_on_another_host_is_used_and_nothing_is_started(repo_root: Path, tmp_path: Path):
     done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS="http://192.0.2.7:8265")
-    assert done.returncode == 0 and [words[0] for words in asked] == ["job"] and asked_address(asked[0]) == "http://192.0.2.7:8265"
+    assert (
+        done.returncode == 0
+        and [words[0] for words in asked] == ["job"]
+        and asked_address(asked[0]) == "http://192.0.2.7:8265"
+    )
 
 
 def test_a_ray_of_ours_has_a_private_folder_and_a_private_key(repo_root: Path, tmp_path: Path):

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 
-def show_rise(repo_root: Path, run: Path, rewards: list[float], *options: str, more_lines: Sequence[str] = ()) -> subprocess.CompletedProcess:
+def show_rise(
+    repo_root: Path, run: Path, rewards: list[float], *options: str, more_lines: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
     run.mkdir(exist_ok=True)
-    lines = [json.dumps({"kind": "rollout", "step": i, "time": 0, "rollout/reward_mean": r}) + "\n" for i, r in enumerate(rewards)]
+    lines = [
+        json.dumps({"kind": "rollout", "step": i, "time": 0, "rollout/reward_mean": r}) + "\n"
+        for i, r in enumerate(rewards)
+    ]
     (run / "metrics.jsonl").write_text("".join([*lines, *more_lines]))
     command = [sys.executable, str(repo_root / "scripts" / "show_rise.py"), str(run), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -45,7 +45,9 @@ def test_a_prompt_is_fourteen_tokens(tokenizer):
     assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 14
 
 
-@pytest.mark.parametrize("text", ["héllo 世界\n\t🙂", "<calc>12+3</calc><result>15</result>", "0237<|im_end|>", "Sorting user's 42 tools"])
+@pytest.mark.parametrize(
+    "text", ["héllo 世界\n\t🙂", "<calc>12+3</calc><result>15</result>", "0237<|im_end|>", "Sorting user's 42 tools"]
+)
 def test_any_text_comes_back(tokenizer, text: str):
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
@@ -112,7 +114,9 @@ def test_warm_up_shows_the_right_answer_in_about_a_third_of_the_rows(tiny_data_d
 
 def test_the_seed_decides_the_rows(repo_root: Path, tmp_path: Path, tiny_data_dir: Path):
     run_script(repo_root, "make_tiny_data.py", "sort4", str(tmp_path), "--seed", "0")
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {p.name: p.read_bytes() for p in tiny_data_dir.iterdir()}
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {
+        p.name: p.read_bytes() for p in tiny_data_dir.iterdir()
+    }
 
 
 def test_an_unknown_task_names_the_known_ones(repo_root: Path, tmp_path: Path):

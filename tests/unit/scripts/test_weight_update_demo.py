@@ -29,7 +29,9 @@ def demo(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
         (["--size", "10"], "unrecognized arguments: --size 10"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(demo: dict, capsys: pytest.CaptureFixture, arguments: list[str], message: str):
+def test_bad_input_is_refused_before_anything_starts(
+    demo: dict, capsys: pytest.CaptureFixture, arguments: list[str], message: str
+):
     with pytest.raises(SystemExit) as ended:
         demo["main"](arguments)
     assert ended.value.code == 2

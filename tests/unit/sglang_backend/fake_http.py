@@ -1,4 +1,6 @@
-"""A tiny HTTP server whose answers a test writes down: path -> (status, JSON), or a function of the body that returns that."""
+"""A tiny HTTP server whose answers a test writes down: path -> (status, JSON), or a function of the body that returns
+that.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from slime_like.utils.net import host_port
 
 
 class FakeServer:
-    """answers: path -> (status, JSON) or function(body) -> (status, JSON). calls: (method, path, body) in order of arrival."""
+    """answers: path -> (status, JSON) or function(body) -> (status, JSON).
+
+    calls: (method, path, body) in order of arrival.
+    """
 
     def __init__(self, answers: dict, api_key: str | None = None):
         self.answers = answers
@@ -33,8 +38,13 @@ class _Server6(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serve(answers: dict, api_key: str | None = None, *, host: str = "127.0.0.1", certificate: Path | None = None) -> Iterator[FakeServer]:
-    """A FakeServer on a free port while the block runs; https with `certificate` (a PEM file with its key). Unknown paths are 404, a wrong key is 401."""
+def serve(
+    answers: dict, api_key: str | None = None, *, host: str = "127.0.0.1", certificate: Path | None = None
+) -> Iterator[FakeServer]:
+    """A FakeServer on a free port while the block runs; https with `certificate` (a PEM file with its key).
+
+    Unknown paths are 404, a wrong key is 401.
+    """
     fake = FakeServer(answers, api_key)
 
     class Handler(BaseHTTPRequestHandler):

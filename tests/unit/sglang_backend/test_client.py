@@ -23,7 +23,10 @@ def client_of(url: str, key: str | None = None, timeout_s: float = 5.0) -> Engin
 
 
 def test_error_names_engine_request_status_and_answer():
-    with serve({"/pause_generation": (500, "it broke " + "x" * 2000)}) as server, pytest.raises(EngineHttpError) as caught:
+    with (
+        serve({"/pause_generation": (500, "it broke " + "x" * 2000)}) as server,
+        pytest.raises(EngineHttpError) as caught,
+    ):
         client_of(server.url).pause_generation("abort")
     text = str(caught.value)
     assert f"engine 3: POST {server.url}/pause_generation answered 500: it broke xxx" in text
@@ -57,7 +60,10 @@ def test_late_answer_is_a_timeout_that_names_the_request():
     import time
 
     late = "engine 3.*POST /continue_generation"
-    with serve({"/continue_generation": lambda body: (time.sleep(1.0), OK)[1]}) as server, pytest.raises(WaitTimeout, match=late):
+    with (
+        serve({"/continue_generation": lambda body: (time.sleep(1.0), OK)[1]}) as server,
+        pytest.raises(WaitTimeout, match=late),
+    ):
         client_of(server.url, timeout_s=0.2).continue_generation()
 
 
@@ -96,14 +102,20 @@ def test_session_is_used_where_there_is_one():
 
 
 def test_session_left_open_by_a_failed_sync_is_closed_first():
-    answers = [(400, {"success": False, "message": "a weight-update session is already open; call end_weight_update() first"}), OK]
+    answers = [
+        (400, {"success": False, "message": "a weight-update session is already open; call end_weight_update() first"}),
+        OK,
+    ]
     with serve({"/begin_weight_update": lambda body: answers.pop(0), "/end_weight_update": OK}) as server:
         client_of(server.url).begin_weight_update()
         assert server.paths == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
 
 
 def test_engine_without_weight_versions_is_refused():
-    with serve({"/model_info": (200, {"model_path": "m"})}) as server, pytest.raises(EngineError, match="too old for weight sync"):
+    with (
+        serve({"/model_info": (200, {"model_path": "m"})}) as server,
+        pytest.raises(EngineError, match="too old for weight sync"),
+    ):
         client_of(server.url).weight_version()
 
 

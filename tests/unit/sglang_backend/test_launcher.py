@@ -30,7 +30,13 @@ http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).ser
 
 
 def spec(tmp_path, code: str, **more) -> EngineSpec:
-    return EngineSpec(index=5, model_path="/models/m", log_path=f"{tmp_path}/logs/engine.log", command=(sys.executable, "-c", code), **more)
+    return EngineSpec(
+        index=5,
+        model_path="/models/m",
+        log_path=f"{tmp_path}/logs/engine.log",
+        command=(sys.executable, "-c", code),
+        **more,
+    )
 
 
 def test_start_use_and_close(tmp_path, no_process_left):
@@ -93,15 +99,30 @@ def test_user_flags_win_over_defaults(tmp_path):
     flags = {"max_total_tokens": "99", "attention_backend": "flex", "custom_weight_loader": ["mine.load"]}
     engine = spec(tmp_path, "", context_length=512, dtype="float32", extra_flags=flags)
     argv = _server_argv(engine, port=1, cuda=False)
-    assert [a for a in argv if a.startswith(("--max-total-tokens", "--attention-backend"))] == ["--max-total-tokens=99", "--attention-backend=flex"]
-    assert {"--model-path=/models/m", "--port=1", "--tp-size=1", "--context-length=512", "--dtype=float32", "--device=cpu", "--sleep-on-idle"} <= set(argv)
+    assert [a for a in argv if a.startswith(("--max-total-tokens", "--attention-backend"))] == [
+        "--max-total-tokens=99",
+        "--attention-backend=flex",
+    ]
+    assert {
+        "--model-path=/models/m",
+        "--port=1",
+        "--tp-size=1",
+        "--context-length=512",
+        "--dtype=float32",
+        "--device=cpu",
+        "--sleep-on-idle",
+    } <= set(argv)
     at = argv.index("--custom-weight-loader")
     assert argv[at + 1 : at + 3] == ["mine.load", "slime_like.weight_sync.in_engine.shm_loader.load"]
 
 
 def test_log_level_is_ours_unless_sglang_has_one_of_its_own(tmp_path):
     def levels(**kwargs):
-        return [text for text in _server_argv(spec(tmp_path, "", **kwargs), port=1, cuda=False) if text.startswith("--log-level")]
+        return [
+            text
+            for text in _server_argv(spec(tmp_path, "", **kwargs), port=1, cuda=False)
+            if text.startswith("--log-level")
+        ]
 
     assert levels() == []
     assert levels(log_level="debug") == ["--log-level=debug"]

@@ -49,7 +49,9 @@ def test_register_waits_until_healthy_and_close_takes_our_engines_out():
 def test_engine_that_stays_unhealthy():
     with serve(ENGINE) as engine, serve(Workers(looks=10**6).answers) as fake:
         router = attach_router(fake.url, timeout_s=5)
-        with pytest.raises(WaitTimeout, match=f"router at {fake.url} waited 0 s for engine 7 at {engine.url} during register"):
+        with pytest.raises(
+            WaitTimeout, match=f"router at {fake.url} waited 0 s for engine 7 at {engine.url} during register"
+        ):
             router.register(EngineEndpoint(index=7, url=engine.url), timeout_s=0.4)
 
 
@@ -57,7 +59,9 @@ def test_engine_with_another_key_is_refused_before_it_gets_requests():
     workers = Workers(looks=0)
     with serve(ENGINE, api_key="right") as engine, serve(workers.answers) as fake:
         with pytest.raises(EngineError, match="401"):
-            attach_router(fake.url, timeout_s=5).register(EngineEndpoint(index=0, url=engine.url, api_key="wrong"), timeout_s=5)
+            attach_router(fake.url, timeout_s=5).register(
+                EngineEndpoint(index=0, url=engine.url, api_key="wrong"), timeout_s=5
+            )
         assert workers.items == {}
 
 

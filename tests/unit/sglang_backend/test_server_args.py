@@ -8,9 +8,20 @@ import sys
 
 import pytest
 
-from slime_like.sglang_backend.server_args import MANY, ONE, OPTIONAL_SWITCH, SWITCH, _collect, check_flags, merge_flags, to_argv
+from slime_like.sglang_backend.server_args import (
+    MANY,
+    ONE,
+    OPTIONAL_SWITCH,
+    SWITCH,
+    _collect,
+    check_flags,
+    merge_flags,
+    to_argv,
+)
 
-needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed, so there is no list to check against")
+needs_sglang = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed, so there is no list to check against"
+)
 
 
 def collect(source: str) -> dict:
@@ -39,7 +50,8 @@ def old(parser):
 """)
     kinds = {name: argument.kind for name, argument in known.items()}
     assert kinds == {
-        "tp_size": ONE, "tensor_parallel_size": ONE, "trust": SWITCH, "fast": OPTIONAL_SWITCH, "no_fast": OPTIONAL_SWITCH,
+        "tp_size": ONE, "tensor_parallel_size": ONE, "trust": SWITCH, "fast": OPTIONAL_SWITCH,
+        "no_fast": OPTIONAL_SWITCH,
         "sizes": MANY, "kind": ONE, "chunk_size": ONE, "cs": ONE, "be_quick": SWITCH, "names": MANY,
     }  # fmt: skip
     assert known["tensor_parallel_size"].field == "tp_size" and known["cs"].field == "chunk_size"
@@ -48,7 +60,12 @@ def old(parser):
 
 @needs_sglang
 def test_good_flags_pass():
-    flags = {"mem_fraction_static": "0.4", "disable_radix_cache": True, "cuda_graph_bs_decode": ["1", "2"], "attention_backend": "triton"}
+    flags = {
+        "mem_fraction_static": "0.4",
+        "disable_radix_cache": True,
+        "cuda_graph_bs_decode": ["1", "2"],
+        "attention_backend": "triton",
+    }
     assert check_flags(flags) == ([], [])
 
 
@@ -86,7 +103,10 @@ def test_command_line():
 
 @needs_sglang
 def test_user_flags_win_over_defaults_in_every_spelling():
-    merged = merge_flags({"context_length": 8, "sleep_on_idle": True, "served_model_name": "x"}, {"sleep_on_idle": "false", "context_length": "9"})
+    merged = merge_flags(
+        {"context_length": 8, "sleep_on_idle": True, "served_model_name": "x"},
+        {"sleep_on_idle": "false", "context_length": "9"},
+    )
     assert to_argv(merged) == ["--served-model-name=x", "--context-length=9"]
 
 
@@ -97,5 +117,8 @@ def test_reading_the_list_is_quick_and_imports_neither_sglang_nor_torch():
         "assert check_flags({'no_such': '1'})[0]; seconds = time.perf_counter() - start;"
         "assert not {'sglang', 'torch'} & set(sys.modules); print(seconds)"
     )
-    best = min(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) for _ in range(3))
+    best = min(
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    )
     assert best < 0.15

@@ -42,7 +42,10 @@ def test_stop_tokens_and_length_cut_the_script():
 
 
 def test_faults_come_in_order_and_then_all_is_well():
-    with ScriptedEngine(script, faults=[Fault(status=503), None, Fault(drop=True), Fault(abort=1), Fault(body="nonsense"), Fault(delay_s=0.2)]) as engine:
+    with ScriptedEngine(
+        script,
+        faults=[Fault(status=503), None, Fault(drop=True), Fault(abort=1), Fault(body="nonsense"), Fault(delay_s=0.2)],
+    ) as engine:
         assert generate(engine).status_code == 503
         assert generate(engine).ok
         with pytest.raises(requests.ConnectionError):

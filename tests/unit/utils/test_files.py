@@ -50,7 +50,10 @@ def test_json_lines(tmp_path):
 
 def test_lines_of_several_writers_do_not_mix(tmp_path):
     path = tmp_path / "m.jsonl"
-    threads = [threading.Thread(target=lambda k=k: [append_json_line(path, {"k": k, "pad": "x" * 5000}) for _ in range(30)]) for k in range(4)]
+    threads = [
+        threading.Thread(target=lambda k=k: [append_json_line(path, {"k": k, "pad": "x" * 5000}) for _ in range(30)])
+        for k in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -53,7 +53,11 @@ def assert_gone(pids: list[int], deadline_s: float = 10.0) -> None:
 
 
 def test_exit_status_and_log(tmp_path):
-    process = start_guarded([sys.executable, "-c", "print('one'); print('two'); raise SystemExit(3)"], env=dict(os.environ), log_path=f"{tmp_path}/a/log")
+    process = start_guarded(
+        [sys.executable, "-c", "print('one'); print('two'); raise SystemExit(3)"],
+        env=dict(os.environ),
+        log_path=f"{tmp_path}/a/log",
+    )
     end = time.monotonic() + 10
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
@@ -129,7 +133,9 @@ time.sleep(60)
 """
     (tmp_path / "mine-2").write_text("belongs to somebody else")
     log = f"{tmp_path}/log"
-    process = start_guarded([sys.executable, "-c", code], env=dict(os.environ), log_path=log, remove_mapped=f"{tmp_path}/mine-")
+    process = start_guarded(
+        [sys.executable, "-c", code], env=dict(os.environ), log_path=log, remove_mapped=f"{tmp_path}/mine-"
+    )
     pids_in(log)
     process.close(grace_s=1.0)
     assert sorted(name for name in os.listdir(tmp_path) if name != "log") == ["mine-2", "other"]

@@ -20,7 +20,10 @@ def test_both_spellings_give_the_function():
 
 
 def test_defaults_and_varargs_fit(tmp_path, monkeypatch):
-    source = "def defaults(args, sample, extra=1): pass\ndef anything(*args, **kwargs): pass\ndef keyword(args, sample, *, must): pass\n"
+    source = (
+        "def defaults(args, sample, extra=1): pass\ndef anything(*args, **kwargs): pass\ndef keyword(args, sample, *,"
+        " must): pass\n"
+    )
     (tmp_path / "flexible_plugin.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     load("flexible_plugin.defaults")

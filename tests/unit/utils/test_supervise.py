@@ -1,4 +1,6 @@
-"""A supervised driver: its end is always told, its status is never 0 by accident, and nothing that it started is left."""
+"""A supervised driver: its end is always told, its status is never 0 by accident, and nothing that
+it started is left.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pytest
 
 from slime_like.utils.supervise import Board, running
 
-#: A driver that starts a daemon in a session of its own, as Ray's are, makes a folder, and then does what {ending} says.
+#: A driver that starts a daemon in a session of its own, as Ray's are, makes a folder, and then does what {ending}
+#: says.
 DRIVER = """
 import os, signal, subprocess, sys, tempfile, threading, time
 from slime_like.utils.supervise import fork_driver, remove_at_end, running
@@ -45,7 +48,13 @@ pytestmark = pytest.mark.slow  # each starts processes, and waits for their end
 
 def start(tmp_path: Path, ending: str, daemon: str = PLAIN, **options) -> tuple[subprocess.Popen, list[int]]:
     code = DRIVER.format(ending=ending, daemon=daemon)
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
     deadline = time.monotonic() + 30
     while not (tmp_path / "pids").exists():
         assert time.monotonic() < deadline and process.poll() is None
@@ -64,13 +73,22 @@ def finish(tmp_path: Path, process: subprocess.Popen, pids: list[int]) -> tuple[
 @pytest.mark.parametrize(("left_with", "status"), [(0, 1), (7, 7)])
 @pytest.mark.parametrize("thread", [True, False])
 def test_os_exit_in_user_code_is_named_and_never_a_success(tmp_path, left_with, status, thread):
-    ending = f"threading.Thread(target=os._exit, args=({left_with},)).start(); time.sleep(60)" if thread else f"os._exit({left_with})"
+    ending = (
+        f"threading.Thread(target=os._exit, args=({left_with},)).start(); time.sleep(60)"
+        if thread
+        else f"os._exit({left_with})"
+    )
     got, said = finish(tmp_path, *start(tmp_path, ending))
     assert got == status
-    assert said.startswith(f"RunError: the driver ended itself with status {left_with}") and "m.f of prompt 3, sample 1" in said
+    assert (
+        said.startswith(f"RunError: the driver ended itself with status {left_with}")
+        and "m.f of prompt 3, sample 1" in said
+    )
 
 
-@pytest.mark.parametrize(("number", "status", "word"), [(signal.SIGKILL, 137, "out of memory"), (signal.SIGSEGV, 139, "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGKILL, 137, "out of memory"), (signal.SIGSEGV, 139, "SIGSEGV")]
+)
 def test_a_driver_that_is_killed_is_named(tmp_path, number, status, word):
     process, pids = start(tmp_path, "time.sleep(60)")
     os.kill(pids[1], number)
@@ -92,7 +110,9 @@ def test_a_daemon_that_does_not_listen_is_killed(tmp_path):
 @pytest.mark.parametrize("whom", ["supervisor", "both"])
 def test_signals_reach_the_driver_once(tmp_path, number, status, whom):
     """Ctrl-C in a terminal reaches both of them, and is handed on besides."""
-    process, pids = start(tmp_path, "time.sleep(60)", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    process, pids = start(
+        tmp_path, "time.sleep(60)", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    )
     os.killpg(process.pid, number) if whom == "both" else os.kill(process.pid, number)
     assert finish(tmp_path, process, pids) == (status, "")
 
@@ -132,7 +152,10 @@ import os, sys, time
 from slime_like.utils.guard import start_guarded
 engine = "import mmap, sys, time; f = open(sys.argv[1], 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
 engine += "; open(sys.argv[1] + '.up', 'w'); time.sleep(120)"
-start_guarded([sys.executable, "-c", engine, sys.argv[1]], env=dict(os.environ), log_path=sys.argv[1] + ".log", remove_mapped=sys.argv[1])
+log_path = sys.argv[1] + ".log"
+start_guarded(
+    [sys.executable, "-c", engine, sys.argv[1]], env=dict(os.environ), log_path=log_path, remove_mapped=sys.argv[1]
+)
 time.sleep(120)
 """
 

@@ -8,7 +8,9 @@ import torch
 
 
 class Alive:
-    """Bytes of the tensors that a stream has given and that somebody still holds, and the most there ever were, slots included."""
+    """Bytes of the tensors that a stream has given and that somebody still holds, and the most there ever were, slots
+    included.
+    """
 
     def __init__(self, slots):
         self.slots, self.now, self.most = slots, 0, 0

@@ -1,6 +1,8 @@
-"""Engines without SGLang: one process for each tensor parallel rank, forked from one that has imported torch, and HTTP in front of the first rank.
+"""Engines without SGLang: one process for each tensor parallel rank, forked from one that has imported torch, and HTTP
+in front of the first rank.
 
-A rank joins process groups and loads weights as SGLang 0.5.23 does. Test side: `Nest` starts engines, `FakeEngine` asks and kills them.
+A rank joins process groups and loads weights as SGLang 0.5.23 does. Test side: `Nest` starts engines, `FakeEngine` asks
+and kills them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def bits(tensor: torch.Tensor) -> list:
 
 
 class Block(bytearray):
-    """Memory of a tensor: lives exactly as long as anything that looks into it, a view in the model as well as the tensor itself."""
+    """Memory of a tensor: lives exactly as long as anything that looks into it, a view in the model as well as the
+    tensor itself.
+    """
 
 
 class Received:
@@ -88,7 +92,8 @@ class Model:
         self.held: dict[str, torch.Tensor] = {}
         self.received = received
         self.bytes_at: list[int] = []  # alive as each tensor is loaded
-        self.orders: dict = {}  # refuse: name of a tensor; die_at: name of a tensor; nap_s: for each tensor; room: bytes
+        # refuse: name of a tensor; die_at: name of a tensor; nap_s: for each tensor; room: bytes
+        self.orders: dict = {}
 
     def load_weights(self, pairs: Iterable) -> None:
         for name, tensor in pairs:
@@ -139,14 +144,28 @@ class Rank:
 
     def _join(self, body: dict) -> None:
         """As sglang.srt.utils.common.init_custom_process_group."""
-        from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, default_pg_timeout, rendezvous
+        from torch.distributed.distributed_c10d import (
+            Backend,
+            PrefixStore,
+            _new_process_group_helper,
+            _world,
+            default_pg_timeout,
+            rendezvous,
+        )
 
         size, name = body["world_size"], body["group_name"]
         url = f"tcp://{body['master_address']}:{body['master_port']}"
         store, rank, size = next(rendezvous(url, body["rank_offset"] + self._rank, size, timeout=default_pg_timeout))
         store.set_timeout(default_pg_timeout)
         group, _ = _new_process_group_helper(
-            size, rank, [], Backend(body["backend"]), PrefixStore(name, store), group_name=name, backend_options=None, timeout=default_pg_timeout
+            size,
+            rank,
+            [],
+            Backend(body["backend"]),
+            PrefixStore(name, store),
+            group_name=name,
+            backend_options=None,
+            timeout=default_pg_timeout,
         )
         _world.pg_group_ranks[group] = {number: number for number in range(size)}
         self._groups[name] = group
@@ -171,7 +190,10 @@ class Rank:
             ends.append(ends[-1] + torch.Size(shape).numel() * dtype.itemsize)
         flat = torch.empty(ends[-1], dtype=torch.uint8)
         dist.broadcast(flat, src=0, group=self._groups[body["group_name"]])
-        parts = [flat[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in zip(ends, ends[1:], dtypes, shapes, strict=False)]
+        parts = [
+            flat[start:stop].view(dtype).view(shape)
+            for start, stop, dtype, shape in zip(ends, ends[1:], dtypes, shapes, strict=False)
+        ]
         self._model.load_weights(zip(body["names"], parts, strict=True))
 
     def _obey(self, body: dict) -> None:
@@ -184,7 +206,12 @@ class Rank:
         held = {name: bits(tensor) for name, tensor in self._model.held.items()}
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("weights from")]
         counted = self._received
-        numbers = {"most_bytes": counted.most, "most_blocks": counted.most_blocks, "bytes": counted.now, "bytes_at": self._model.bytes_at}
+        numbers = {
+            "most_bytes": counted.most,
+            "most_blocks": counted.most_blocks,
+            "bytes": counted.now,
+            "bytes_at": self._model.bytes_at,
+        }
         return {"held": held, "threads": threads, **numbers}
 
 
@@ -213,7 +240,14 @@ def _live(rank: int, peers: list[Connection], line: Connection, ready: int) -> N
             calls.append(path)
         return 200, next((answer for answer in answers if not answer["success"]), answers[0])
 
-    names = ("/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_tensor", "/update_weights_from_distributed", ORDERS, REPORT)
+    names = (
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+        ORDERS,
+        REPORT,
+    )
     answers = {path: (lambda body, path=path: whole(path, body)) for path in names}
     with serve(answers | {"/server_info": lambda _: (200, {"custom_weight_loader": loaders[0]})}) as server:
         os.write(ready, server.url.encode())
@@ -259,7 +293,10 @@ class FakeEngine:
     pids: tuple[int, ...]
 
     def order(self, **orders) -> None:
-        """Forget weights, counts and earlier orders. orders: see Model; only_rank: whom they are for; loaders: of /server_info."""
+        """Forget weights, counts and earlier orders.
+
+        orders: see Model; only_rank: whom they are for; loaders: of /server_info.
+        """
         self._ask(ORDERS, orders)
 
     def obeys(self, **orders) -> bool:
@@ -272,7 +309,10 @@ class FakeEngine:
         return True
 
     def report(self) -> dict:
-        """Of each rank (ranks): what it holds, the most bytes and blocks it received into, how much it still has; and the weight requests so far."""
+        """Of each rank (ranks): what it holds, the most bytes and blocks it received into, how much it still has.
+
+        And the weight requests so far.
+        """
         return self._ask(REPORT, {})
 
     def kill(self) -> None:
@@ -298,7 +338,11 @@ class Nest:
         self._tp_sizes = tp_sizes
         self._engines: dict[int, FakeEngine] = {}
         folders = [str(Path(__file__).parent.parent), *filter(None, sys.path)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(folders),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from weight_sync.fake_engines import main; main()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,

@@ -9,7 +9,8 @@ from slime_like.weight_sync.buckets import Digest, buckets, content_digest, raw_
 
 
 def named(*sizes: int) -> list:
-    return [(f"t{i}", torch.full((size,), i, dtype=torch.float32)) for i, size in enumerate(sizes)]  # 4 bytes an element
+    # 4 bytes an element
+    return [(f"t{i}", torch.full((size,), i, dtype=torch.float32)) for i, size in enumerate(sizes)]
 
 
 def names(tensors, max_bytes: int) -> list[list[str]]:
@@ -43,9 +44,19 @@ def test_raw_bytes_of_every_type_and_shape():
 def test_experts_have_buckets_of_their_own():
     layer = "model.layers.0.mlp."
     tensors = [
-        (layer + name, torch.zeros(1)) for name in ("gate.weight", "experts.0.up_proj.weight", "experts.1.up_proj.weight", "shared_experts.up_proj.weight")
+        (layer + name, torch.zeros(1))
+        for name in (
+            "gate.weight",
+            "experts.0.up_proj.weight",
+            "experts.1.up_proj.weight",
+            "shared_experts.up_proj.weight",
+        )
     ]
-    assert names(tensors, 100) == [[layer + "gate.weight"], [name for name, _ in tensors[1:3]], [layer + "shared_experts.up_proj.weight"]]
+    assert names(tensors, 100) == [
+        [layer + "gate.weight"],
+        [name for name, _ in tensors[1:3]],
+        [layer + "shared_experts.up_proj.weight"],
+    ]
 
 
 def test_every_tensor_begins_at_a_multiple_of_its_element_size():
@@ -55,10 +66,17 @@ def test_every_tensor_begins_at_a_multiple_of_its_element_size():
 
 def test_tensors_that_the_engine_joins_are_never_parted():
     attention = "model.layers.0.self_attn."
-    tensors = [(attention + name + ".weight", torch.zeros(2)) for name in ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+    tensors = [
+        (attention + name + ".weight", torch.zeros(2))
+        for name in ("o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    ]
     assert [len(bucket) for bucket in names(tensors, 8)] == [1, 3, 1]
-    assert [len(bucket) for bucket in names(tensors[3:], 8)] == [1, 1]  # without a compressed query there is nothing to wait for
-    renamed = [("model.layers.0.self_attn.q_a_proj.weight", torch.zeros(2)), *((f"model.layers.{i}.mlp.weight", torch.zeros(2)) for i in (1, 2))]
+    # without a compressed query there is nothing to wait for
+    assert [len(bucket) for bucket in names(tensors[3:], 8)] == [1, 1]
+    renamed = [
+        ("model.layers.0.self_attn.q_a_proj.weight", torch.zeros(2)),
+        *((f"model.layers.{i}.mlp.weight", torch.zeros(2)) for i in (1, 2)),
+    ]
     assert [len(bucket) for bucket in names(renamed, 8)] == [1, 1, 1]  # what it waits for never comes
 
 
@@ -89,7 +107,12 @@ def test_digest_sees_name_type_shape_and_one_bit():
     base = [("w", torch.zeros(2, 2))]
     changed = torch.zeros(2, 2)
     changed.view(torch.int32)[0, 0] = 1
-    others = [[("v", torch.zeros(2, 2))], [("w", torch.zeros(4))], [("w", torch.zeros(2, 2, dtype=torch.int32))], [("w", changed)]]
+    others = [
+        [("v", torch.zeros(2, 2))],
+        [("w", torch.zeros(4))],
+        [("w", torch.zeros(2, 2, dtype=torch.int32))],
+        [("w", changed)],
+    ]
     assert len({digest(tensors) for tensors in [base, *others]}) == 5
 
 

@@ -1,4 +1,7 @@
-"""A trainer rank's part of a sync, over one rank in this process and an engine of answers; which address engines are told to connect to."""
+"""A trainer rank's part of a sync, over one rank in this process and an engine of answers.
+
+Which address engines are told to connect to.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,18 @@ def engine() -> Iterator:
     good = (200, {"success": True})
 
     def load(body):
-        state["loaded"] = {key: tensor for path in Path(body["model_path"]).glob("*.safetensors") for key, tensor in load_file(path).items()}
+        state["loaded"] = {
+            key: tensor
+            for path in Path(body["model_path"]).glob("*.safetensors")
+            for key, tensor in load_file(path).items()
+        }
         return good
 
     answers = {
-        **dict.fromkeys(["/pause_generation", "/flush_cache", "/begin_weight_update", "/end_weight_update", "/continue_generation"], good),
+        **dict.fromkeys(
+            ["/pause_generation", "/flush_cache", "/begin_weight_update", "/end_weight_update", "/continue_generation"],
+            good,
+        ),
         "/update_weights_from_disk": load,
         "/update_weight_version": lambda body: (state.update(version=body["new_version"]), good)[1],
         "/model_info": lambda body: (200, {"weight_version": state["version"]}),
@@ -54,12 +64,21 @@ def engine() -> Iterator:
 def order_of(server, folder, version: int = 1) -> PublishOrder:
     endpoints = (EngineEndpoint(index=0, url=server.url),)
     weights = WeightsRef(version=version)
-    return PublishOrder(weights=weights, endpoints=endpoints, transport="disk", timeout_s=5, directory=str(folder), compares_digests=False)
+    return PublishOrder(
+        weights=weights,
+        endpoints=endpoints,
+        transport="disk",
+        timeout_s=5,
+        directory=str(folder),
+        compares_digests=False,
+    )
 
 
 def sender_of(order, tensors=None, sync=None) -> WeightSender:
     sent = WEIGHTS if tensors is None else tensors
-    gathering = Gathering(place=ONE_RANK, tensors=lambda: iter(sent.items()), names=frozenset(WEIGHTS), master_address="127.0.0.1")
+    gathering = Gathering(
+        place=ONE_RANK, tensors=lambda: iter(sent.items()), names=frozenset(WEIGHTS), master_address="127.0.0.1"
+    )
     return WeightSender(RunConfig(sync=sync or SyncConfig()), order, gathering)
 
 
@@ -71,9 +90,16 @@ def test_whole_syncs_over_one_connection(engine, tmp_path):
     digests = []
     for version in (1, 2):
         receipt = run_session(order_of(server, tmp_path, version), sender)
-        assert (str(receipt.weights), receipt.transport, receipt.num_tensors, receipt.num_bytes) == (f"base@{version}", "disk", 2, 40)
+        assert (str(receipt.weights), receipt.transport, receipt.num_tensors, receipt.num_bytes) == (
+            f"base@{version}",
+            "disk",
+            2,
+            40,
+        )
         assert receipt.delta is None and state["version"] == str(version)
-        assert state["loaded"].keys() == WEIGHTS.keys() and all(torch.equal(state["loaded"][name], tensor) for name, tensor in WEIGHTS.items())
+        assert state["loaded"].keys() == WEIGHTS.keys() and all(
+            torch.equal(state["loaded"][name], tensor) for name, tensor in WEIGHTS.items()
+        )
         digests.append(receipt.digest)
     assert digests[0] == digests[1] and sender.is_connected
     sender.close()
@@ -118,4 +144,8 @@ def test_one_engine_elsewhere_is_told_an_address_that_it_can_reach():
             expected = probe.getsockname()[0]
         except OSError:  # a machine without any network
             expected = "127.0.0.1"
-    assert source_address(["http://127.0.0.1:1", "https://192.0.2.77:2"], "127.0.0.1") == expected == own_address("192.0.2.77")
+    assert (
+        source_address(["http://127.0.0.1:1", "https://192.0.2.77:2"], "127.0.0.1")
+        == expected
+        == own_address("192.0.2.77")
+    )

@@ -29,7 +29,15 @@ def engine_answers(report_version=None) -> dict:
     state = {"version": "default"}
     return {
         **dict.fromkeys(
-            ["/pause_generation", "/flush_cache", "/begin_weight_update", "/end_weight_update", "/continue_generation", "/update_weights_from_disk"], OK
+            [
+                "/pause_generation",
+                "/flush_cache",
+                "/begin_weight_update",
+                "/end_weight_update",
+                "/continue_generation",
+                "/update_weights_from_disk",
+            ],
+            OK,
         ),
         "/update_weight_version": lambda body: (state.update(version=body["new_version"]), OK)[1],
         "/model_info": lambda body: (200, {"weight_version": report_version or state["version"]}),
@@ -47,7 +55,13 @@ def endpoints(servers: list[FakeServer]) -> tuple[EngineEndpoint, ...]:
 
 
 def order(servers: list[FakeServer], transport: str, *, version: int = 7, timeout_s: float = 5, **more) -> PublishOrder:
-    return PublishOrder(weights=WeightsRef(version=version), endpoints=endpoints(servers), transport=transport, timeout_s=timeout_s, **more)
+    return PublishOrder(
+        weights=WeightsRef(version=version),
+        endpoints=endpoints(servers),
+        transport=transport,
+        timeout_s=timeout_s,
+        **more,
+    )
 
 
 class OneRank:
@@ -65,7 +79,9 @@ class OneRank:
 
     def send(self, weights):
         self._steps.append(f"send {weights}")
-        return SyncReceipt(weights=weights, transport="none", num_tensors=self._num_tensors, num_bytes=12, seconds=0.1, digest="0")
+        return SyncReceipt(
+            weights=weights, transport="none", num_tensors=self._num_tensors, num_bytes=12, seconds=0.1, digest="0"
+        )
 
     def prove(self):
         self._steps.append("prove")
@@ -85,7 +101,11 @@ def test_a_whole_sync():
             ]  # fmt: skip
             assert server.calls[0][2] == {"mode": "abort"}
             assert server.calls[4][2]["new_version"] == "7"
-        assert (receipt.version, receipt.engines_proven, receipt.tensors_unproven) == (7, 2, 1) and receipt.verify_seconds > 0
+        assert (receipt.version, receipt.engines_proven, receipt.tensors_unproven) == (
+            7,
+            2,
+            1,
+        ) and receipt.verify_seconds > 0
 
 
 def test_a_folder_is_loaded_outside_of_a_session_and_compared_in_one():
@@ -93,15 +113,24 @@ def test_a_folder_is_loaded_outside_of_a_session_and_compared_in_one():
         steps: list[str] = []
         run_session(order(servers, "disk", directory="/w"), OneRank(steps))
         assert steps == ["begin", "connect", "send base@7", "load", "open for digests", "prove", "finish"]
-        paths = [path for path in servers[0].paths if path in ("/update_weights_from_disk", "/begin_weight_update", "/end_weight_update")]
+        paths = [
+            path
+            for path in servers[0].paths
+            if path in ("/update_weights_from_disk", "/begin_weight_update", "/end_weight_update")
+        ]
         assert paths == ["/update_weights_from_disk", "/begin_weight_update", "/end_weight_update"]
-        assert [body["model_path"] for _, path, body in servers[0].calls if path == "/update_weights_from_disk"] == [version_directory("/w", 7)]
+        assert [body["model_path"] for _, path, body in servers[0].calls if path == "/update_weights_from_disk"] == [
+            version_directory("/w", 7)
+        ]
 
 
 def test_without_digests_a_folder_needs_no_session():
     with engines(engine_answers()) as servers:
         steps: list[str] = []
-        assert run_session(order(servers, "disk", directory="/w", compares_digests=False), OneRank(steps)).engines_proven == 0
+        assert (
+            run_session(order(servers, "disk", directory="/w", compares_digests=False), OneRank(steps)).engines_proven
+            == 0
+        )
         assert steps == ["begin", "connect", "send base@7", "load", "finish"]
         assert "/begin_weight_update" not in servers[0].paths
 
@@ -110,7 +139,13 @@ def test_a_transport_that_needs_no_pause_stops_nothing(monkeypatch):
     monkeypatch.setitem(TRANSPORTS, "beside", dataclasses.replace(TRANSPORTS["ipc"], name="beside", needs_pause=False))
     with engines(engine_answers()) as servers:
         run_session(order(servers, "beside"), OneRank([]))
-        assert servers[0].paths == ["/begin_weight_update", "/end_weight_update", "/flush_cache", "/update_weight_version", "/model_info"]
+        assert servers[0].paths == [
+            "/begin_weight_update",
+            "/end_weight_update",
+            "/flush_cache",
+            "/update_weight_version",
+            "/model_info",
+        ]
 
 
 def test_a_trainer_that_sent_nothing_leaves_engines_paused():
@@ -127,7 +162,9 @@ def test_disk_needs_its_folder():
 
 def test_wrong_version_is_named_and_generation_stays_paused():
     with engines(engine_answers(), engine_answers(report_version="6")) as servers:
-        with pytest.raises(WeightSyncError, match=f"weight version 7 was sent, but engine 1 at {servers[1].url} reports '6'"):
+        with pytest.raises(
+            WeightSyncError, match=f"weight version 7 was sent, but engine 1 at {servers[1].url} reports '6'"
+        ):
             run_session(order(servers, "broadcast"), OneRank([]))
         assert all("/continue_generation" not in server.paths for server in servers)
 
@@ -151,7 +188,13 @@ def test_abandon_closes_sessions_without_continuing_even_if_one_engine_is_gone(c
     assert "abandoned weight update: engine 0: POST" in caplog.text
 
 
-@pytest.mark.parametrize("answer", [(404, {}), (400, {"success": False, "message": "no weight-update session is open; call begin_weight_update() first"})])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (404, {}),
+        (400, {"success": False, "message": "no weight-update session is open; call begin_weight_update() first"}),
+    ],
+)
 def test_abandon_says_nothing_of_an_engine_that_has_no_session_open(caplog, answer):
     with engines({"/end_weight_update": answer}) as servers:
         abandon(endpoints(servers))
@@ -173,8 +216,14 @@ def test_engine_without_pause_gets_its_requests_aborted():
 def test_a_mode_that_the_engine_does_not_know_is_refused(mode):
     answers = engine_answers()
     del answers["/pause_generation"]
-    for absent, said in (({}, "cannot pause"), ({"/pause_generation": (422, {"detail": "Input should be 'abort'"})}, "does not know")):
-        with engines({**answers, **absent}) as servers, pytest.raises(WeightSyncError, match=f"{said}.*{mode}.* Fix: abort"):
+    for absent, said in (
+        ({}, "cannot pause"),
+        ({"/pause_generation": (422, {"detail": "Input should be 'abort'"})}, "does not know"),
+    ):
+        with (
+            engines({**answers, **absent}) as servers,
+            pytest.raises(WeightSyncError, match=f"{said}.*{mode}.* Fix: abort"),
+        ):
             EngineSide(order(servers, "ipc", pause_mode=mode)).begin()
 
 
@@ -193,7 +242,9 @@ def test_in_place_goes_on_where_running_requests_keep_the_cache(caplog):
 
 def test_a_server_that_does_not_flush_beside_retracted_requests_is_told_from_a_slow_one():
     with engines({**engine_answers(), "/flush_cache": (400, {"message": "requests are waiting"})}) as servers:
-        with pytest.raises(WeightSyncError, match="(?s)engine 0.*requests are waiting.*0.5.17.*--update-weight-pause-mode abort"):
+        with pytest.raises(
+            WeightSyncError, match="(?s)engine 0.*requests are waiting.*0.5.17.*--update-weight-pause-mode abort"
+        ):
             run_session(order(servers, "ipc", timeout_s=1, pause_mode="retract"), OneRank([]))
         assert "/continue_generation" not in servers[0].paths
 
@@ -204,14 +255,19 @@ def test_an_order_as_the_flags_say():
     first = PublishOrder.of(config, "delta", endpoints([]), WeightsRef(version=3))
     assert (first.timeout_s, first.pause_mode, first.directory) == (9.0, "retract", "/run/weights")
     assert first.compares_digests and first.finds_unsent
-    given = dataclasses.replace(config, sync=dataclasses.replace(sync, update_weight_disk_dir="/shared", verify_weight_sync="probe"))
+    given = dataclasses.replace(
+        config, sync=dataclasses.replace(sync, update_weight_disk_dir="/shared", verify_weight_sync="probe")
+    )
     second = PublishOrder.of(given, "disk", endpoints([]), WeightsRef(version=4))
     assert second.directory == "/shared" and not second.compares_digests and not second.finds_unsent
     assert first.route == dataclasses.replace(first, weights=WeightsRef(version=8)).route != second.route
 
 
 def test_a_rank_is_waited_for_longer_than_all_of_its_steps():
-    """begin, connect, send twice, load, open, verify, three of finish; those in turn once more for each further source."""
+    """begin, connect, send twice, load, open, verify, three of finish.
+
+    Those in turn once more for each further source.
+    """
     one = order([], "disk", timeout_s=10)
     assert one.longest_s(1) > 10 * 10 and one.longest_s(3) >= one.longest_s(1) + 2 * 2 * 10
 

@@ -12,7 +12,11 @@ from slime_like.weight_sync.stores import join_store, meet_in_file, serve_store
 
 
 def addresses() -> set[tuple[str, int]]:
-    return {(at.laddr.ip, at.laddr.port) for at in psutil.Process().net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+    return {
+        (at.laddr.ip, at.laddr.port)
+        for at in psutil.Process().net_connections("tcp")
+        if at.status == psutil.CONN_LISTEN
+    }
 
 
 def test_a_served_store_is_reached_where_it_listens_only():

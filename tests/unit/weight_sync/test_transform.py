@@ -1,4 +1,7 @@
-"""The user's hook between HF name and bucket: one name becomes one, several or none; what is no (name, tensor) is refused and named."""
+"""The user's hook between HF name and bucket: one name becomes one, several or none.
+
+What is no (name, tensor) is refused and named.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +43,26 @@ def test_one_name_becomes_two_one_or_none_in_order():
     assert (first, second, third) == ("a.weight", "a.weight_scale", "c.bias")
     # e4m3 has 3 bits behind the point: half a step is 1/16 of the value; subnormals are 2**-9 apart.
     allowed = given["a.weight"].abs() / 16 + scale * 2**-10
-    assert quantised.dtype == torch.float8_e4m3fn and ((quantised.float() * scale - given["a.weight"]).abs() <= allowed).all()
+    assert (
+        quantised.dtype == torch.float8_e4m3fn
+        and ((quantised.float() * scale - given["a.weight"]).abs() <= allowed).all()
+    )
     assert torch.equal(last, given["c.bias"])
 
 
 def test_the_documented_fp8_can_be_computed_back(repo_root):
-    (source,) = re.findall(r"```python\n(def fp8_blocks.*?)```", (repo_root / "docs/weight-sync.md").read_text(), flags=re.DOTALL)
+    (source,) = re.findall(
+        r"```python\n(def fp8_blocks.*?)```", (repo_root / "docs/weight-sync.md").read_text(), flags=re.DOTALL
+    )
     found = {"torch": torch}
     exec(source, found)
     given = [("a.up_proj.weight", torch.randn(300, 200)), ("b.norm.weight", torch.randn(200))]
     (_, quantised), (scale_name, scales), norm = over(found["fp8_blocks"], given)
-    assert (scale_name, quantised.dtype, tuple(scales.shape)) == ("a.up_proj.weight_scale_inv", torch.float8_e4m3fn, (3, 2)) and norm == given[1]
+    assert (scale_name, quantised.dtype, tuple(scales.shape)) == (
+        "a.up_proj.weight_scale_inv",
+        torch.float8_e4m3fn,
+        (3, 2),
+    ) and norm == given[1]
     expected = given[0][1]
     for row in range(3):
         for column in range(2):
@@ -67,12 +79,22 @@ def test_one_tensor_is_taken_from_the_stream_at_a_time():
             taken.append(name)
             yield name, tensor
 
-    out = WeightTransform(lambda args, name, tensor: [(f"{name}.{i}", tensor) for i in range(2)], None, PATH).over(stream())
-    assert [(name, len(taken)) for name, _ in itertools.islice(out, 3)] == [("a.weight.0", 1), ("a.weight.1", 1), ("b.weight.0", 2)]
+    out = WeightTransform(lambda args, name, tensor: [(f"{name}.{i}", tensor) for i in range(2)], None, PATH).over(
+        stream()
+    )
+    assert [(name, len(taken)) for name, _ in itertools.islice(out, 3)] == [
+        ("a.weight.0", 1),
+        ("a.weight.1", 1),
+        ("b.weight.0", 2),
+    ]
 
 
 def test_to_bf16_rounds_fp32_and_nothing_else():
-    values = [torch.tensor([1.0, 1.001953125, -3.3]), torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.int64)]
+    values = [
+        torch.tensor([1.0, 1.001953125, -3.3]),
+        torch.ones(2, dtype=torch.float16),
+        torch.ones(2, dtype=torch.int64),
+    ]
     given = list(zip("abc", values, strict=True))
     (_, a), (_, b), (_, c) = over(hook.to_bf16, given)
     # 1 + 2**-9 is nearer to 1 than to 1 + 2**-7; -3.3 lies between -3.296875 and -3.3125.
@@ -83,19 +105,37 @@ def test_to_bf16_rounds_fp32_and_nothing_else():
 BAD = {
     "nothing": (lambda args, name, tensor: None, "the function gave a NoneType, no iterable"),
     "a tensor": (lambda args, name, tensor: tensor, r"what the function gave is a Tensor instead of \(name, tensor\)"),
-    "a bare pair": (lambda args, name, tensor: (name, tensor), r"is a str instead of \(name, tensor\). Fix: return \[\(name, tensor\)\]"),
+    "a bare pair": (
+        lambda args, name, tensor: (name, tensor),
+        r"is a str instead of \(name, tensor\). Fix: return \[\(name, tensor\)\]",
+    ),
     "a string": (lambda args, name, tensor: name, "the function gave a str, no iterable"),
     "a triple": (lambda args, name, tensor: [(name, tensor, 1)], r"is \(str, Tensor, int\) instead of"),
     "the other way round": (lambda args, name, tensor: [(tensor, name)], r"is \(Tensor, str\) instead of"),
     "numbers": (lambda args, name, tensor: [(name, tensor.tolist())], r"is \(str, list\) instead of"),
     "no name": (lambda args, name, tensor: [("", tensor)], r"is \(str, Tensor\) instead of"),
     "an exception": (lambda args, name, tensor: {}[name], "the function raised KeyError: 'b.weight'"),
-    "a late exception": (lambda args, name, tensor: ((name, tensor / number) for number in (1, None)), "the function raised TypeError"),
-    "complex numbers": (lambda args, name, tensor: [(name, tensor.to(torch.complex64))], "b.weight has type torch.complex64, which cannot be sent"),
-    "a sparse tensor": (lambda args, name, tensor: [(name, tensor.to_sparse())], "b.weight is a sparse_coo tensor, whose bytes cannot be sent"),
-    "no memory": (lambda args, name, tensor: [(name, tensor.to("meta"))], "b.weight is a meta tensor, whose bytes cannot be sent"),
+    "a late exception": (
+        lambda args, name, tensor: ((name, tensor / number) for number in (1, None)),
+        "the function raised TypeError",
+    ),
+    "complex numbers": (
+        lambda args, name, tensor: [(name, tensor.to(torch.complex64))],
+        "b.weight has type torch.complex64, which cannot be sent",
+    ),
+    "a sparse tensor": (
+        lambda args, name, tensor: [(name, tensor.to_sparse())],
+        "b.weight is a sparse_coo tensor, whose bytes cannot be sent",
+    ),
+    "no memory": (
+        lambda args, name, tensor: [(name, tensor.to("meta"))],
+        "b.weight is a meta tensor, whose bytes cannot be sent",
+    ),
     "the trainer's own memory": (lambda args, name, tensor: [(name, tensor.mul_(2))], "changed the tensor in place"),
-    "its own memory, by a view": (lambda args, name, tensor: [(name, tensor.view(-1)[:2].zero_())], "changed the tensor in place"),
+    "its own memory, by a view": (
+        lambda args, name, tensor: [(name, tensor.view(-1)[:2].zero_())],
+        "changed the tensor in place",
+    ),
 }
 
 
@@ -113,7 +153,10 @@ def test_bad_input_is_named(case):
         ([Made(0, ("a", "b"), "x"), Made(1, ("c", "b"), "y")], "b was made twice"),
         ([Made(0, ("a", "a"), "x")], "a was made twice"),
         ([Made(0, (), "x"), Made(1, (), "y")], "nothing was left to send"),
-        ([Made(0, ("a",), "x"), Made(0, (), "x"), Made(1, ("b",), "x"), Made(1, (), "y")], "ranks of pipeline stage 1 made other names"),
+        (
+            [Made(0, ("a",), "x"), Made(0, (), "x"), Made(1, ("b",), "x"), Made(1, (), "y")],
+            "ranks of pipeline stage 1 made other names",
+        ),
     ],
 )
 def test_what_the_ranks_made_together(made, message):
@@ -131,7 +174,10 @@ def test_the_summary_is_of_names_types_and_shapes_of_the_last_sync():
         return transform.made(3, is_source=True)
 
     first = summary(("a", torch.zeros(2)), ("b", torch.zeros(1)))
-    assert first == summary(("a", torch.ones(2)), ("b", torch.zeros(1))) and (first.stage, first.names) == (3, ("a", "b"))
+    assert first == summary(("a", torch.ones(2)), ("b", torch.zeros(1))) and (first.stage, first.names) == (
+        3,
+        ("a", "b"),
+    )
     turned = summary(("b", torch.zeros(1)), ("a", torch.zeros(2)))
     others = [turned, summary(("a", torch.zeros(2)), ("b", torch.zeros(1).half())), summary(("a", torch.zeros(2)))]
     assert len({one.summary for one in (first, *others)}) == 4
@@ -143,9 +189,14 @@ def test_the_flag():
         return RunConfig(sync=SyncConfig(custom_weight_transform_path=path))
 
     assert WeightTransform.of(config(None)) is None and load_transform(SyncConfig()) is None
-    ((name, tensor),) = WeightTransform.of(config("slime_like.weight_sync.transform.to_bf16")).over([("a", torch.ones(1))])
+    ((name, tensor),) = WeightTransform.of(config("slime_like.weight_sync.transform.to_bf16")).over(
+        [("a", torch.ones(1))]
+    )
     assert (name, tensor.dtype) == ("a", torch.bfloat16)
-    with pytest.raises(PluginError, match=r"^--custom-weight-transform-path .*transform.to_fp16: module .* has no 'to_fp16'. It has: .*to_bf16"):
+    with pytest.raises(
+        PluginError,
+        match=r"^--custom-weight-transform-path .*transform.to_fp16: module .* has no 'to_fp16'. It has: .*to_bf16",
+    ):
         load_transform(SyncConfig(custom_weight_transform_path="slime_like.weight_sync.transform.to_fp16"))
     with pytest.raises(PluginError, match="will be called with 3 positional arguments"):
         load_transform(SyncConfig(custom_weight_transform_path="slime_like.rollout.filters.reward_nonzero_std"))

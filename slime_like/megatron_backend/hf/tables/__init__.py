@@ -14,7 +14,10 @@ TABLES: dict[str, tuple[Entry, ...]] = {name: importlib.import_module(f"{__name_
 
 
 def table_for(model: ModelConfig) -> tuple[Entry, ...]:
-    """The table of the model's family, without what this member of the family does not have. Raises CheckpointError if it is of none."""
+    """The table of the model's family, without what this member of the family does not have.
+
+    Raises CheckpointError if it is of none.
+    """
     family = family_of(model)
     if family is None:
         raise CheckpointError(f"the model's flags describe no known family: {', '.join(TABLES)}.")

@@ -1,4 +1,5 @@
-"""DeepSeek-V3, Moonlight, Kimi-K2: multi-head latent attention, dense layers first, then experts with shared ones and a bias for choosing.
+"""DeepSeek-V3, Moonlight, Kimi-K2: multi-head latent attention, dense layers first, then experts with shared ones and a
+bias for choosing.
 
 Both sides lay out heads alike, and both rotate neighbouring channels, so no tensor is permuted.
 """
@@ -21,7 +22,11 @@ LATENT_ATTENTION = (
     Entry("decoder.layers.{layer}.input_layernorm.weight", ("model.layers.{layer}.input_layernorm.weight",)),
     Entry(_ATTENTION + "linear_q_proj.weight", (_HF_ATTENTION + "q_proj.weight",)),
     Entry(_ATTENTION + "linear_q_down_proj.weight", (_HF_ATTENTION + "q_a_proj.weight",)),
-    Entry(_ATTENTION + "q_layernorm.weight", (_HF_ATTENTION + "q_a_layernorm.weight",), transformer_engine=_ATTENTION + "linear_q_up_proj.layer_norm_weight"),
+    Entry(
+        _ATTENTION + "q_layernorm.weight",
+        (_HF_ATTENTION + "q_a_layernorm.weight",),
+        transformer_engine=_ATTENTION + "linear_q_up_proj.layer_norm_weight",
+    ),
     Entry(_ATTENTION + "linear_q_up_proj.weight", (_HF_ATTENTION + "q_b_proj.weight",)),
     Entry(_ATTENTION + "linear_kv_down_proj.weight", (_HF_ATTENTION + "kv_a_proj_with_mqa.weight",)),
     Entry(

@@ -14,9 +14,11 @@ _MLP = "decoder.layers.{layer}.mlp."
 class Entry:
     """One Megatron tensor and the HF tensors that it is made of.
 
-    `{layer}` stands for the layer's number; `{expert}` for the expert's, in `hf` among all, in `megatron` among this rank's.
+    `{layer}` stands for the layer's number; `{expert}` for the expert's, in `hf` among all, in `megatron` among this
+    rank's.
 
-    Example: Entry("decoder.layers.{layer}.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_proj.weight", "…up_proj.weight"), GATE_UP)
+    Example: Entry("decoder.layers.{layer}.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_proj.weight",
+    "…up_proj.weight"), GATE_UP)
     """
 
     megatron: str  # name with our torch layer parts

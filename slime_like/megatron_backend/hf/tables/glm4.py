@@ -1,4 +1,7 @@
-"""GLM-4 (0414): Llama with further norms behind attention and MLP, and gate and up as one tensor; query/key/value bias in most sizes."""
+"""GLM-4 (0414): Llama with further norms behind attention and MLP, and gate and up as one tensor.
+
+query/key/value bias in most sizes.
+"""
 
 from slime_like.megatron_backend.hf.tables import qwen2
 from slime_like.megatron_backend.hf.tables.entry import GATE_UP_JOINED, Entry

@@ -11,7 +11,9 @@ TABLE = (
         (_HF + "input_layernorm.weight",),
         transformer_engine=_MEGATRON + "self_attention.linear_qkv.layer_norm_weight",
     ),
-    Entry(_MEGATRON + "self_attention.linear_qkv.weight", tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"), QKV),
+    Entry(
+        _MEGATRON + "self_attention.linear_qkv.weight", tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"), QKV
+    ),
     Entry(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",)),
     Entry(
         _MEGATRON + "pre_mlp_layernorm.weight",

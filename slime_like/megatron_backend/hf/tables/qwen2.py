@@ -5,5 +5,9 @@ from slime_like.megatron_backend.hf.tables.entry import QKV, Entry
 
 TABLE = (
     *llama.TABLE,
-    Entry("decoder.layers.{layer}.self_attention.linear_qkv.bias", tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.bias" for x in "qkv"), QKV),
+    Entry(
+        "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+        tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.bias" for x in "qkv"),
+        QKV,
+    ),
 )

@@ -5,6 +5,10 @@ from slime_like.megatron_backend.hf.tables.entry import Entry
 
 TABLE = (
     *llama.TABLE,
-    Entry("decoder.layers.{layer}.self_attention.q_layernorm.weight", ("model.layers.{layer}.self_attn.q_norm.weight",)),
-    Entry("decoder.layers.{layer}.self_attention.k_layernorm.weight", ("model.layers.{layer}.self_attn.k_norm.weight",)),
+    Entry(
+        "decoder.layers.{layer}.self_attention.q_layernorm.weight", ("model.layers.{layer}.self_attn.q_norm.weight",)
+    ),
+    Entry(
+        "decoder.layers.{layer}.self_attention.k_layernorm.weight", ("model.layers.{layer}.self_attn.k_norm.weight",)
+    ),
 )

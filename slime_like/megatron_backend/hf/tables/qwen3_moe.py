@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with a router and experts in the place of each MLP. The names are those of public checkpoints, one tensor an expert and matrix."""
+"""Qwen3-MoE: Qwen3 with a router and experts in the place of each MLP.
+
+The names are those of public checkpoints, one tensor an expert and matrix.
+"""
 
 from slime_like.megatron_backend.hf.tables import qwen3
 from slime_like.megatron_backend.hf.tables.entry import GATE_UP, Entry

@@ -44,7 +44,11 @@ def test_external_engines_keep_their_memory():
         ({"moe_grouped_gemm": True, "moe_permute_fusion": True}, {}, ["--moe-grouped-gemm, --moe-permute-fusion"]),
         ({}, {"attention_backend": "fa3"}, ["--sglang-attention-backend fa3"]),
         ({}, {"attention_backend": "triton", "kv_cache_dtype": "auto"}, []),
-        ({}, {"kv_cache_dtype": "fp8_e5m2", "cuda_graph_bs_decode": ["1", "2"]}, ["--sglang-kv-cache-dtype fp8_e5m2, --sglang-cuda-graph-bs-decode 1 2"]),
+        (
+            {},
+            {"kv_cache_dtype": "fp8_e5m2", "cuda_graph_bs_decode": ["1", "2"]},
+            ["--sglang-kv-cache-dtype fp8_e5m2, --sglang-cuda-graph-bs-decode 1 2"],
+        ),
     ],
 )
 def test_kernels_of_gpu_hosts_are_named(model: dict, sglang: dict, named: list[str]):
@@ -53,5 +57,7 @@ def test_kernels_of_gpu_hosts_are_named(model: dict, sglang: dict, named: list[s
 
 
 def test_engines_that_are_not_started_need_no_notice():
-    config = plain(engine=EngineConfig(sglang={"attention_backend": "fa3"}), placement=PlacementConfig(debug_train_only=True))
+    config = plain(
+        engine=EngineConfig(sglang={"attention_backend": "fa3"}), placement=PlacementConfig(debug_train_only=True)
+    )
     assert notices(config) == []

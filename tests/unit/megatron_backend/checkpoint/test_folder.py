@@ -4,7 +4,15 @@ import pytest
 
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.errors import CheckpointError
-from slime_like.megatron_backend.checkpoint.folder import STATE_FILE, TRACKER, Draft, find, is_megatron_folder, iterations, swap_in
+from slime_like.megatron_backend.checkpoint.folder import (
+    STATE_FILE,
+    TRACKER,
+    Draft,
+    find,
+    is_megatron_folder,
+    iterations,
+    swap_in,
+)
 from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step
 
 
@@ -152,6 +160,12 @@ def test_steps_are_asked_of_folders_that_have_checkpoints(tmp_path):
 def test_flags_that_would_do_nothing_are_refused():
     for flags in ({"async_save": True}, {"save_retain_interval": 2}, {"ckpt_step": 0}, {"ref_ckpt_step": 0}):
         (name,) = flags
-        assert any(f"--{name.replace('_', '-')} does nothing without" in problem for problem in CheckpointConfig(**flags).problems())
-    assert any("multiple of --save-interval 2" in p for p in CheckpointConfig(save="s", save_interval=2, save_retain_interval=3).problems())
+        assert any(
+            f"--{name.replace('_', '-')} does nothing without" in problem
+            for problem in CheckpointConfig(**flags).problems()
+        )
+    assert any(
+        "multiple of --save-interval 2" in p
+        for p in CheckpointConfig(save="s", save_interval=2, save_retain_interval=3).problems()
+    )
     assert CheckpointConfig(save="s", save_interval=2, save_retain_interval=4, async_save=True).problems() == []

@@ -7,7 +7,9 @@ import torch
 
 from slime_like.megatron_backend.compat import megatron as compat
 
-needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for CUDA is installed only where there is none")
+needs_no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stand-in for CUDA is installed only where there is none"
+)
 
 
 @needs_no_cuda

@@ -10,11 +10,18 @@ from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import make_config
 
 #: transformer-engine's grouped matrices of all experts of a rank.
-GROUPED = {"decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}", "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}"}
+GROUPED = {
+    "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}",
+    "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",
+}
 _ATTENTION = "decoder.layers.{layer}.self_attention."
 BEFORE_MLP = "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight"
 FUSED_NORMS = {_ATTENTION + "linear_qkv.layer_norm_weight", BEFORE_MLP}
-FUSED_LATENT_NORMS = {_ATTENTION + "linear_q_up_proj.layer_norm_weight", _ATTENTION + "linear_kv_up_proj.layer_norm_weight", BEFORE_MLP}
+FUSED_LATENT_NORMS = {
+    _ATTENTION + "linear_q_up_proj.layer_norm_weight",
+    _ATTENTION + "linear_kv_up_proj.layer_norm_weight",
+    BEFORE_MLP,
+}
 #: Models of tests/helpers/tiny_models that are another shape of a family.
 MODELS = {name: name for name in TABLES} | {"moonlight": "deepseek_v3", "glm4_moe bare": "glm4_moe"}
 
@@ -25,10 +32,13 @@ def test_names_and_sizes_are_hfs(tmp_path, name, tied):
     bare = {"use_qk_norm": False, "attention_bias": False} if name.endswith(" bare") else {}
     folder = make_tiny_model(str(tmp_path / "model"), name.removesuffix(" bare"), tied=tied, **bare)
     model = make_config(folder).model
-    # The file, not the model: transformers 5 holds the experts of a layer as one tensor in memory and writes them one by one.
+    # The file, not the model: transformers 5 holds the experts of a layer as one tensor in memory and writes them one
+    # by one.
     expected = load_file(f"{folder}/model.safetensors")
     assert hf_names(model) == set(expected)
-    assert num_parameters(model) == sum(tensor.size for key, tensor in expected.items() if not key.endswith("e_score_correction_bias"))
+    assert num_parameters(model) == sum(
+        tensor.size for key, tensor in expected.items() if not key.endswith("e_score_correction_bias")
+    )
     assert family_of(model) == MODELS[name]
     assert set(table_for(model)) <= set(TABLES[MODELS[name]])
 
@@ -46,7 +56,12 @@ def test_fused_norms_of_transformer_engine_are_known(family):
     assert {e.transformer_engine for e in TABLES[family]} - {None} == norms | grouped
 
 
-SIGMOID = {"num_layers": 2, "num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+SIGMOID = {
+    "num_layers": 2,
+    "num_experts": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 
 
 @pytest.mark.parametrize(

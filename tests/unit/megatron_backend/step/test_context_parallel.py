@@ -14,7 +14,8 @@ from slime_like.records import TrainSample, per_token
 def sample(tokens, mask, advantage=1.0):
     size = len(tokens)
     return TrainSample(
-        prompt_index=0, sample_index=0, tokens=np.array(tokens, dtype=np.int32), loss_mask=np.array(mask, dtype=np.int8),
+        prompt_index=0, sample_index=0, tokens=np.array(tokens, dtype=np.int32),
+        loss_mask=np.array(mask, dtype=np.int8),
         engine_logprobs=np.arange(size, dtype=np.float32), weight_versions=np.zeros(size, dtype=np.int32), reward=0.0,
         advantages=per_token(advantage, mask), weights=per_token(1.0, mask),
     )  # fmt: skip
@@ -56,7 +57,9 @@ def test_targets_at_chunk_borders_come_from_the_whole_sequence():
     samples = [sample([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 1, 1, 1])]
     share = ContextShare(size=2)
     shares = [dataclasses.replace(share, rank=rank) for rank in range(2)]
-    packs = [pack(samples, [0], np.ones(1), layout=PackLayout(), device=torch.device("cpu"), context=each) for each in shares]
+    packs = [
+        pack(samples, [0], np.ones(1), layout=PackLayout(), device=torch.device("cpu"), context=each) for each in shares
+    ]
     assert packs[0].tokens[0].tolist() == [1, 2, 7, 0] and packs[0].targets.tolist() == [2, 3, 0, 0]
     assert packs[1].tokens[0].tolist() == [3, 4, 5, 6] and packs[1].targets.tolist() == [4, 5, 6, 7]
     assert packs[0].positions[0].tolist() == [0, 1, 6, 7]
@@ -68,5 +71,12 @@ def test_targets_at_chunk_borders_come_from_the_whole_sequence():
 
 
 def test_a_filler_has_tokens_and_no_scores():
-    filler = pack([], [], np.ones(0), layout=PackLayout(multiple=2), device=torch.device("cpu"), context=ContextShare(size=2, rank=1))
+    filler = pack(
+        [],
+        [],
+        np.ones(0),
+        layout=PackLayout(multiple=2),
+        device=torch.device("cpu"),
+        context=ContextShare(size=2, rank=1),
+    )
     assert filler.tokens.shape == (1, 2) and filler.num_scores == 0 and len(filler.trained) == 0

@@ -14,7 +14,8 @@ def batch(log_probs, sampled, advantages, weights):
     own = torch.tensor(log_probs, requires_grad=True)
     rows = [torch.tensor(values) for values in (sampled, advantages, weights)]
     return LossBatch(
-        log_probs=own, entropy=own * 0, old_log_probs=own.detach(), trainer_log_probs=own.detach(), engine_log_probs=rows[0], advantages=rows[1],
+        log_probs=own, entropy=own * 0, old_log_probs=own.detach(), trainer_log_probs=own.detach(),
+        engine_log_probs=rows[0], advantages=rows[1],
         sample_of_token=torch.zeros(len(log_probs), dtype=torch.int64), weights=rows[2], policy_weights=rows[2],
     )  # fmt: skip
 
@@ -26,13 +27,17 @@ def loss_and_gradient(spec, tokens):
 
 
 def test_cross_entropy_is_a_weighed_sum():
-    loss, gradient = loss_and_gradient(LossSpec(name="cross_entropy"), batch([-1.0, -2.0], [0.0, 0.0], [9.0, 9.0], [1.0, -0.5]))
+    loss, gradient = loss_and_gradient(
+        LossSpec(name="cross_entropy"), batch([-1.0, -2.0], [0.0, 0.0], [9.0, 9.0], [1.0, -0.5])
+    )
     assert loss == pytest.approx(1.0 - 1.0) and gradient == [-1.0, 0.5]
 
 
 def test_importance_sampling_is_taken_against_the_record():
     half = math.log(0.5)
-    loss, gradient = loss_and_gradient(LossSpec(name="importance_sampling"), batch([half, -1.0], [0.0, -1.0], [3.0, -2.0], [1.0, 1.0]))
+    loss, gradient = loss_and_gradient(
+        LossSpec(name="importance_sampling"), batch([half, -1.0], [0.0, -1.0], [3.0, -2.0], [1.0, 1.0])
+    )
     assert loss == pytest.approx(-0.5 * 3 + 2) and gradient == pytest.approx([-1.5, 2.0])
 
 
@@ -45,7 +50,9 @@ def test_ppo_has_no_gradient_beyond_its_thresholds():
 
 
 def test_wrong_specs_are_refused():
-    with pytest.raises(ValueError, match="'dpo' is unknown. Known: configured, cross_entropy, importance_sampling, ppo, custom"):
+    with pytest.raises(
+        ValueError, match="'dpo' is unknown. Known: configured, cross_entropy, importance_sampling, ppo, custom"
+    ):
         LossSpec(name="dpo")
     with pytest.raises(ValueError, match="'ppo' has no clip_high. It has: clip_low_threshold, clip_high_threshold"):
         LossSpec(name="ppo", config={"clip_high": 1.5})

@@ -14,7 +14,9 @@ PATH = "a.b"
 
 def batch():
     generator = torch.Generator().manual_seed(0)
-    log_probs, old, engine, reference = (torch.randn(6, generator=generator, dtype=torch.float64) * 0.3 - 2 for _ in range(4))
+    log_probs, old, engine, reference = (
+        torch.randn(6, generator=generator, dtype=torch.float64) * 0.3 - 2 for _ in range(4)
+    )
     weights = torch.full((6,), 1 / 6, dtype=torch.float64)
     return LossBatch(
         log_probs=log_probs.requires_grad_(),
@@ -53,7 +55,9 @@ COMPOSED = {
 
 
 def test_it_is_composed_like_a_built_in_one():
-    """-advantage x log-prob is --policy-loss reinforce: everything is the same but clip_ratio, which it does not have, and what it reports itself."""
+    """-advantage x log-prob is --policy-loss reinforce: everything is the same but clip_ratio, which it does not have,
+    and what it reports itself.
+    """
     ours = parts(plain, **COMPOSED)
     built_in = Objective(LossConfig(policy_loss="reinforce", **COMPOSED), LossPlugins())(batch())
     assert ours.loss.item() == built_in.loss.item()
@@ -68,7 +72,10 @@ def test_it_is_composed_like_a_built_in_one():
     ("gives", "message"),
     [
         (lambda args, tokens: -tokens.log_probs, r"gave Tensor; it must give \(pg_loss, metrics\)"),
-        (lambda args, tokens: (-tokens.log_probs.mean(), {}), r"pg_loss is a tensor of shape \[\]; it must be a tensor of shape \[6\]"),
+        (
+            lambda args, tokens: (-tokens.log_probs.mean(), {}),
+            r"pg_loss is a tensor of shape \[\]; it must be a tensor of shape \[6\]",
+        ),
         (lambda args, tokens: (-tokens.log_probs, {"x": 1.0}), "x is a float"),
         (lambda args, tokens: (-tokens.log_probs.detach(), {}), "the loss has no gradient"),
     ],
@@ -80,13 +87,20 @@ def test_what_it_gives_is_checked(gives, message):
 
 def test_a_missing_function_is_known_before_the_start():
     with pytest.raises(PluginError, match="--custom-policy-loss-function-path"):
-        load_loss_plugins(LossConfig(custom_policy_loss_function_path="tests.unit.megatron_backend.test_objective.none"))
+        load_loss_plugins(
+            LossConfig(custom_policy_loss_function_path="tests.unit.megatron_backend.test_objective.none")
+        )
 
 
 def test_sequence_masking_looks_at_who_chose_the_tokens():
-    """The old log-probs are the present ones, as in a rollout of one step: what the engine said tells how far a sample is."""
+    """The old log-probs are the present ones, as in a rollout of one step: what the engine said tells how far a sample
+    is.
+    """
     given = batch()
-    tokens = LossBatch(**{name: getattr(given, name) for name in given.__dataclass_fields__} | {"old_log_probs": given.log_probs.detach()})
+    tokens = LossBatch(
+        **{name: getattr(given, name) for name in given.__dataclass_fields__}
+        | {"old_log_probs": given.log_probs.detach()}
+    )
     sums = Objective(LossConfig(use_opsm=True, opsm_delta=0.01), LossPlugins())(tokens).sums
     far = [(tokens.engine_log_probs - tokens.log_probs)[2 * i : 2 * i + 2].mean().item() > 0.01 for i in range(3)]
     assert sums["train/opsm_masked_ratio"].item() == pytest.approx(sum(far) / 6) and any(far)
@@ -100,7 +114,9 @@ def test_rejected_samples_weigh_nothing_and_the_others_keep_their_token_weights(
     ratios = (gaps.sum(1) if level == "sequence" else gaps.mean(1)).exp()
     middle = ratios.sort().values[1].item()
     bounds = {"tis_reject_level": level, "tis_reject_low": middle * 0.9999, "tis_reject_high": middle * 1.0001}
-    (gradient,) = torch.autograd.grad(Objective(LossConfig(**options, **bounds), LossPlugins())(given).loss, given.log_probs)
+    (gradient,) = torch.autograd.grad(
+        Objective(LossConfig(**options, **bounds), LossPlugins())(given).loss, given.log_probs
+    )
     (free,) = torch.autograd.grad(Objective(LossConfig(**options), LossPlugins())(given).loss, given.log_probs)
     kept = (ratios == ratios.sort().values[1]).double().repeat_interleave(2)
     assert gradient.tolist() == (free * kept).tolist() and kept.sum() == 2

@@ -1,4 +1,7 @@
-"""Adam's moments forgotten, states of other layouts fitted, and the learning rate's steps. tests/multiprocess/ trains with it."""
+"""Adam's moments forgotten, states of other layouts fitted, and the learning rate's steps.
+
+tests/multiprocess/ trains with it.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,12 @@ def test_two_parts_become_one_with_the_settings_of_both():
 
 
 def test_a_state_that_cannot_be_fitted_is_refused():
-    with pytest.raises(CheckpointError, match="another --expert-model-parallel-size and without --use-distributed-optimizer"):
-        fit_optimizer_state({0: {"optimizer": groups(False)}, 1: {"optimizer": groups(True)}}, SimpleNamespace(chained_optimizers=[0]))
+    with pytest.raises(
+        CheckpointError, match="another --expert-model-parallel-size and without --use-distributed-optimizer"
+    ):
+        fit_optimizer_state(
+            {0: {"optimizer": groups(False)}, 1: {"optimizer": groups(True)}}, SimpleNamespace(chained_optimizers=[0])
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,9 @@ def test_a_state_that_cannot_be_fitted_is_refused():
 )
 def test_the_learning_rate_of_each_step(flags: dict, rates: list[float]):
     group = {"params": [], "lr": 0.0}
-    scheduler = build_scheduler(SimpleNamespace(param_groups=[group]), OptimizerConfig(lr=1.0, min_lr=0.0, **flags), total_steps=4)
+    scheduler = build_scheduler(
+        SimpleNamespace(param_groups=[group]), OptimizerConfig(lr=1.0, min_lr=0.0, **flags), total_steps=4
+    )
     found = []
     for _ in rates:
         found.append(scheduler.get_lr(group))

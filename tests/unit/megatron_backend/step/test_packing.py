@@ -41,7 +41,9 @@ def test_pack_by_hand():
 
 def test_padded_by_hand():
     samples = [sample([11, 12, 21, 22, 23], [0, 0, 1, 1, 0], 2.0), sample([31, 41, 42], [0, 1, 0], -1.0)]
-    packed = pack(samples, (1, 0), np.array([0.25, 0.5]), layout=PackLayout(padded=True, multiple=4), device=torch.device("cpu"))
+    packed = pack(
+        samples, (1, 0), np.array([0.25, 0.5]), layout=PackLayout(padded=True, multiple=4), device=torch.device("cpu")
+    )
     assert packed.tokens.tolist() == [[31, 41, 42, 0, 0, 0, 0, 0], [11, 12, 21, 22, 23, 0, 0, 0]]
     assert packed.positions.tolist() == [list(range(8)), list(range(8))]
     assert packed.targets.tolist() == [41, 42, 0, 0, 0, 0, 0, 0, 12, 21, 22, 23, 0, 0, 0, 0]
@@ -57,7 +59,9 @@ def test_padded_by_hand():
 def test_all_packs_of_one_shape(padded, shape):
     samples = [sample(list(range(length)), [1] * length) for length in (5, 3, 7, 4)]
     chosen = [(0,), (1, 2), (3,), ()]
-    one_shape = PackLayout(padded=padded, multiple=4).holding([[len(samples[i].tokens) for i in indices] for indices in chosen], ContextShare())
+    one_shape = PackLayout(padded=padded, multiple=4).holding(
+        [[len(samples[i].tokens) for i in indices] for indices in chosen], ContextShare()
+    )
     for indices in chosen:
         packed = pack(samples, indices, np.ones(4), layout=one_shape, device=torch.device("cpu"))
         assert packed.tokens.shape == shape
@@ -81,6 +85,8 @@ def test_back_to_record_layout():
 
 
 def test_a_tokens_own_weight_multiplies_its_share():
-    one = dataclasses.replace(sample([11, 12, 21, 22], [0, 0, 1, 1]), weights=np.array([9, 9, 0.5, -2], dtype=np.float32))
+    one = dataclasses.replace(
+        sample([11, 12, 21, 22], [0, 0, 1, 1]), weights=np.array([9, 9, 0.5, -2], dtype=np.float32)
+    )
     packed = pack([one], (0,), np.array([0.25]), layout=PackLayout(), device=torch.device("cpu"))
     assert packed.weights.tolist() == [0.125, -0.5] and packed.own_weights.tolist() == [0.5, -2.0]

@@ -16,8 +16,10 @@ from slime_like.planning.placement import make_plan
 from tests.helpers.plan_models import LLAMA_70B
 
 LLAMA_70B_FILE = """MODEL_ARGS=(
-  --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention --num-query-groups 8
-  --vocab-size 128256 --normalization RMSNorm --swiglu --disable-bias-linear --rotary-base 500000 --untie-embeddings-and-output-weights
+  --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention
+  --num-query-groups 8
+  --vocab-size 128256 --normalization RMSNorm --swiglu --disable-bias-linear --rotary-base 500000
+  --untie-embeddings-and-output-weights
 )
 """
 
@@ -47,7 +49,8 @@ def test_every_proposal_passes_the_plan_and_leaves_room(gpus):
 
 
 def test_exercise_1_colocated_on_8_gpus():
-    # 70.55e9 parameters x 18 bytes / 8 = 147.8 GiB: too much; x 6 (optimizer on the host) = 49.3 GiB, and 16.4 GiB of engine weights.
+    # 70.55e9 parameters x 18 bytes / 8 = 147.8 GiB: too much; x 6 (optimizer on the host) = 49.3 GiB, and 16.4 GiB of
+    # engine weights.
     proposal = best(8, "colocate")
     assert proposal.config.optimizer.optimizer_cpu_offload
     generate = {phase.name: phase.bytes for phase in proposal.memory.per_gpu[0].phases}["generate"]
@@ -114,7 +117,8 @@ def test_the_command_line(model_file, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("MODEL_ARGS=()", "set no MODEL_ARGS"), ("exit 3", "set no MODEL_ARGS"), ("MODEL_ARGS=(--swiglu)", "num-layers")]
+    ("content", "message"),
+    [("MODEL_ARGS=()", "set no MODEL_ARGS"), ("exit 3", "set no MODEL_ARGS"), ("MODEL_ARGS=(--swiglu)", "num-layers")],
 )
 def test_files_that_are_no_model(tmp_path, content, message):
     path = tmp_path / "model.sh"

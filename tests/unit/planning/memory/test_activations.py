@@ -16,7 +16,9 @@ LAYER = 2 * NORM + 2 * 2 * 8 + ATTENTION + MLP
 
 
 def sizes(transformer_engine: bool = True, **parallel) -> ActivationSizes:
-    return ActivationSizes(model=TINY, parallel=ParallelConfig(**parallel), width=2, transformer_engine=transformer_engine)
+    return ActivationSizes(
+        model=TINY, parallel=ParallelConfig(**parallel), width=2, transformer_engine=transformer_engine
+    )
 
 
 def test_the_parts_of_a_layer():
@@ -49,13 +51,28 @@ def test_a_stage_keeps_its_layers_and_its_end():
         ({}, 3 * LAYER + 44, 92),
         ({"recompute_granularity": "selective"}, 3 * LAYER + 44 - 3 * 4 * 2, 92),
         # Layers' inputs (16 bytes each) and the rotation angles (4 channels in fp32) stay; one layer comes back.
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, 3 * 16 + 44 + 16, 92 + LAYER),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, 2 * 16 + 44 + 16, 92 + 2 * LAYER),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, LAYER + 2 * 16 + 44 + 16, 92 + LAYER),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            3 * 16 + 44 + 16,
+            92 + LAYER,
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+            2 * 16 + 44 + 16,
+            92 + 2 * LAYER,
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            LAYER + 2 * 16 + 44 + 16,
+            92 + LAYER,
+        ),
     ],
 )
 def test_recomputing_keeps_less_of_every_micro_batch_and_more_of_one(recompute: dict, every: float, once: float):
-    """44: the ids of a stage's tokens and the last norm. 92: gradients of a layer's input, twice, and of the MLP's three parts."""
+    """44: the ids of a stage's tokens and the last norm.
+
+    92: gradients of a layer's input, twice, and of the MLP's three parts.
+    """
     assert sizes(**recompute).kept(0) == (every, once)
 
 

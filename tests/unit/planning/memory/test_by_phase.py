@@ -48,7 +48,10 @@ def test_engines_apart_leave_the_trainer_alone():
 
 def test_debug_modes_have_only_their_phases():
     assert tuple(phases_of(plan_config(TINY, placement={"debug_train_only": True}))) == ("start", "score", "train")
-    assert tuple(phases_of(plan_config(TINY, placement={"debug_rollout_only": True, "rollout_num_gpus": 1}))) == ("start", "generate")
+    assert tuple(phases_of(plan_config(TINY, placement={"debug_rollout_only": True, "rollout_num_gpus": 1}))) == (
+        "start",
+        "generate",
+    )
 
 
 def test_the_card():
@@ -59,7 +62,11 @@ def test_the_card():
 
 
 def test_kv_cache_is_what_the_static_share_leaves():
-    config = plan_config(LLAMA_70B, placement={"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8}, sglang={"mem_fraction_static": "0.5"})
+    config = plan_config(
+        LLAMA_70B,
+        placement={"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8},
+        sglang={"mem_fraction_static": "0.5"},
+    )
     card = 80 * GIB
     engine = engine_bytes(config, card)
     assert engine.weights + engine.kv_cache == card // 2
@@ -75,14 +82,20 @@ def test_few_key_value_heads_are_repeated_on_many_ranks():
 
 
 def test_an_engine_that_cannot_hold_its_weights_does_not_fit():
-    config = plan_config(LLAMA_70B, placement={"debug_rollout_only": True, "rollout_num_gpus": 1}, sglang={"mem_fraction_static": "0.9"})
+    config = plan_config(
+        LLAMA_70B, placement={"debug_rollout_only": True, "rollout_num_gpus": 1}, sglang={"mem_fraction_static": "0.9"}
+    )
     plan = memory_plan(config, make_plan(config))
     assert not plan.fits and "--rollout-num-gpus-per-engine" in plan.advice[0]
 
 
 def test_70b_on_8_gpus_does_not_fit_and_the_advice_names_flags():
     split = {"tensor_model_parallel_size": 8, "sequence_parallel": True}
-    config = plan_config(LLAMA_70B, parallel=split, placement={"colocate": True, "rollout_num_gpus_per_engine": 8, "gpu_memory_gib": 80.0})
+    config = plan_config(
+        LLAMA_70B,
+        parallel=split,
+        placement={"colocate": True, "rollout_num_gpus_per_engine": 8, "gpu_memory_gib": 80.0},
+    )
     plan = memory_plan(config, make_plan(config))
     # 18 bytes a parameter, 8 ways.
     trainer = sum(plan.per_gpu[0].phases[3].bytes[name] for name in ("weights", "gradients", "optimizer"))
@@ -106,14 +119,17 @@ def test_a_swapped_reference_costs_host_memory_and_one_apart_a_gpu():
 
 
 def test_a_critic_trains_on_its_gpus():
-    config = plan_config(TINY, loss={"advantage_estimator": "ppo"}, placement={"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1})
+    config = plan_config(
+        TINY, loss={"advantage_estimator": "ppo"}, placement={"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
+    )
     phases = phases_of(config, 2)
     assert {"critic weights", "critic gradients", "critic optimizer", "critic activations"} <= set(phases["train"])
     assert "critic logits" not in phases["train"]
 
 
 def test_recompute_keeps_only_the_boundaries():
-    sizes = {name: ActivationSizes(model=LLAMA_70B, parallel=dataclasses.replace(plan_config(LLAMA_70B).parallel, **flags), width=2) for name, flags in {
+    sizes = {name: ActivationSizes(model=LLAMA_70B,
+        parallel=dataclasses.replace(plan_config(LLAMA_70B).parallel, **flags), width=2) for name, flags in {
         "all": {}, "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }.items()}  # fmt: skip
     every, once = sizes["full"].kept(0)
@@ -134,13 +150,21 @@ def test_early_stages_hold_several_micro_batches():
 def test_the_work_of_a_671b_report_grows_with_the_gpus_and_no_faster():
     """10240 GPUs take under a second: counted for fewer, since a loaded host is slower."""
     split = {
-        "tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 16, "decoder_last_pipeline_num_layers": 1,
+        "tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 16,
+        "decoder_last_pipeline_num_layers": 1,
         "expert_model_parallel_size": 32, "expert_tensor_parallel_size": 1,
     }  # fmt: skip
 
     def report(nodes: int) -> None:
-        placement = {"colocate": True, "actor_num_nodes": nodes, "rollout_num_gpus_per_engine": 64, "gpu_memory_gib": 141.0}
-        config = plan_config(DEEPSEEK_V3, parallel=split, placement=placement, rollout={"rollout_batch_size": nodes * 8})
+        placement = {
+            "colocate": True,
+            "actor_num_nodes": nodes,
+            "rollout_num_gpus_per_engine": 64,
+            "gpu_memory_gib": 141.0,
+        }
+        config = plan_config(
+            DEEPSEEK_V3, parallel=split, placement=placement, rollout={"rollout_batch_size": nodes * 8}
+        )
         assert len(as_json(make_report(config))) > 1000 * nodes
 
     report(64)  # fills what is kept between reports
@@ -153,6 +177,7 @@ def test_the_work_of_a_671b_report_grows_with_the_gpus_and_no_faster():
 def test_logits_are_cut_into_chunks():
     config = plan_config(TINY)
     sizes = ActivationSizes(model=TINY, parallel=config.parallel, width=2)
-    # 11 columns: logits of 100 tokens in bf16, whose place the gradient takes, two fp32 tensors of all or of 10 of them.
+    # 11 columns: logits of 100 tokens in bf16, whose place the gradient takes, two fp32 tensors of all or of 10 of
+    # them.
     assert sizes.logits(100, chunk_tokens=None) == 11 * (100 * 2 + 100 * 8)
     assert sizes.logits(100, chunk_tokens=10) == 11 * (100 * 2 + 10 * 8)

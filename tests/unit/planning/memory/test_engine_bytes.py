@@ -1,4 +1,4 @@
-"""One GPU of an engine, counted by hand for a tiny model: 3 layers, hidden 8, MLP 10, 2 heads of 4 channels, 11 words."""
+"""One GPU of an engine, counted by hand for a tiny model: 3 layers, hidden 8, MLP 10, 2 heads of 4, 11 words."""
 
 from __future__ import annotations
 
@@ -36,10 +36,15 @@ def test_the_fullest_stage_has_one_end():
 def test_fewer_key_heads_than_ranks_are_repeated():
     one_key_head = dataclasses.replace(TINY, group_query_attention=True, num_query_groups=1)
     queries_and_keys = (1 + 1 + 1) * 4 * 8  # of each rank
-    assert elements(one_key_head, tp=2) == 3 * (queries_and_keys + (PROJECTION + MLP) // 2 + NORMS) + EMBEDDING // 2 + OUTPUT // 2 + 8
+    assert (
+        elements(one_key_head, tp=2)
+        == 3 * (queries_and_keys + (PROJECTION + MLP) // 2 + NORMS) + EMBEDDING // 2 + OUTPUT // 2 + 8
+    )
 
 
-@pytest.mark.parametrize(("sglang", "card_gib", "share"), [({"mem_fraction_static": "0.8"}, 80, 0.8), ({}, 80, 1 - 10 / 80), ({}, 40, 0.88)])
+@pytest.mark.parametrize(
+    ("sglang", "card_gib", "share"), [({"mem_fraction_static": "0.8"}, 80, 0.8), ({}, 80, 1 - 10 / 80), ({}, 40, 0.88)]
+)
 def test_the_share_for_weights_and_cache(sglang: dict, card_gib: int, share: float):
     assert mem_fraction(plan_config(TINY, sglang=sglang), card_gib * GIB) == pytest.approx(share)
 

@@ -1,4 +1,7 @@
-"""Parameter counts against published sizes and by hand; tests/multiprocess/test_plan_memory.py compares with real models."""
+"""Parameter counts against published sizes and by hand.
+
+tests/multiprocess/test_plan_memory.py compares with real models.
+"""
 
 import dataclasses
 
@@ -40,7 +43,15 @@ def test_glm_norms_add_two_vectors_a_layer():
 
 
 def test_down_projections_are_whole_on_each_rank():
-    latent = dataclasses.replace(TINY, multi_latent_attention=True, q_lora_rank=6, kv_lora_rank=4, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=4)
+    latent = dataclasses.replace(
+        TINY,
+        multi_latent_attention=True,
+        q_lora_rank=6,
+        kv_lora_rank=4,
+        qk_head_dim=4,
+        qk_pos_emb_head_dim=2,
+        v_head_dim=4,
+    )
     shapes = {p.name: p.shape for p in stage_parameters(latent, ParallelConfig(tensor_model_parallel_size=2), 0)}
     assert shapes["decoder.layers.0.self_attention.linear_q_down_proj.weight"] == (6, 8)
     assert shapes["decoder.layers.0.self_attention.linear_kv_down_proj.weight"] == (4 + 2, 8)
@@ -52,8 +63,15 @@ def test_a_critic_has_one_output():
 
 
 def test_buffers_are_padded_and_owned_in_equal_slices():
-    # One parameter of 88 elements starts at 0, 64-aligned neighbours follow; the end goes up to a multiple of lcm(4, 128).
-    stage = StageBytes([stage_parameters(TINY, ParallelConfig(), 0)], ParallelConfig(), Precision.of(OptimizerConfig(bf16=True)), dp_size=4, expert_dp_size=4)
+    # One parameter of 88 elements starts at 0, 64-aligned neighbours follow; the end goes up to a multiple of lcm(4,
+    # 128).
+    stage = StageBytes(
+        [stage_parameters(TINY, ParallelConfig(), 0)],
+        ParallelConfig(),
+        Precision.of(OptimizerConfig(bf16=True)),
+        dp_size=4,
+        expert_dp_size=4,
+    )
     assert stage.buffer_elements % 128 == 0
     owned = [stage.of(rank, rank).optimizer for rank in range(4)]
     assert sum(owned) == 12 * model_parameters(TINY)

@@ -42,7 +42,10 @@ def test_only_training_keeps_activations():
 
 def test_a_reference_apart_holds_weights_only():
     apart = role(
-        "ref", placement=PLACEMENT | {"colocate_policy_ref": False, "ref_num_gpus_per_node": 4}, loss={"use_kl_loss": True}, checkpoint={"ref_load": "r"}
+        "ref",
+        placement=PLACEMENT | {"colocate_policy_ref": False, "ref_num_gpus_per_node": 4},
+        loss={"use_kl_loss": True},
+        checkpoint={"ref_load": "r"},
     )
     phases = apart.phases(apart.key(0))
     assert phases["train"].keys() == {"ref weights", "communication"} and phases["train"]["ref weights"] >= 2 * 1720
@@ -50,9 +53,15 @@ def test_a_reference_apart_holds_weights_only():
 
 
 def test_a_swapped_reference_lies_in_the_hosts_memory():
-    swapped = role("ref", placement=PLACEMENT | {"colocate_policy_ref": True}, loss={"use_kl_loss": True}, checkpoint={"ref_load": "r"})
+    swapped = role(
+        "ref",
+        placement=PLACEMENT | {"colocate_policy_ref": True},
+        loss={"use_kl_loss": True},
+        checkpoint={"ref_load": "r"},
+    )
     key = swapped.key(0)
-    assert swapped.phases(key) == {} and swapped.host_bytes(key) == 2 * 2 * 1720  # itself, and the actor's while it is in
+    # itself, and the actor's while it is in
+    assert swapped.phases(key) == {} and swapped.host_bytes(key) == 2 * 2 * 1720
 
 
 def test_tokens_of_a_micro_batch():
@@ -61,5 +70,11 @@ def test_tokens_of_a_micro_batch():
     assert role("actor", rollout=sampling, batch={"micro_batch_size": 3}).tokens == 180
     packs = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100}
     assert role("actor", rollout=sampling, batch=packs).tokens == 100
-    assert role("actor", rollout={"rollout_max_response_len": 130}, batch=packs).tokens == 130  # one sample is longer than a pack
-    assert role("actor", rollout={"rollout_max_response_len": 130}, batch=packs, parallel={"context_parallel_size": 2}).tokens == 100
+    # one sample is longer than a pack
+    assert role("actor", rollout={"rollout_max_response_len": 130}, batch=packs).tokens == 130
+    assert (
+        role(
+            "actor", rollout={"rollout_max_response_len": 130}, batch=packs, parallel={"context_parallel_size": 2}
+        ).tokens
+        == 100
+    )

@@ -25,7 +25,10 @@ def stage(*, sharded: bool, dp_size: int = 2, parameters=PARAMETERS, bucket: int
         ({"bf16": True, "accumulate_allreduce_grads_in_fp32": True}, Precision(weight=2, gradient=4, state=4 + 8)),
         ({"bf16": True, "accumulate_allreduce_grads_in_fp32": False}, Precision(weight=2, gradient=2, state=4 + 8)),
         ({"bf16": False}, Precision(weight=4, gradient=4, state=8)),
-        ({"bf16": True, "use_precision_aware_optimizer": True, "accumulate_allreduce_grads_in_fp32": True}, Precision(weight=2, gradient=4, state=2 + 8)),
+        (
+            {"bf16": True, "use_precision_aware_optimizer": True, "accumulate_allreduce_grads_in_fp32": True},
+            Precision(weight=2, gradient=4, state=2 + 8),
+        ),
         ({"bf16": False, "optimizer_cpu_offload": True}, Precision(weight=4, gradient=4, state=0, host_state=4 + 8)),
     ],
 )

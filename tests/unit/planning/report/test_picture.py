@@ -35,7 +35,12 @@ def test_bars_are_drawn_to_the_largest():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("<html>", "is no JSON"), ('{"problems": ["7 GPUs"]}', "no memory timeline. 7 GPUs"), ("[]", "no memory timeline")]
+    ("text", "message"),
+    [
+        ("<html>", "is no JSON"),
+        ('{"problems": ["7 GPUs"]}', "no memory timeline. 7 GPUs"),
+        ("[]", "no memory timeline"),
+    ],
 )
 def test_what_is_no_plan(text: str, message: str):
     with pytest.raises(UserError, match=message):

@@ -20,10 +20,16 @@ COLOCATED = {"colocate": True, "actor_num_gpus_per_node": 4, "rollout_num_gpus_p
 def made(*sizes: dict, limit: int = 48) -> MemoryPlan:
     """One GPU per dict of GiB by part, each with one phase."""
     gpus = tuple(
-        GpuMemory(bundle=i, limit_bytes=limit * GIB, phases=(PhaseMemory(name="train", bytes={k: v * GIB for k, v in size.items()}),))
+        GpuMemory(
+            bundle=i,
+            limit_bytes=limit * GIB,
+            phases=(PhaseMemory(name="train", bytes={k: v * GIB for k, v in size.items()}),),
+        )
         for i, size in enumerate(sizes)
     )
-    return MemoryPlan(limit_bytes=limit * GIB, per_gpu=gpus, advice=("--fewer-bytes",) if any(not gpu.fits for gpu in gpus) else ())
+    return MemoryPlan(
+        limit_bytes=limit * GIB, per_gpu=gpus, advice=("--fewer-bytes",) if any(not gpu.fits for gpu in gpus) else ()
+    )
 
 
 def test_one_letter_is_one_48th_of_the_card():
@@ -63,7 +69,10 @@ def test_a_png_is_drawn(plan, tmp_path):
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(("text", "message"), [("no json", "pipe the output"), ("{}", "no memory timeline"), ('{"problems": ["too small"]}', "too small")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("no json", "pipe the output"), ("{}", "no memory timeline"), ('{"problems": ["too small"]}', "too small")],
+)
 def test_what_is_no_plan_is_refused(text, message):
     with pytest.raises(UserError, match=message):
         read_plan(text)
@@ -71,15 +80,36 @@ def test_what_is_no_plan_is_refused(text, message):
 
 def test_the_command_writes_the_page_and_refuses_other_names(plan, tmp_path):
     command = [sys.executable, "-m", "slime_like.planning.report.picture"]
-    good = subprocess.run([*command, str(tmp_path / "a.html")], input=json.dumps(plan), capture_output=True, text=True, check=False, timeout=60)
-    bad = subprocess.run([*command, str(tmp_path / "a.gif")], input=json.dumps(plan), capture_output=True, text=True, check=False, timeout=60)
+    good = subprocess.run(
+        [*command, str(tmp_path / "a.html")],
+        input=json.dumps(plan),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    bad = subprocess.run(
+        [*command, str(tmp_path / "a.gif")],
+        input=json.dumps(plan),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert good.returncode == 0 and (tmp_path / "a.html").read_text() == as_html(plan)
     assert bad.returncode == 2 and ".png or .html" in bad.stderr
 
 
 def test_colocated_and_disaggregated_pictures_differ_where_they_should():
-    apart = {"actor_num_gpus_per_node": 8, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 8, "gpu_memory_gib": 999.0}
-    config = plan_config(LLAMA_70B, placement=apart, parallel={"tensor_model_parallel_size": 8, "sequence_parallel": True})
+    apart = {
+        "actor_num_gpus_per_node": 8,
+        "rollout_num_gpus": 8,
+        "rollout_num_gpus_per_engine": 8,
+        "gpu_memory_gib": 999.0,
+    }
+    config = plan_config(
+        LLAMA_70B, placement=apart, parallel={"tensor_model_parallel_size": 8, "sequence_parallel": True}
+    )
     report = make_report(config)
     trainer, engine = report.memory.per_gpu[0], report.memory.per_gpu[8]
     assert "engine weights" not in trainer.phases[1].bytes and "gradients" not in engine.phases[1].bytes

@@ -22,4 +22,6 @@ from slime_like.rollout.rewards.exact import exact
 )
 def test_all_or_nothing(response: str, label, status: str, reward: float):
     arrays = {name: np.zeros(1) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")}
-    assert exact(Sample(prompt_index=0, sample_index=0, response=response, label=label, status=status, **arrays)) == reward
+    assert (
+        exact(Sample(prompt_index=0, sample_index=0, response=response, label=label, status=status, **arrays)) == reward
+    )

@@ -48,7 +48,10 @@ def test_number(text, value, form):
     assert (number(text).value, number(text).form) == (value, form)
 
 
-@pytest.mark.parametrize("text", ["", "x", "1,23", "1 2", "1/0", "\\frac{1}{0}", "1e99999", "1e500", "3\\frac{-1}{2}", "0x10", "1_000", "5 cm"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "1,23", "1 2", "1/0", "\\frac{1}{0}", "1e99999", "1e500", "3\\frac{-1}{2}", "0x10", "1_000", "5 cm"],
+)
 def test_no_number(text):
     assert number(text) is None
 

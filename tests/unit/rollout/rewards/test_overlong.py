@@ -23,7 +23,9 @@ def equation_13(length: int, longest: int, cache: int) -> float:
 @pytest.mark.parametrize(("longest", "cache"), [(100, 20), (20480, 4096), (8, 8), (8, 1)])
 def test_every_length(longest, cache):
     for length in range(0, longest + 3, max(1, longest // 200)):
-        assert overlong_penalty(length, max_tokens=longest, buffer_tokens=cache) == pytest.approx(equation_13(length, longest, cache), abs=1e-12)
+        assert overlong_penalty(length, max_tokens=longest, buffer_tokens=cache) == pytest.approx(
+            equation_13(length, longest, cache), abs=1e-12
+        )
 
 
 def test_the_parts_stay_apart():
@@ -32,5 +34,9 @@ def test_the_parts_stay_apart():
     shaped = punish_overlong(scored, config, max_response_tokens=4)
     assert shaped.reward == 0.75 and shaped.reward_parts == {"rule": 1.0, "overlong": -0.25}
     both = dataclasses.replace(scored, reward_parts={"rule": 2.0, "model": -1.0})
-    assert punish_overlong(both, config, max_response_tokens=4).reward_parts == {"rule": 2.0, "model": -1.0, "overlong": -0.25}
+    assert punish_overlong(both, config, max_response_tokens=4).reward_parts == {
+        "rule": 2.0,
+        "model": -1.0,
+        "overlong": -0.25,
+    }
     assert punish_overlong(scored, RewardConfig(), max_response_tokens=4) is scored

@@ -66,7 +66,12 @@ def test_an_exception_in_a_scorer_is_no_reward_and_no_end():
 @pytest.mark.slow
 def test_a_stuck_process_ends_even_if_its_parent_is_gone():
     """The alarm is the kernel's: it needs neither the parent nor the worker's own Python."""
-    worker = subprocess.Popen([sys.executable, "-m", "slime_like.rollout.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "slime_like.rollout.rewards.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert "ready" in worker.stdout.readline()
     worker.stdin.write(json.dumps({"kind": "math", "response": ENDLESS, "label": "2", "seconds": 0.5}) + "\n")
     worker.stdin.flush()

@@ -1,4 +1,6 @@
-"""A reward server as users have it: its answers become rewards, and each way of failing is told with the sample's name."""
+"""A reward server as users have it: its answers become rewards, and each way of failing is told
+with the sample's name.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,18 @@ def ask(server: Server, *samples, port: int | None = None, **options) -> list[fl
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        config = RewardConfig(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port or runner.addresses[0][1]}/rm", **options)
+        config = RewardConfig(
+            rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port or runner.addresses[0][1]}/rm", **options
+        )
         assert config.problems() == []
         scorer = RewardScorer(config, None, None)
         try:
-            return [sample.reward for sample in await asyncio.gather(*(scorer.score(sample, PROMPT) for sample in samples or [make_sample()]))]
+            return [
+                sample.reward
+                for sample in await asyncio.gather(
+                    *(scorer.score(sample, PROMPT) for sample in samples or [make_sample()])
+                )
+            ]
         finally:
             await scorer.close()
             await runner.cleanup()
@@ -58,7 +67,11 @@ def test_prompt_response_and_label_are_sent_and_a_number_comes_back():
     server = Server((200, "0.25"), (200, "1"))
     assert sorted(ask(server, make_sample("six"), make_sample("seven", label={"gold": [42]}))) == [0.25, 1.0]
     assert sorted(server.asked, key=str) == sorted(
-        [{"prompt": "What is 6 x 7?", "response": "six", "label": "42"}, {"prompt": "What is 6 x 7?", "response": "seven", "label": {"gold": [42]}}], key=str
+        [
+            {"prompt": "What is 6 x 7?", "response": "six", "label": "42"},
+            {"prompt": "What is 6 x 7?", "response": "seven", "label": {"gold": [42]}},
+        ],
+        key=str,
     )
 
 
@@ -80,8 +93,18 @@ def test_no_more_requests_at_a_time_than_allowed():
 @pytest.mark.parametrize(
     ("answers", "options", "message", "tries"),
     [
-        ([(400, "no such field: prompt")], {}, "refused the sample: HTTP 400: no such field: prompt: prompt 7, sample 2", 1),
-        ([(500, "out of memory")], {"rm_retries": 2}, r"failed 2 times \(--rm-retries\). Last: HTTP 500: out of memory: prompt 7, sample 2", 2),
+        (
+            [(400, "no such field: prompt")],
+            {},
+            "refused the sample: HTTP 400: no such field: prompt: prompt 7, sample 2",
+            1,
+        ),
+        (
+            [(500, "out of memory")],
+            {"rm_retries": 2},
+            r"failed 2 times \(--rm-retries\). Last: HTTP 500: out of memory: prompt 7, sample 2",
+            2,
+        ),
         ([(200, "NaN")], {}, "gave nan, which is no finite number: prompt 7, sample 2", 1),
         ([(200, '"0.5"')], {}, "gave '0.5', which is no finite number", 1),
         ([(200, "null")], {}, "gave None, which is no finite number", 1),
@@ -99,7 +122,10 @@ def test_each_failure_names_the_server_and_the_sample(answers, options, message,
 @pytest.mark.slow
 def test_a_slow_server_meets_the_deadline():
     start = time.monotonic()
-    with pytest.raises(RewardError, match=r"gave no answer within 0.3 s \(--reward-timeout-s\). Last heard: nothing: prompt 7, sample 2"):
+    with pytest.raises(
+        RewardError,
+        match=r"gave no answer within 0.3 s \(--reward-timeout-s\). Last heard: nothing: prompt 7, sample 2",
+    ):
         ask(Server((200, "1"), pause_s=0.9), reward_timeout_s=0.3)
     assert time.monotonic() - start < 5
 
@@ -115,7 +141,10 @@ def test_nobody_there():
         ({"rm_type": "remote_rm"}, "--rm-type remote_rm needs --rm-url"),
         ({"rm_url": "http://a/rm"}, "--rm-url does nothing without --rm-type remote_rm"),
         ({"rm_type": "remote_rm", "rm_url": "a:1/rm"}, "--rm-url a:1/rm: is no http"),
-        ({"rm_type": "remote_rm", "rm_url": "http://a/rm", "rm_concurrency": 0}, "--rm-concurrency 0: must be at least 1"),
+        (
+            {"rm_type": "remote_rm", "rm_url": "http://a/rm", "rm_concurrency": 0},
+            "--rm-concurrency 0: must be at least 1",
+        ),
         ({"rm_type": "remote_rm", "rm_url": "http://a/rm", "rm_retries": 0}, "--rm-retries 0: must be at least 1"),
         ({"rm_type": "exact", "group_rm": True}, "--group-rm does nothing without --custom-rm-path"),
         ({"rm_type": "exact", "eval_reward_key": "a"}, "--eval-reward-key does nothing without"),

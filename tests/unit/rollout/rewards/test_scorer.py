@@ -63,12 +63,21 @@ def score(*samples, function=None, model=None, group=False, evaluation=False, **
 def test_the_known_names_are_those_of_the_flag():
     assert set(REWARD_TYPES) == {*IN_PROCESS, *IN_WORKER, REMOTE}
     assert set(IN_WORKER) == set(SCORERS)
-    with pytest.raises(ConfigError, match="--rm-type maths is unknown. Known: math, math_strict, deepscaler, deepscaler_strict, exact, remote_rm"):
+    with pytest.raises(
+        ConfigError,
+        match="--rm-type maths is unknown. Known: math, math_strict, deepscaler, deepscaler_strict, exact, remote_rm",
+    ):
         RewardScorer(RewardConfig(rm_type="maths"), None, None)
 
 
 def test_exact_wants_the_whole_answer_and_the_end():
-    samples = [make_sample(), make_sample(" 42\n"), make_sample("42!"), make_sample(status=TRUNCATED), make_sample("42", 42)]
+    samples = [
+        make_sample(),
+        make_sample(" 42\n"),
+        make_sample("42!"),
+        make_sample(status=TRUNCATED),
+        make_sample("42", 42),
+    ]
     assert score(*samples, rm_type="exact") == ([1, 1, 0, 0, 1], 0)
 
 
@@ -106,11 +115,17 @@ def test_evaluations_may_have_a_key_of_their_own():
 
 def test_a_rule_and_a_model_add_up_with_the_models_weight():
     assert score(make_sample(), make_sample("4"), model=FixedModel(), reward_model_weight=0.5) == ([-0.5, 0.0], 0)
-    assert score(make_sample(), make_sample("4"), model=FixedModel(), rm_type="exact", reward_model_weight=0.5) == ([0.5, 0.0], 0)
+    assert score(make_sample(), make_sample("4"), model=FixedModel(), rm_type="exact", reward_model_weight=0.5) == (
+        [0.5, 0.0],
+        0,
+    )
     config = RewardConfig(rm_type="exact", reward_model_weight=0.5)
     scored = asyncio.run(RewardScorer(config, None, None, FixedModel()).score(make_sample(), PROMPT))
     assert scored.reward_parts == {"rule": 1.0, "model": -1.0}
-    assert asyncio.run(RewardScorer(RewardConfig(rm_type="exact"), None, None).score(make_sample(), PROMPT)).reward_parts == {}
+    assert (
+        asyncio.run(RewardScorer(RewardConfig(rm_type="exact"), None, None).score(make_sample(), PROMPT)).reward_parts
+        == {}
+    )
 
 
 def test_a_group_function_sees_all_samples_of_a_prompt():
@@ -118,7 +133,9 @@ def test_a_group_function_sees_all_samples_of_a_prompt():
     together = {"group": True, "group_rm": True, "function": "rank_rewards"}
     assert score(*group, **together) == ([1.0, 3.0, 2.0], 0)
     assert score(*group, model=FixedModel(), **together) == ([1.0, 0.0, 1.0], 0)
-    assert score(*group, group=True, group_rm=True, function="dict_rewards", reward_key="a", eval_reward_key="b", evaluation=True) == ([2.0, 2.0, 2.0], 0)
+    assert score(
+        *group, group=True, group_rm=True, function="dict_rewards", reward_key="a", eval_reward_key="b", evaluation=True
+    ) == ([2.0, 2.0, 2.0], 0)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +155,11 @@ def test_a_bad_group_function_is_named(function, message):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("raising_reward", {}, "raised ValueError: no such answer: prompt 7, sample 2, label 'gold', response starts 'my answer'"),
+        (
+            "raising_reward",
+            {},
+            "raised ValueError: no such answer: prompt 7, sample 2, label 'gold', response starts 'my answer'",
+        ),
         ("async_raising_reward", {}, "raised KeyError: 'gold': prompt 7"),
         ("exiting_reward", {}, "raised RuntimeError: SystemExit: 3"),
         ("timeout_raising_reward", {}, "raised TimeoutError: the judge is slow"),

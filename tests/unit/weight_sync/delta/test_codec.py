@@ -19,8 +19,12 @@ def packed(new: np.ndarray, old: np.ndarray | None, itemsize: int, encoding: str
     return into, encode(new, old, itemsize=itemsize, encoding=encoding, into=into)
 
 
-def unpacked(data: bytes | bytearray, old: np.ndarray | None, num_bytes: int, itemsize: int, encoding: str) -> np.ndarray:
-    return np.concatenate([NOTHING, *decode(memoryview(data), old, num_bytes=num_bytes, itemsize=itemsize, encoding=encoding)])
+def unpacked(
+    data: bytes | bytearray, old: np.ndarray | None, num_bytes: int, itemsize: int, encoding: str
+) -> np.ndarray:
+    return np.concatenate(
+        [NOTHING, *decode(memoryview(data), old, num_bytes=num_bytes, itemsize=itemsize, encoding=encoding)]
+    )
 
 
 def random_bytes(count: int, seed: int) -> np.ndarray:
@@ -38,7 +42,9 @@ def with_changes(old: np.ndarray, itemsize: int, share: float, seed: int) -> np.
 
 @pytest.mark.parametrize(("itemsize", "encoding"), itertools.product((1, 2, 4, 8), (XOR, OVERWRITE, WHOLE)))
 def test_any_bits_come_back(itemsize, encoding):
-    for number, (elements, share) in enumerate(itertools.product((0, 1, 7, 5000, 40_000), (0.0, 0.001, 0.05, 0.49, 0.51, 1.0))):
+    for number, (elements, share) in enumerate(
+        itertools.product((0, 1, 7, 5000, 40_000), (0.0, 0.001, 0.05, 0.49, 0.51, 1.0))
+    ):
         old = random_bytes(elements * itemsize, number)
         new = with_changes(old, itemsize, share, number)
         data, changed = packed(new, old, itemsize, encoding)
@@ -60,7 +66,15 @@ def test_chunks_and_wide_gaps_come_back():
     """Changes on both sides of a chunk's end, gaps that need one, two and four bytes."""
     old = random_bytes((2 * CHUNK_ELEMENTS + 3) * 2, 1)
     new = old.copy()
-    for element in (0, 200, 40_000, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 300_000, 2 * CHUNK_ELEMENTS + 2):
+    for element in (
+        0,
+        200,
+        40_000,
+        CHUNK_ELEMENTS - 1,
+        CHUNK_ELEMENTS,
+        CHUNK_ELEMENTS + 300_000,
+        2 * CHUNK_ELEMENTS + 2,
+    ):
         new[2 * element] ^= 0xFF
     data, changed = packed(new, old, 2, XOR)
     assert changed == 7
@@ -96,7 +110,13 @@ def test_damaged_chunks_are_refused_and_never_grow():
     for broken in (large[:-1], large + b"\0", large[:13] + struct.pack("<I", 1 << 31) + large[17:]):
         with pytest.raises(DeltaError):
             unpacked(broken, None, 40_000, 2, WHOLE)
-    for broken in (data[:-1], data[:5], data + b"\0", struct.pack("<IBII", 5, 3, 0, 0) + data[13:], struct.pack("<IBII", 1 << 30, 1, 0, 0) + data[13:]):
+    for broken in (
+        data[:-1],
+        data[:5],
+        data + b"\0",
+        struct.pack("<IBII", 5, 3, 0, 0) + data[13:],
+        struct.pack("<IBII", 1 << 30, 1, 0, 0) + data[13:],
+    ):
         with pytest.raises(DeltaError):
             unpacked(broken, old, 2000, 2, XOR)
     with pytest.raises(DeltaError):
@@ -104,7 +124,9 @@ def test_damaged_chunks_are_refused_and_never_grow():
 
 
 def test_a_bomb_is_not_unpacked():
-    """Compressed data that tells a size of its own, or holds more than the tensor, is refused before memory is taken for it."""
+    """Compressed data that tells a size of its own, or holds more than the tensor, is refused before memory is taken
+    for it.
+    """
     import zstandard
 
     zeros = bytes(1 << 26)

@@ -1,4 +1,7 @@
-"""A frame comes back as it was written, and whatever is wrong with one is told instead of loaded. test_delta_store.py applies them."""
+"""A frame comes back as it was written, and whatever is wrong with one is told instead of loaded.
+
+test_delta_store.py applies them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ import pytest
 import xxhash
 
 from slime_like.weight_sync.delta.codec import ENCODINGS, SAME, DeltaError
-from slime_like.weight_sync.delta.frame import NO_DIGEST, Change, FramePlace, TensorKey, read_frame, source_digest, write_frame
+from slime_like.weight_sync.delta.frame import (
+    NO_DIGEST,
+    Change,
+    FramePlace,
+    TensorKey,
+    read_frame,
+    source_digest,
+    write_frame,
+)
 
 PLACE = FramePlace(version=4, base=3, source=1, shard=0)
 WHOLE = next(name for name in ENCODINGS if name not in (SAME, "xor", "overwrite"))

@@ -1,4 +1,6 @@
-"""A trainer source and receivers over HTTP: each gets the difference if it can take it, else everything, and ends with the same bytes."""
+"""A trainer source and receivers over HTTP: each gets the difference if it can take it, else everything, and ends with
+the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,22 @@ def receivers(tmp_path):
 
 
 def publisher_to(receivers, tmp_path, *, encoding="xor", source=0, num_sources=1, key=KEY):
-    endpoints = tuple(EngineEndpoint(index=i, url="http://127.0.0.1:1", receiver_url=r.url, receiver_key=key) for i, r in enumerate(receivers))
+    endpoints = tuple(
+        EngineEndpoint(index=i, url="http://127.0.0.1:1", receiver_url=r.url, receiver_key=key)
+        for i, r in enumerate(receivers)
+    )
     return make_publisher(
-        PublisherOptions("delta", endpoints, source, num_sources, 4000, 20.0, str(tmp_path / "trainer"), "127.0.0.1", delta_encoding=encoding)
+        PublisherOptions(
+            "delta",
+            endpoints,
+            source,
+            num_sources,
+            4000,
+            20.0,
+            str(tmp_path / "trainer"),
+            "127.0.0.1",
+            delta_encoding=encoding,
+        )
     )
 
 
@@ -88,7 +103,9 @@ def model(seed: int) -> dict[str, torch.Tensor]:
     for number, dtype in enumerate(DTYPES):
         size = torch.empty(0, dtype=dtype).element_size()
         bits = torch.randint(0, 256, (30 * 40 * size,), dtype=torch.uint8, generator=generator)
-        found[f"layers.{number}.weight"] = bits.remainder(2).view(dtype).view(30, -1) if dtype == torch.bool else bits.view(dtype).view(30, 40)
+        found[f"layers.{number}.weight"] = (
+            bits.remainder(2).view(dtype).view(30, -1) if dtype == torch.bool else bits.view(dtype).view(30, 40)
+        )
     return found | {"empty": torch.zeros(0, 5)}
 
 
@@ -103,7 +120,11 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert found[name].contiguous().view(torch.uint8).tolist() == tensor.contiguous().view(torch.uint8).tolist() if tensor.numel() else True
+        assert (
+            found[name].contiguous().view(torch.uint8).tolist() == tensor.contiguous().view(torch.uint8).tolist()
+            if tensor.numel()
+            else True
+        )
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
@@ -116,7 +137,10 @@ def test_versions_follow_one_another_bit_for_bit(receivers, tmp_path, encoding):
     for version, tensors in ((2, second), (3, third), (4, third)):
         report = sync(publisher, tensors, version)
         assert report.delta.full_engines == frozenset()
-        assert (report.num_tensors, report.num_bytes) == (len(tensors), sum(t.numel() * t.element_size() for t in tensors.values()))
+        assert (report.num_tensors, report.num_bytes) == (
+            len(tensors),
+            sum(t.numel() * t.element_size() for t in tensors.values()),
+        )
         for receiver in receivers:
             assert receiver.store.state()["version"] == version
             assert_same(receiver.weights(), tensors)
@@ -221,7 +245,11 @@ def test_strangers_and_floods_are_refused(receivers, tmp_path):
         client.send_shard(bytes((1 << 24) + 1))
     with pytest.raises(ReceiverError, match=r"422.*no frame"):
         client.send_shard(b"x" * 100)
-    for body, message in (({"version": -1}, "whole number"), ({"version": True}, "whole number"), ({"v": 1}, "must have the fields version")):
+    for body, message in (
+        ({"version": -1}, "whole number"),
+        ({"version": True}, "whole number"),
+        ({"v": 1}, "must have the fields version"),
+    ):
         with pytest.raises(ReceiverError, match=f"400.*{message}"):
             client._request("POST", "/begin", body)
     with pytest.raises(ReceiverError, match="413"):
@@ -232,6 +260,8 @@ def test_strangers_and_floods_are_refused(receivers, tmp_path):
 
 
 def test_an_engine_without_a_receiver_is_named(tmp_path):
-    options = PublisherOptions("delta", (EngineEndpoint(index=3, url="http://e"),), 0, 1, 4000, 5.0, str(tmp_path), "127.0.0.1")
+    options = PublisherOptions(
+        "delta", (EngineEndpoint(index=3, url="http://e"),), 0, 1, 4000, 5.0, str(tmp_path), "127.0.0.1"
+    )
     with pytest.raises(WeightSyncError, match="engine 3 at http://e has no receiver"):
         make_publisher(options)

@@ -25,7 +25,11 @@ def key_file(tmp_path, text: str, mode: int = 0o600) -> str:
 
 def test_a_key_that_others_know_or_guess_is_refused(tmp_path):
     assert read_key(key_file(tmp_path, "a" * 16 + "\n")) == "a" * 16
-    for text, mode, message in (("a" * 15, 0o600, "15 characters"), ("a" * 16, 0o644, "chmod 600"), ("", 0o600, "0 characters")):
+    for text, mode, message in (
+        ("a" * 15, 0o600, "15 characters"),
+        ("a" * 16, 0o644, "chmod 600"),
+        ("", 0o600, "0 characters"),
+    ):
         with pytest.raises(WeightSyncError, match=message):
             read_key(key_file(tmp_path, text, mode))
     with pytest.raises(WeightSyncError, match="No such file"):
@@ -85,11 +89,18 @@ def test_a_number_takes_no_memory(tmp_path):
             with pytest.raises(ReceiverError) as refused:
                 client.finish(1, 0, **numbers, digest=source_digest([]))
             assert refused.value.status == 422
-        with socket.create_connection((urlsplit(running.url).hostname, urlsplit(running.url).port), timeout=10) as claimed:
-            head = f"POST /shard HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {running.key}\r\nContent-Length: {4 << 30}\r\n\r\n"
+        with socket.create_connection(
+            (urlsplit(running.url).hostname, urlsplit(running.url).port), timeout=10
+        ) as claimed:
+            head = (
+                f"POST /shard HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {running.key}\r\nContent-Length:"
+                f" {4 << 30}\r\n\r\n"
+            )
             claimed.sendall(head.encode() + b"x" * 1000)
             claimed.shutdown(socket.SHUT_WR)
-            assert b"ended after 1000 of" in b"".join(iter(lambda: claimed.recv(4096), b"")), "head and body may come in two parts"
+            assert b"ended after 1000 of" in b"".join(iter(lambda: claimed.recv(4096), b"")), (
+                "head and body may come in two parts"
+            )
         assert memory_bytes(running.pid) - before < 16 << 20
         running.check()
     finally:
@@ -97,6 +108,9 @@ def test_a_number_takes_no_memory(tmp_path):
 
 
 def test_it_needs_neither_torch_nor_sglang():
-    code = "import sys, slime_like.weight_sync.delta.receiver; print([name for name in ('torch', 'sglang', 'ray', 'transformers') if name in sys.modules])"
+    code = (
+        "import sys, slime_like.weight_sync.delta.receiver; print([name for name in ('torch', 'sglang', 'ray',"
+        " 'transformers') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "[]"

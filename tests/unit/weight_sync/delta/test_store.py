@@ -14,10 +14,23 @@ from safetensors.numpy import load_file
 
 from slime_like.errors import WeightSyncError
 from slime_like.weight_sync.delta.codec import SAME, WHOLE, XOR, DeltaError, digest
-from slime_like.weight_sync.delta.frame import NO_DIGEST, Change, FramePlace, TensorKey, read_frame, source_digest, write_frame
+from slime_like.weight_sync.delta.frame import (
+    NO_DIGEST,
+    Change,
+    FramePlace,
+    TensorKey,
+    read_frame,
+    source_digest,
+    write_frame,
+)
 from slime_like.weight_sync.delta.store import NotInStepError, VersionStore
 
-KEYS = [TensorKey("a.weight", "F32", (3, 4)), TensorKey("b.bias", "F32", (5,)), TensorKey("empty", "F32", (0, 4)), TensorKey("c.scale", "U8", (7,))]
+KEYS = [
+    TensorKey("a.weight", "F32", (3, 4)),
+    TensorKey("b.bias", "F32", (5,)),
+    TensorKey("empty", "F32", (0, 4)),
+    TensorKey("c.scale", "U8", (7,)),
+]
 LIMIT = 1 << 20
 
 
@@ -42,7 +55,9 @@ def share(new: list[np.ndarray]) -> str:
     return source_digest([(0, [(key, digest(data)) for key, data in zip(KEYS, new, strict=True)])])
 
 
-def receive(store: VersionStore, version: int, new: list[np.ndarray], old: list[np.ndarray] | None, base: int | None) -> str:
+def receive(
+    store: VersionStore, version: int, new: list[np.ndarray], old: list[np.ndarray] | None, base: int | None
+) -> str:
     store.begin(version)
     store.apply(frame_of(FramePlace(version, base, 0, 0), new, old))
     store.finish(version, 0, num_sources=1, num_shards=1, expected=share(new))
@@ -71,9 +86,13 @@ def test_three_versions_and_only_the_last_is_kept(store):
     assert_holds(folder, second)
     inode = os.stat(os.path.join(folder, "model-000-00000.safetensors")).st_ino
     folder = receive(store, 3, second, second, 2)
-    assert os.stat(os.path.join(folder, "model-000-00000.safetensors")).st_ino == inode, "an unchanged shard is a link, not a copy"
+    assert os.stat(os.path.join(folder, "model-000-00000.safetensors")).st_ino == inode, (
+        "an unchanged shard is a link, not a copy"
+    )
     assert store.state() == {"version": 3, "folder": folder, "sources": {"0": share(second)}}
-    assert sorted(name for name in os.listdir(store.directory) if not name.startswith(".")) == [os.path.basename(folder)]
+    assert sorted(name for name in os.listdir(store.directory) if not name.startswith(".")) == [
+        os.path.basename(folder)
+    ]
 
 
 def test_a_flip_of_any_byte_is_refused_and_nothing_is_half_applied(store):
@@ -110,7 +129,10 @@ def test_what_is_on_the_disk_is_checked_before_it_is_changed(store):
         file.seek(os.path.getsize(path) - 1)
         file.write(bytes([first[3][-1] ^ 1]))
     store.begin(2)
-    message = r"version 2, source 0, shard 0, c\.scale: before the change its digest is [0-9a-f]{32}, it must be " + digest(first[3]).hex()
+    message = (
+        r"version 2, source 0, shard 0, c\.scale: before the change its digest is [0-9a-f]{32}, it must be "
+        + digest(first[3]).hex()
+    )
     with pytest.raises(DeltaError, match=message):
         store.apply(frame_of(FramePlace(2, 1, 0, 0), second, first))
 
@@ -199,7 +221,9 @@ def sealed(text: bytes, payloads: bytes = b"") -> bytes:
     return head + xxhash.xxh3_128_digest(head)
 
 
-@pytest.mark.parametrize("text", [b"[1,null,0,0,[" + b"[]," * 200_000 + b"[]]]", b"[1,null,0,0,[" + b"1," * 200_000 + b"1]]", b"[" * 3000])
+@pytest.mark.parametrize(
+    "text", [b"[1,null,0,0,[" + b"[]," * 200_000 + b"[]]]", b"[1,null,0,0,[" + b"1," * 200_000 + b"1]]", b"[" * 3000]
+)
 def test_a_small_frame_does_not_become_a_large_header(text):
     frame = sealed(text)
     assert len(frame) < 1000
@@ -209,7 +233,9 @@ def test_a_small_frame_does_not_become_a_large_header(text):
 def test_the_largest_of_names_and_shapes_is_read():
     keys = [TensorKey(f"{number:03d}" + "\N{GRINNING FACE}" * 509, "F32", (1,) * 16) for number in range(20)]
     data = np.zeros(4, np.uint8)
-    frame, _ = write_frame(FramePlace(1, None, 0, 0), [Change(key, WHOLE, NO_DIGEST, digest(data), data) for key in keys])
+    frame, _ = write_frame(
+        FramePlace(1, None, 0, 0), [Change(key, WHOLE, NO_DIGEST, digest(data), data) for key in keys]
+    )
     assert [entry.key for entry in read_frame(frame).entries] == keys
 
 

@@ -28,15 +28,25 @@ def answers(found, *entries):
 def test_rows_columns_experts_and_buffers():
     found = model()
     rows, columns, expert, bias = answers(
-        found, ["matrix", None, 0, 2, 3, "float32"], ["matrix", None, 1, 1, 2, "float32"], ["stack", 2, 0, 0, 6, "float32"], ["bias", None, 0, 0, 3, "float32"]
+        found,
+        ["matrix", None, 0, 2, 3, "float32"],
+        ["matrix", None, 1, 1, 2, "float32"],
+        ["stack", 2, 0, 0, 6, "float32"],
+        ["bias", None, 0, 0, 3, "float32"],
     )
     expected = [found.matrix[2:5], found.matrix[:, 1:3].contiguous(), found.stack[2], found.bias]
     assert [rows, columns, expert, bias] == [xxhash.xxh3_64_digest(t.detach().numpy().tobytes()) for t in expected]
-    assert answers(found, ["matrix", None, 0, 0, 6, "float32"]) == [digest(found.matrix.detach())]  # a shorter answer replaces the longer one
+    # a shorter answer replaces the longer one
+    assert answers(found, ["matrix", None, 0, 0, 6, "float32"]) == [digest(found.matrix.detach())]
 
 
 def test_what_the_model_does_not_have():
-    absent = [["other", None, 0, 0, 1, "float32"], ["matrix", None, 0, 4, 3, "float32"], ["stack", 3, 0, 0, 6, "float32"], ["bias", None, 1, 0, 1, "float32"]]
+    absent = [
+        ["other", None, 0, 0, 1, "float32"],
+        ["matrix", None, 0, 4, 3, "float32"],
+        ["stack", 3, 0, 0, 6, "float32"],
+        ["bias", None, 1, 0, 1, "float32"],
+    ]
     assert answers(model(), *absent) == [bytes(8)] * 4
 
 
@@ -62,4 +72,7 @@ def test_weighted_sum_sees_values_places_and_single_bits():
     assert len(seen) == 12
     words = torch.nn.functional.pad(flat, (0, 1)).view(torch.int32).tolist()
     constant = 0x9E3779B97F4A7C15
-    assert int.from_bytes(weighted_sum(flat), "big") == sum(word * (place * constant * 2 + 1) for place, word in enumerate(words)) % 2**64
+    assert (
+        int.from_bytes(weighted_sum(flat), "big")
+        == sum(word * (place * constant * 2 + 1) for place, word in enumerate(words)) % 2**64
+    )

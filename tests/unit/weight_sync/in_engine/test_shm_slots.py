@@ -1,4 +1,6 @@
-"""Tensors in a file of shared memory: found by their table, read only where the launcher said, and never beyond the file."""
+"""Tensors in a file of shared memory: found by their table, read only where the launcher said, and never beyond the
+file.
+"""
 
 from __future__ import annotations
 

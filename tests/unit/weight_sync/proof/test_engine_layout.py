@@ -1,4 +1,7 @@
-"""Where an engine keeps each HF tensor, on cases small enough to count by hand. Against the real engine: tests/contract/test_receipts.py."""
+"""Where an engine keeps each HF tensor, on cases small enough to count by hand.
+
+Against the real engine: tests/contract/test_receipts.py.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,39 @@ def test_queries_keys_and_values(part, rank, size, expected):
 
 
 def test_gate_comes_before_up():
-    assert only(f"{LAYER}mlp.gate_proj.weight", (80, 48), cut(1, 2)) == (f"{LAYER}mlp.gate_up_proj.weight", 0, 40, 80, 0)
+    assert only(f"{LAYER}mlp.gate_proj.weight", (80, 48), cut(1, 2)) == (
+        f"{LAYER}mlp.gate_up_proj.weight",
+        0,
+        40,
+        80,
+        0,
+    )
     assert only(f"{LAYER}mlp.up_proj.weight", (80, 48), cut(1, 2)) == (f"{LAYER}mlp.gate_up_proj.weight", 0, 40, 80, 40)
 
 
 def test_on_a_cpu_shares_are_rounded_up_and_the_last_one_is_short():
     # 80 rows over two ranks: 64 each with padding, of which the second has 16.
-    assert only(f"{LAYER}mlp.up_proj.weight", (80, 48), cut(0, 2, on_cpu=True)) == (f"{LAYER}mlp.gate_up_proj.weight", 0, 0, 64, 64)
-    assert only(f"{LAYER}mlp.up_proj.weight", (80, 48), cut(1, 2, on_cpu=True)) == (f"{LAYER}mlp.gate_up_proj.weight", 0, 64, 80, 64)
-    assert only(f"{LAYER}mlp.down_proj.weight", (48, 80), cut(1, 2, on_cpu=True)) == (f"{LAYER}mlp.down_proj.weight", 1, 64, 80, 0)
+    assert only(f"{LAYER}mlp.up_proj.weight", (80, 48), cut(0, 2, on_cpu=True)) == (
+        f"{LAYER}mlp.gate_up_proj.weight",
+        0,
+        0,
+        64,
+        64,
+    )
+    assert only(f"{LAYER}mlp.up_proj.weight", (80, 48), cut(1, 2, on_cpu=True)) == (
+        f"{LAYER}mlp.gate_up_proj.weight",
+        0,
+        64,
+        80,
+        64,
+    )
+    assert only(f"{LAYER}mlp.down_proj.weight", (48, 80), cut(1, 2, on_cpu=True)) == (
+        f"{LAYER}mlp.down_proj.weight",
+        1,
+        64,
+        80,
+        0,
+    )
 
 
 def test_fused_gate_and_up_of_glm4():
@@ -68,7 +95,15 @@ def test_vocabulary_is_padded_to_64():
     assert pieces("lm_head.weight", (10, 48), cut(1, 2)) == []
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", f"{LAYER}input_layernorm.weight", f"{LAYER}self_attn.q_norm.weight", f"{LAYER}mlp.gate.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        f"{LAYER}input_layernorm.weight",
+        f"{LAYER}self_attn.q_norm.weight",
+        f"{LAYER}mlp.gate.weight",
+    ],
+)
 def test_whole_on_every_rank(name):
     shape = (48, 16) if name.endswith("gate.weight") else (48,)
     assert only(name, shape, cut(1, 2)) == (name, 0, 0, 48, 0)
@@ -79,19 +114,40 @@ def test_what_is_not_known_gives_nothing():
 
 
 def latent(queries, rank=0, size=1, **more):
-    return Cut(rank=rank, size=size, num_heads=4, num_kv_heads=4, head_size=16, is_latent=True, latent_queries=queries, **more)
+    return Cut(
+        rank=rank, size=size, num_heads=4, num_kv_heads=4, head_size=16, is_latent=True, latent_queries=queries, **more
+    )
 
 
 def test_compressed_attention_lies_whole_on_every_rank_and_heads_are_shared():
     attention = f"{LAYER}self_attn."
     fused = attention + "fused_qkv_a_proj_with_mqa.weight"
     assert only(attention + "q_a_proj.weight", (20, 48), latent(20, 1, 2)) == (fused, 0, 0, 20, 0)
-    assert only(attention + "kv_a_proj_with_mqa.weight", (32, 48), latent(20, 1, 2)) == (fused, 0, 0, 32, 20)  # behind the queries
-    assert only(attention + "q_b_proj.weight", (80, 20), latent(20, 1, 2)) == (attention + "q_b_proj.weight", 0, 40, 80, 0)
-    assert only(attention + "kv_b_proj.weight", (88, 24), latent(20, 1, 2)) == (attention + "kv_b_proj.weight", 0, 44, 88, 0)
+    # behind the queries
+    assert only(attention + "kv_a_proj_with_mqa.weight", (32, 48), latent(20, 1, 2)) == (fused, 0, 0, 32, 20)
+    assert only(attention + "q_b_proj.weight", (80, 20), latent(20, 1, 2)) == (
+        attention + "q_b_proj.weight",
+        0,
+        40,
+        80,
+        0,
+    )
+    assert only(attention + "kv_b_proj.weight", (88, 24), latent(20, 1, 2)) == (
+        attention + "kv_b_proj.weight",
+        0,
+        44,
+        88,
+        0,
+    )
     # Without compressed queries nothing is fused, and q_proj is no part of a qkv_proj.
     assert only(attention + "q_proj.weight", (80, 48), latent(0, 1, 2)) == (attention + "q_proj.weight", 0, 40, 80, 0)
-    assert only(attention + "kv_a_proj_with_mqa.weight", (32, 48), latent(0, 1, 2)) == (attention + "kv_a_proj_with_mqa.weight", 0, 0, 32, 0)
+    assert only(attention + "kv_a_proj_with_mqa.weight", (32, 48), latent(0, 1, 2)) == (
+        attention + "kv_a_proj_with_mqa.weight",
+        0,
+        0,
+        32,
+        0,
+    )
 
 
 def test_a_shared_expert_that_may_lie_among_the_others_is_unknown():
@@ -100,20 +156,29 @@ def test_a_shared_expert_that_may_lie_among_the_others_is_unknown():
     assert only(name, (32, 48), latent(0)) == (f"{LAYER}mlp.shared_experts.gate_up_proj.weight", 0, 0, 32, 32)
 
 
-@pytest.mark.parametrize(("shared", "told", "expected"), [(32, True, True), (64, True, False), (None, True, False), (32, False, False)])
+@pytest.mark.parametrize(
+    ("shared", "told", "expected"), [(32, True, True), (64, True, False), (None, True, False), (32, False, False)]
+)
 def test_only_a_single_shared_expert_is_fused(shared, told, expected):
-    model = ModelConfig(num_attention_heads=4, hidden_size=64, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=shared)
+    model = ModelConfig(
+        num_attention_heads=4, hidden_size=64, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=shared
+    )
     assert Cut.of(model, 0, 1, on_cpu=False, may_fuse_shared=told).fuses_shared is expected
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        (f"{LAYER}self_attn.q_proj.weight", (8, 48)), (f"{LAYER}self_attn.k_proj.weight", (64, 48)), (f"{LAYER}self_attn.v_proj.bias", (32, 1)),
-        (f"{LAYER}self_attn.o_proj.weight", (3072,)), (f"{LAYER}mlp.down_proj.weight", ()), (f"{LAYER}mlp.gate_proj.weight", (2, 3, 4)),
-        (f"{LAYER}mlp.experts.5.down_proj.weight", (64,)), (f"{LAYER}mlp.experts.5.up_proj.weight", ()), ("model.embed_tokens.weight", ()),
-        ("model.norm.weight", ()), (f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", (4,)), (f"{LAYER}mlp.gate_up_proj.weight", (8,)),
-        (f"{LAYER}self_attn.q_proj.weight_scale_inv", (1, 1)), (f"{LAYER}mlp.down_proj.weight_packed", (48, 8)), ("anything", ()), ("", (1,)),
+        (f"{LAYER}self_attn.q_proj.weight", (8, 48)), (f"{LAYER}self_attn.k_proj.weight", (64, 48)),
+        (f"{LAYER}self_attn.v_proj.bias", (32, 1)),
+        (f"{LAYER}self_attn.o_proj.weight", (3072,)), (f"{LAYER}mlp.down_proj.weight", ()),
+        (f"{LAYER}mlp.gate_proj.weight", (2, 3, 4)),
+        (f"{LAYER}mlp.experts.5.down_proj.weight", (64,)), (f"{LAYER}mlp.experts.5.up_proj.weight", ()),
+        ("model.embed_tokens.weight", ()),
+        ("model.norm.weight", ()), (f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", (4,)),
+        (f"{LAYER}mlp.gate_up_proj.weight", (8,)),
+        (f"{LAYER}self_attn.q_proj.weight_scale_inv", (1, 1)), (f"{LAYER}mlp.down_proj.weight_packed", (48, 8)),
+        ("anything", ()), ("", (1,)),
     ],
 )  # fmt: skip
 def test_other_names_and_shapes_than_a_models_are_not_known(name, shape):

@@ -17,7 +17,9 @@ from slime_like.weight_sync.proof.probe import compare_probe, probe_samples
 
 
 def config(**sync) -> RunConfig:
-    return RunConfig(model=ModelConfig(vocab_size=50), rollout=RolloutConfig(rollout_max_context_len=24), sync=SyncConfig(**sync))
+    return RunConfig(
+        model=ModelConfig(vocab_size=50), rollout=RolloutConfig(rollout_max_context_len=24), sync=SyncConfig(**sync)
+    )
 
 
 @dataclasses.dataclass
@@ -42,7 +44,8 @@ class FakeClient:
 
 
 def rows_of(samples):
-    return [np.concatenate([[9.0], np.linspace(-3, -1, len(sample.tokens) - 1)]) for sample in samples]  # entry 0 means nothing
+    # entry 0 means nothing
+    return [np.concatenate([[9.0], np.linspace(-3, -1, len(sample.tokens) - 1)]) for sample in samples]
 
 
 def test_prompts_are_fixed_and_fit():
@@ -50,7 +53,10 @@ def test_prompts_are_fixed_and_fit():
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
     assert {len(sample.tokens) for sample in first} == {16}  # SGLang keeps some of the 24 for itself
-    assert len(probe_samples(dataclasses.replace(config(), rollout=RolloutConfig(rollout_max_context_len=4096)))[0].tokens) == 32
+    assert (
+        len(probe_samples(dataclasses.replace(config(), rollout=RolloutConfig(rollout_max_context_len=4096)))[0].tokens)
+        == 32
+    )
     assert 0 <= min(sample.tokens.min() for sample in first) and max(sample.tokens.max() for sample in first) < 50
     assert not np.array_equal(first[0].tokens, first[1].tokens)
 
@@ -66,24 +72,36 @@ def test_with_a_transform_rounding_is_allowed():
     options = config(custom_weight_transform_path="any.function")
     samples = probe_samples(options)
     rows = rows_of(samples)
-    assert compare_probe(options, [FakeClient(rows, 2e-2)], samples, rows, version=3, bf16=False) == pytest.approx(2e-2, rel=1e-3)
+    assert compare_probe(options, [FakeClient(rows, 2e-2)], samples, rows, version=3, bf16=False) == pytest.approx(
+        2e-2, rel=1e-3
+    )
     with pytest.raises(WeightSyncError, match="allowed is 0.1"):
         compare_probe(options, [FakeClient(rows, 0.2)], samples, rows, version=3, bf16=False)
 
 
-@pytest.mark.parametrize(("off", "bf16", "given"), [(2e-3, False, None), (0.2, True, None), (2e-3, True, 1e-3), (float("nan"), True, None)])
+@pytest.mark.parametrize(
+    ("off", "bf16", "given"), [(2e-3, False, None), (0.2, True, None), (2e-3, True, 1e-3), (float("nan"), True, None)]
+)
 def test_a_disagreement_names_the_engine(off, bf16, given):
     options = config(verify_weight_sync_tolerance=given)
     samples = probe_samples(options)
     rows = rows_of(samples)
     clients = [FakeClient(rows), FakeClient(rows, off, index=1)]
-    with pytest.raises(WeightSyncError, match=r"1 of 2 engines .*version 3.*engine 1 at http://e1: .*--verify-weight-sync-tolerance"):
+    with pytest.raises(
+        WeightSyncError, match=r"1 of 2 engines .*version 3.*engine 1 at http://e1: .*--verify-weight-sync-tolerance"
+    ):
         compare_probe(options, clients, samples, rows, version=3, bf16=bf16)
 
 
 @pytest.mark.parametrize(
     ("mode", "interval", "expected"),
-    [("digest", 3, [True, False, False, True]), ("digest", 0, [False] * 4), ("probe", 3, [True] * 4), ("full", 3, [True] * 4), ("off", 1, [False] * 4)],
+    [
+        ("digest", 3, [True, False, False, True]),
+        ("digest", 0, [False] * 4),
+        ("probe", 3, [True] * 4),
+        ("full", 3, [True] * 4),
+        ("off", 1, [False] * 4),
+    ],
 )
 def test_which_syncs_are_probed(mode, interval, expected):
     sync = SyncConfig(verify_weight_sync=mode, verify_weight_sync_interval=interval)

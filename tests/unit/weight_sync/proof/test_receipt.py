@@ -1,4 +1,7 @@
-"""Engines whose digests can be compared, and what is asked of them; tests/contract/test_receipts.py compares with real SGLang."""
+"""Engines whose digests can be compared, and what is asked of them.
+
+tests/contract/test_receipts.py compares with real SGLang.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def layout(info: dict, tp_size: int = 1) -> EngineLayout | str:
     [
         (OURS, EngineLayout(tp_size=2, on_cpu=True, may_fuse_shared=False)),
         (OURS | {"device": "cuda"}, EngineLayout(tp_size=2, on_cpu=False, may_fuse_shared=True)),
-        (OURS | {"device": "cuda", "disable_shared_experts_fusion": True}, EngineLayout(tp_size=2, on_cpu=False, may_fuse_shared=False)),
+        (
+            OURS | {"device": "cuda", "disable_shared_experts_fusion": True},
+            EngineLayout(tp_size=2, on_cpu=False, may_fuse_shared=False),
+        ),
         (OURS | {"ep_size": 1, "pp_size": 1}, EngineLayout(tp_size=2, on_cpu=True, may_fuse_shared=False)),
     ],
 )

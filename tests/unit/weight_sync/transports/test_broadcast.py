@@ -1,4 +1,6 @@
-"""Broadcast to engines of two processes and of one: what arrives, how much memory it takes, and what happens when somebody fails."""
+"""Broadcast to engines of two processes and of one: what arrives, how much memory it takes, and what happens when
+somebody fails.
+"""
 # Covers slime_like.weight_sync.in_engine.groups too, which it does not import itself.
 
 from __future__ import annotations
@@ -41,10 +43,24 @@ def nest() -> Iterator[Nest]:
 
 
 def publisher(
-    engines: Iterable[FakeEngine], source: int = 0, sources: Sources | None = None, buffer_bytes: int = BUCKET, timeout_s: float = DEADLINE_S
+    engines: Iterable[FakeEngine],
+    source: int = 0,
+    sources: Sources | None = None,
+    buffer_bytes: int = BUCKET,
+    timeout_s: float = DEADLINE_S,
 ) -> BroadcastPublisher:
     endpoints = tuple(engine.endpoint for engine in engines)
-    options = PublisherOptions("broadcast", endpoints, source, 1 if sources is None else 2, buffer_bytes, timeout_s, None, "127.0.0.1", sources=sources)
+    options = PublisherOptions(
+        "broadcast",
+        endpoints,
+        source,
+        1 if sources is None else 2,
+        buffer_bytes,
+        timeout_s,
+        None,
+        "127.0.0.1",
+        sources=sources,
+    )
     made = BroadcastPublisher(options)
     made.connect()
     return made
@@ -82,7 +98,10 @@ class RowsProof:
         return engine
 
     def entries(self, names: Iterable[str]) -> list:
-        return [[[[name, None, 0, rank, 1, "float32"] for name in names] for rank in range(tp_size)] for tp_size in self.tp_sizes]
+        return [
+            [[[name, None, 0, rank, 1, "float32"] for name in names] for rank in range(tp_size)]
+            for tp_size in self.tp_sizes
+        ]
 
     def heard(self, engine: int, rank: int, digest: str) -> None:
         self.told[engine, rank] = digest
@@ -98,16 +117,39 @@ class RowsProof:
 def test_every_type_and_shape_arrives_at_every_rank_in_one_request_for_a_sync(nest):
     engines = nest.engines()
     flat = torch.arange(-300, 300)
-    dtypes = ["float32", "bfloat16", "float16", "float64", "int8", "uint8", "int16", "int64", "bool", "float8_e4m3fn", "float8_e5m2"]
+    dtypes = [
+        "float32",
+        "bfloat16",
+        "float16",
+        "float64",
+        "int8",
+        "uint8",
+        "int16",
+        "int64",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ]
     tensors = [(dtype, flat.to(getattr(torch, dtype))) for dtype in dtypes]
-    tensors += [("matrix", torch.randn(7, 5)), ("transposed", torch.randn(7, 5).t()), ("strided", torch.randn(30)[::3]), ("scalar", torch.tensor(1.5))]
-    tensors += [("empty", torch.zeros(0, 3)), ("layers.0.experts.1.w", torch.randn(2, 3, 4).bfloat16()), ("nan", torch.tensor([float("nan"), -0.0]))]
+    tensors += [
+        ("matrix", torch.randn(7, 5)),
+        ("transposed", torch.randn(7, 5).t()),
+        ("strided", torch.randn(30)[::3]),
+        ("scalar", torch.tensor(1.5)),
+    ]
+    tensors += [
+        ("empty", torch.zeros(0, 3)),
+        ("layers.0.experts.1.w", torch.randn(2, 3, 4).bfloat16()),
+        ("nan", torch.tensor([float("nan"), -0.0])),
+    ]
     sender = publisher(engines, buffer_bytes=4000)
     for version in (1, 2):
         tensors[0] = ("float32", flat.float() * version)
         report = sender.send(iter(tensors), version)
         assert_all_hold(engines, tensors)
-    assert report.num_tensors == 18 and report.num_bytes == sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    assert report.num_tensors == 18 and report.num_bytes == sum(
+        tensor.numel() * tensor.element_size() for _, tensor in tensors
+    )
     assert all(engine.report()["calls"].count(LOAD) == 2 for engine in engines)
     sender.send(iter(()), 3)
     sender.close()
@@ -115,7 +157,11 @@ def test_every_type_and_shape_arrives_at_every_rank_in_one_request_for_a_sync(ne
 
 def listeners() -> set[tuple[str, int]]:
     """(address, port) of everything that this process listens at."""
-    return {(at.laddr.ip, at.laddr.port) for at in psutil.Process().net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+    return {
+        (at.laddr.ip, at.laddr.port)
+        for at in psutil.Process().net_connections("tcp")
+        if at.status == psutil.CONN_LISTEN
+    }
 
 
 def test_trainer_sources_listen_on_the_loopback_interface_only(nest):
@@ -136,7 +182,8 @@ def test_every_rank_digests_what_was_asked_of_it(nest):
     tensors = [(f"t{number}", torch.randn(2, 20_000)) for number in range(5)]
     proof = RowsProof(tensors, [2, 1])
     sender = publisher(engines)
-    sender.send(((name, torch.zeros_like(tensor)) for name, tensor in tensors), 1)  # a model has its tensors from the start
+    # a model has its tensors from the start
+    sender.send(((name, torch.zeros_like(tensor)) for name, tensor in tensors), 1)
     sender.send(iter(tensors), 2, proof)
     assert proof.told == {(0, 0): proof.expected(0), (0, 1): proof.expected(1), (1, 0): proof.expected(0)}
     sender.close()
@@ -149,7 +196,8 @@ def test_no_more_than_two_buckets_are_alive_in_sender_and_engines(nest):
     engines = nest.engines()
     sender = publisher(engines)
     alive = Alive(sender._slots)
-    sizes = [120_000, 60_000, 150_000, 180_000, 20_000, 190_000, 10_000, 200_000] * 4  # buckets that grow, so that engines take larger memory
+    # buckets that grow, so that engines take larger memory
+    sizes = [120_000, 60_000, 150_000, 180_000, 20_000, 190_000, 10_000, 200_000] * 4
     for version in (1, 2):
         sender.send(alive.stream(sizes), version)
     sender.close()
@@ -166,7 +214,14 @@ def test_two_sources_share_the_two_buckets_of_an_engine(nest):
     streams = [Alive(sender._slots) for sender in senders]
     with ThreadPoolExecutor() as pool:
         sizes = [150_000, 180_000, 190_000, 200_000] * 5
-        list(pool.map(lambda number: senders[number].send(((f"s{number}.{name}", tensor) for name, tensor in streams[number].stream(sizes)), 1), range(2)))
+        list(
+            pool.map(
+                lambda number: senders[number].send(
+                    ((f"s{number}.{name}", tensor) for name, tensor in streams[number].stream(sizes)), 1
+                ),
+                range(2),
+            )
+        )
     for alive, sender in zip(streams, senders, strict=True):
         sender.close()
         assert alive.most <= 2 * BUCKET
@@ -252,7 +307,10 @@ def test_when_one_source_fails_the_other_stops_and_the_next_sync_works(nest, fai
         other = pool.submit(senders[1 - failing].send, slowly(tensors[2:]), 1)
         with pytest.raises(RuntimeError, match="no memory"):
             broken.result(20)
-        with pytest.raises(WeightSyncError, match=f"trainer source {1 - failing} stops: trainer source {failing}: RuntimeError: no memory"):
+        with pytest.raises(
+            WeightSyncError,
+            match=f"trainer source {1 - failing} stops: trainer source {failing}: RuntimeError: no memory",
+        ):
             other.result(20)
         assert time.monotonic() - start < SOON_S
         for sender in senders:
@@ -306,7 +364,8 @@ def test_an_engine_that_is_killed_ends_both_sources(nest):
     for sender in senders:
         sender.close()
     assert_others_go_on(nest, engines, 1)
-    while any(rank["bytes"] for rank in ranks_of(engines[:1])):  # of threads that wait in gloo, until their deadline; none is left of earlier tests
+    # of threads that wait in gloo, until their deadline; none is left of earlier tests
+    while any(rank["bytes"] for rank in ranks_of(engines[:1])):
         assert time.monotonic() - start < 4 * timeout_s
         time.sleep(0.1)
 

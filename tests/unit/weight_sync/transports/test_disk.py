@@ -18,7 +18,9 @@ from slime_like.weight_sync.transports.registry import PublisherOptions
 
 
 def publisher(root, source: int, num_sources: int, buffer_bytes: int = 1 << 20, **more) -> DiskPublisher:
-    return DiskPublisher(PublisherOptions("disk", (), source, num_sources, buffer_bytes, 5.0, str(root), "127.0.0.1", **more))
+    return DiskPublisher(
+        PublisherOptions("disk", (), source, num_sources, buffer_bytes, 5.0, str(root), "127.0.0.1", **more)
+    )
 
 
 def read(folder) -> dict[str, torch.Tensor]:
@@ -76,18 +78,25 @@ def test_every_type_can_be_read_back(tmp_path):
     tensors = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in (*types, torch.uint8, torch.bool)}
     publisher(tmp_path, 0, 1).send(tensors.items(), 1)
     found = read(version_directory(str(tmp_path), 1))
-    assert all(found[name].dtype == tensor.dtype and torch.equal(found[name].double(), tensor.double()) for name, tensor in tensors.items())
+    assert all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name].double(), tensor.double())
+        for name, tensor in tensors.items()
+    )
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
-    """A limit on the size of a file is what an unprivileged test has: the write fails in its middle, as on a full disk."""
+    """A limit on a file's size is what an unprivileged test has: the write fails in its middle, as on a full disk."""
     publisher(tmp_path, 0, 1).send([("small", torch.zeros(10))], 1)
     failing = publisher(tmp_path, 0, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(
-            WeightSyncError, match=r"cannot be written to: File too large .* bytes are free. Engines keep the weights.*--update-weight-disk-dir"
+            WeightSyncError,
+            match=(
+                r"cannot be written to: File too large .* bytes are free. Engines keep the"
+                r" weights.*--update-weight-disk-dir"
+            ),
         ) as caught:
             failing.send([("large", torch.zeros(50_000))], 2)
     finally:
@@ -147,4 +156,8 @@ def test_second_source_needs_the_first_ones_folder(tmp_path):
 def test_buckets_become_files(tmp_path):
     publisher(tmp_path, 0, 1, buffer_bytes=16).send([("a", torch.zeros(2)), ("b", torch.zeros(2))], 1)
     files = sorted(os.listdir(tmp_path / "version-00000001"))
-    assert files == ["model-000-000-00000.safetensors", "model-000-000-00001.safetensors", "model.safetensors.index.json"]
+    assert files == [
+        "model-000-000-00000.safetensors",
+        "model-000-000-00001.safetensors",
+        "model.safetensors.index.json",
+    ]

@@ -1,4 +1,5 @@
 """Shared memory: what is written, that it is removed, and what the engine's loader refuses."""
+
 # Covers slime_like.weight_sync.in_engine.stream too, which it does not import itself.
 
 from __future__ import annotations
@@ -42,9 +43,23 @@ class Model:
         self.got |= {name: tensor.clone() for name, tensor in pairs}
 
 
-def publisher(url: str, buffer_bytes: int = 1 << 20, tp_size: int = 2, source: int = 0, sources: Sources | None = None) -> IpcPublisher:
+def publisher(
+    url: str, buffer_bytes: int = 1 << 20, tp_size: int = 2, source: int = 0, sources: Sources | None = None
+) -> IpcPublisher:
     endpoint = EngineEndpoint(index=0, url=url, tp_size=tp_size)
-    return IpcPublisher(PublisherOptions("ipc", (endpoint,), source, 1 if sources is None else 2, buffer_bytes, 5.0, None, "127.0.0.1", sources=sources))
+    return IpcPublisher(
+        PublisherOptions(
+            "ipc",
+            (endpoint,),
+            source,
+            1 if sources is None else 2,
+            buffer_bytes,
+            5.0,
+            None,
+            "127.0.0.1",
+            sources=sources,
+        )
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +76,8 @@ def engine_of(*models, seen=None):
         if seen is not None:
             seen.append(json.loads(bytes(named[0][0][1].tolist())))
             (channel,) = seen[-1]["channels"]
-            assert os.stat(os.path.dirname(channel)).st_mode & 0o077 == os.stat(channel).st_mode & 0o077 == 0  # nobody else gets in
+            # nobody else gets in
+            assert os.stat(os.path.dirname(channel)).st_mode & 0o077 == os.stat(channel).st_mode & 0o077 == 0
         with ThreadPoolExecutor() as pool:
             list(pool.map(shm_loader.load, models, named))
         return OK
@@ -74,7 +90,13 @@ def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
     find = shm_slots.tensors
     monkeypatch.setattr(shm_slots, "tensors", lambda path, *rest: files.append(path) or find(path, *rest))
     flat = torch.arange(12.0)
-    tensors = [("a", flat[:4].view(2, 2)), ("b", flat[4:8]), ("c", flat.view(3, 4).t()), ("d", torch.zeros(0, 2)), ("e", flat[:1].bfloat16())]
+    tensors = [
+        ("a", flat[:4].view(2, 2)),
+        ("b", flat[4:8]),
+        ("c", flat.view(3, 4).t()),
+        ("d", torch.zeros(0, 2)),
+        ("e", flat[:1].bfloat16()),
+    ]
     with serve(engine_of(*ranks, seen=told)) as server:
         sender = publisher(server.url, buffer_bytes=32)
         sender.connect()
@@ -140,7 +162,10 @@ def test_what_one_rank_cannot_load_is_told_and_ends_it_everywhere():
     ranks = [Model(), Picky("t3")]
     with serve(engine_of(*ranks)) as server:  # whose answer is that all is well: our loader must not raise
         sender = publisher(server.url, buffer_bytes=16)
-        with pytest.raises(WeightSyncError, match="engine 0 at .*, rank 1: load bucket 3 of version 1: RuntimeError: size mismatch for t3"):
+        with pytest.raises(
+            WeightSyncError,
+            match="engine 0 at .*, rank 1: load bucket 3 of version 1: RuntimeError: size mismatch for t3",
+        ):
             sender.send(iter(TENSORS), 1)
         sender.send(iter(TENSORS), 1)
         assert set(ranks[0].got) == set(ranks[1].got) == {name for name, _ in TENSORS}
@@ -168,7 +193,13 @@ def test_an_engine_that_loads_everything_but_never_answers_is_named():
     with serve({"/update_weights_from_tensor": lambda body: (answered.wait(5), OK)[1]}) as server:
         client = EngineClient(EngineEndpoint(index=3, url=server.url), timeout_s=5)
         requests = EngineRequests([client], lambda client, rank: {}, 5.0, "trainer source 0", "load weights")
-        with pytest.raises(WaitTimeout, match=r"trainer source 0 waited \S+ s for engine 3 at .* during load weights. Last heard: every bucket was loaded"):
+        with pytest.raises(
+            WaitTimeout,
+            match=(
+                r"trainer source 0 waited \S+ s for engine 3 at .* during load weights. Last heard: every bucket was"
+                r" loaded"
+            ),
+        ):
             requests.wait(0.1)
         answered.set()
         requests.wait(5)
@@ -276,7 +307,10 @@ def test_names_shared_by_launcher_and_loader_agree():
 
 
 def test_loader_imports_nothing_heavy():
-    code = "import sys, slime_like.weight_sync.in_engine.shm_loader; assert not {'torch', 'requests', 'safetensors', 'sglang'} & set(sys.modules)"
+    code = (
+        "import sys, slime_like.weight_sync.in_engine.shm_loader; assert not {'torch', 'requests', 'safetensors',"
+        " 'sglang'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -16,7 +16,9 @@ from slime_like.weight_sync.transports.shards import check_whole
 @pytest.fixture
 def folder(tmp_path):
     for number in range(2):
-        save_file({f"tensor{number}": torch.zeros(3, 5)}, tmp_path / f"model-{number}.safetensors", metadata={"format": "pt"})
+        save_file(
+            {f"tensor{number}": torch.zeros(3, 5)}, tmp_path / f"model-{number}.safetensors", metadata={"format": "pt"}
+        )
     weight_map = {f"tensor{number}": f"model-{number}.safetensors" for number in range(2)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return tmp_path

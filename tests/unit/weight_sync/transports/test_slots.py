@@ -27,7 +27,9 @@ def test_slots_hold_the_bytes_of_every_tensor_in_order():
 
     def send(slot, number):
         for entry in slot.entries:
-            found[entry.name] = slot.filled()[entry.start : entry.stop].clone().view(getattr(torch, entry.dtype)).view(entry.shape)
+            found[entry.name] = (
+                slot.filled()[entry.start : entry.stop].clone().view(getattr(torch, entry.dtype)).view(entry.shape)
+            )
 
     report = send_in_slots(tensors, [Slot(), Slot()], sending(send))
     assert (report.num_tensors, report.num_bytes) == (4, 16 + 2 + 5)
@@ -36,7 +38,9 @@ def test_slots_hold_the_bytes_of_every_tensor_in_order():
 
 
 def test_the_next_bucket_is_filled_while_one_is_sent():
-    """The first send ends only once the stream has given the second bucket's tensors: without overlap this would last for ever."""
+    """The first send ends only once the stream has given the second bucket's tensors: without overlap this would last
+    for ever.
+    """
     gathered, order = threading.Event(), []
 
     def stream():
@@ -79,7 +83,9 @@ def test_what_the_stream_raises_comes_out():
 
 @pytest.mark.parametrize("sizes", [[100] * 200, [500] * 30, [499, 1] * 40, [300] * 50], ids=str)
 def test_no_more_than_two_buckets_are_alive(sizes):
-    """Tensors of up to half a bucket: the slots and the gathered tensor together stay below 2 x --update-weight-buffer-size."""
+    """Tensors of up to half a bucket: the slots and the gathered tensor together stay below 2 x
+    --update-weight-buffer-size.
+    """
     buffer_bytes = 1000
     slots = [Slot(), Slot()]
     alive = Alive(slots)
@@ -102,5 +108,9 @@ def test_room_for_a_tensor_that_is_larger_than_a_bucket_is_given_back(monkeypatc
 def test_buckets_begin_small_and_grow_fourfold_up_to_a_slot():
     megabyte, sizes = 1 << 20, []
     tensors = ((f"t{number}", torch.empty(4 * megabyte, dtype=torch.uint8)) for number in range(40))
-    send_in_slots(tensors, [Slot(), Slot()], sending(lambda slot, number: sizes.append(slot.used // megabyte), max_bytes=48 * megabyte))
+    send_in_slots(
+        tensors,
+        [Slot(), Slot()],
+        sending(lambda slot, number: sizes.append(slot.used // megabyte), max_bytes=48 * megabyte),
+    )
     assert sizes == [8, 32, 48, 48, 24]

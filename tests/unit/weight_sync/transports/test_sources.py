@@ -14,7 +14,9 @@ from slime_like.weight_sync.transports.sources import Sources
 @pytest.fixture
 def three():
     host = Sources("127.0.0.1", 0, is_host=True, who="source 0", timeout_s=5)
-    return [host] + [Sources("127.0.0.1", host.port, is_host=False, who=f"source {number}", timeout_s=5) for number in (1, 2)]
+    return [host] + [
+        Sources("127.0.0.1", host.port, is_host=False, who=f"source {number}", timeout_s=5) for number in (1, 2)
+    ]
 
 
 def test_never_two_at_a_time_and_each_gets_its_turns(three):
@@ -46,7 +48,12 @@ def test_a_failure_ends_all_who_come_later_and_the_next_round_is_free_of_it(thre
     with pytest.raises(RuntimeError), first.turn("bucket 0"):
         raise RuntimeError("engine 1 refused")
     for turns in (second, third):
-        with pytest.raises(WeightSyncError, match="stops its bucket 0: source 0, bucket 0: RuntimeError: engine 1 refused"), turns.turn("bucket 0"):
+        with (
+            pytest.raises(
+                WeightSyncError, match="stops its bucket 0: source 0, bucket 0: RuntimeError: engine 1 refused"
+            ),
+            turns.turn("bucket 0"),
+        ):
             raise AssertionError("it was let in")
     for turns in three:
         turns.new_round()
@@ -61,6 +68,9 @@ def test_a_turn_that_is_never_given_on_ends_at_the_deadline():
     waiting = Sources("127.0.0.1", holder.port, is_host=False, who="source 1", timeout_s=0.3)
     held = holder.turn("bucket 0")
     held.__enter__()
-    with pytest.raises(WaitTimeout, match="source 1 waited .* for its turn, number 2 .* during bucket 3"), waiting.turn("bucket 3"):
+    with (
+        pytest.raises(WaitTimeout, match="source 1 waited .* for its turn, number 2 .* during bucket 3"),
+        waiting.turn("bucket 3"),
+    ):
         raise AssertionError("it was let in")
     held.__exit__(None, None, None)
