@@ -17,7 +17,7 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf.files import HfReader
 from slime_like.megatron_backend.hf.tables import table_for
-from slime_like.megatron_backend.hf.tables.entry import GATE_UP, GATE_UP_JOINED, PLAIN, QKV
+from slime_like.megatron_backend.hf.tables.entry import GATE_UP, GATE_UP_JOINED, PLAIN, QKV, Entry
 from slime_like.megatron_backend.model.stage_weights import named_weights
 from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT, has_value_head
 from slime_like.planning.memory.parameters import model_parameters
@@ -67,13 +67,13 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[Shard]:
 
     Raises CheckpointError for one that the family's table does not know.
     """
-    by_name = {name: entry for entry in table_for(model) for name in entry.megatron_names}
+    by_name = _entries(model)
     tied = not model.untie_embeddings_and_output_weights
     for chunk, name, parameter in ((part, *named) for part in stage for named in named_weights(part)):
         if name == OUTPUT_WEIGHT and has_value_head(chunk):
             continue
         layer, expert = _LAYER.search(name), _EXPERT.search(name)
-        entry = by_name.get(_EXPERT.sub("{expert}", _LAYER.sub("{layer}", name)))
+        entry = by_name.get(_template(name))
         if entry is None:
             raise CheckpointError(f"parameter {name} is in no name table of the model's family.")
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
@@ -85,11 +85,22 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[Shard]:
             parameter=parameter,
             templates=(_EMBEDDING,) if is_tied_copy else templates,
             layout=entry.layout,
-            dim=_split_dim(parameter, entry.layout, is_expert=expert is not None),
+            dim=_split_dim(parameter, entry, is_expert=expert is not None),
             is_tied_copy=is_tied_copy,
             expert=int(expert[0]) if expert else None,
             num_local_experts=model.num_experts // parallel_state.get_expert_model_parallel_world_size(),
         )
+
+
+def mark_duplicated(chunk: torch.nn.Module, model: ModelConfig) -> None:
+    """Tell Megatron which matrices of a chunk every tensor parallel rank holds whole: their gradients then count once
+    in the norm, not once a rank. Under transformer-engine they bear the mark of a split matrix.
+    """
+    by_name = _entries(model)
+    for name, parameter in chunk.named_parameters():
+        entry = by_name.get(_template(name))
+        if entry is not None and entry.duplicated:
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -201,11 +212,23 @@ def rank_in_stage() -> int:
     )
 
 
-def _split_dim(parameter: torch.nn.Parameter, layout: str, *, is_expert: bool) -> int | None:
+def _entries(model: ModelConfig) -> dict[str, Entry]:
+    """The family's table by Megatron's names, with {layer} and {expert} for numbers."""
+    return {name: entry for entry in table_for(model) for name in entry.megatron_names}
+
+
+def _template(name: str) -> str:
+    """A parameter's name as the table has it."""
+    return _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))
+
+
+def _split_dim(parameter: torch.nn.Parameter, entry: Entry, *, is_expert: bool) -> int | None:
     """The dimension over which tensor parallel ranks share a parameter; None if each has all of it."""
+    if entry.duplicated:
+        return None
     if is_expert:
         shared = parallel_state.get_expert_tensor_parallel_world_size() > 1
-        return (0 if layout == GATE_UP else 1) if shared else None
+        return (0 if entry.layout == GATE_UP else 1) if shared else None
     shared = (
         getattr(parameter, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
     )

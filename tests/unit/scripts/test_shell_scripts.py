@@ -56,6 +56,12 @@ def test_every_flag_is_known(repo_root: Path, name: str):
     assert {flag for flag in flags if not flag.startswith("--sglang-")} - known == set()
 
 
+@pytest.mark.parametrize("name", RUN_SCRIPTS)
+def test_the_host_chooses_the_attention(repo_root: Path, name: str):
+    # flash needs flash-attn, which no set of packages here has.
+    assert re.findall(r"--attention-backend (\S+)\n  --run-dir", (repo_root / "scripts" / name).read_text()) == ["auto"]
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
