@@ -93,7 +93,7 @@ class ModelConfig:
     attention_backend: str = flag(
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
-        help="Transformer-engine attention (flash needs flash-attn); local: layers of torch's own even beside it, as auto"
+        help="Transformer-engine attention (flash needs flash-attn); local: torch's own layers even beside it, as auto"
         " where it does not work. On a CPU host torch SDPA is used and this is only noted.",
     )
 
