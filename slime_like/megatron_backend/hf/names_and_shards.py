@@ -100,7 +100,7 @@ def mark_duplicated(chunk: torch.nn.Module, model: ModelConfig) -> None:
     for name, parameter in chunk.named_parameters():
         entry = by_name.get(_template(name))
         if entry is not None and entry.duplicated:
-            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = False
 
 
 @torch.no_grad()
