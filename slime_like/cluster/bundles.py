@@ -73,12 +73,12 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> Bundles:
     cpus = cpus_per_gpu()
     shape = {"GPU": 1, "CPU": cpus} if cpus else {"GPU": 1}
     group = placement_group([shape] * plan.num_gpus, strategy="PACK")
-    started, told = time.monotonic(), 0.0
+    started, last_logged = time.monotonic(), 0.0
     while not group.wait(timeout_seconds=1):
         waited = time.monotonic() - started
-        if waited <= timeout_s and waited - told <= 10:
+        if waited <= timeout_s and waited - last_logged <= 10:
             continue
-        told = waited
+        last_logged = waited
         free_cpus = ray.available_resources().get("CPU", 0)
         missing = (
             f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed; {list_nodes(cluster_nodes())};"
@@ -127,10 +127,10 @@ def check_engines(plan: PlacementPlan, slots: list[Slot]) -> None:
             machines = ", ".join(
                 f"{slots[i].address} ({slots[i].node_id[:6]}) GPU {slots[i].gpu_id}" for i in engine.bundles
             )
-            wanted = engine.num_nodes
+            num_nodes = engine.num_nodes
             raise PlacementError(
                 f"Ray spread engine {engine.index} ({len(engine.bundles)} GPUs) over machines as {machines}; it must"
-                f" lie on {'one' if wanted == 1 else f'{wanted}, equally'}.\n  --rollout-num-gpus-per-engine,"
+                f" lie on {'one' if num_nodes == 1 else f'{num_nodes}, equally'}.\n  --rollout-num-gpus-per-engine,"
                 " --num-gpus-per-node\n  Fix: set --num-gpus-per-node to what the machines really have, or use smaller"
                 " engines."
             )

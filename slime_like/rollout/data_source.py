@@ -206,12 +206,12 @@ def _read_objects(file: str, rows_wanted: slice) -> list[tuple[int, dict]]:
         raise DataError(f"{file} is no UTF-8 text (byte {error.start}). Fix: give a JSONL file.") from None
     if not lines:
         raise DataError(f"{file} is empty: it has no row.")
-    wanted = lines[rows_wanted]
-    if not wanted:
+    rows = lines[rows_wanted]
+    if not rows:
         raise DataError(
             f"{file}: the slice [{rows_wanted.start}:{rows_wanted.stop}] takes none of its {len(lines)} rows."
         )
-    return [(number, _parse(line, f"{file} line {number}")) for number, line in wanted]
+    return [(number, _parse(line, f"{file} line {number}")) for number, line in rows]
 
 
 def _parse(line: str, where: str) -> dict:
@@ -281,15 +281,15 @@ def _tools(record: dict, data: DataConfig, where: str) -> list[dict] | None:
 
     Many data sets keep them as JSON text, since their rows must be of one type.
     """
-    given = record.get(data.tool_key)
-    tools = given
-    if isinstance(given, str) and given.strip():
+    value = record.get(data.tool_key)
+    tools = value
+    if isinstance(value, str) and value.strip():
         try:
-            tools = json.loads(given)
+            tools = json.loads(value)
         except ValueError as error:
             raise DataError(
                 f"{where}: {data.tool_key!r} (--tool-key) is malformed JSON: {error}. It starts with"
-                f" {given.strip()[:60]!r}."
+                f" {value.strip()[:60]!r}."
             ) from None
     if not tools:
         return None

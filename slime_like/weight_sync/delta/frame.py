@@ -130,8 +130,8 @@ def read_frame(data: bytes | bytearray) -> Frame:
     start = len(_MAGIC) + _SIZES.size
     if len(view) < start + _DIGEST_BYTES or bytes(view[: len(_MAGIC)]) != _MAGIC:
         raise DeltaError("it is no frame of a weight delta")
-    found, expected = xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]), bytes(view[-_DIGEST_BYTES:])
-    damage = None if found == expected else f"its digest is {found.hex()}, it must be {expected.hex()}"
+    actual, expected = xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]), bytes(view[-_DIGEST_BYTES:])
+    damage = None if actual == expected else f"its digest is {actual.hex()}, it must be {expected.hex()}"
     try:
         place, entries, at = _read_header(view, start)
     except DeltaError as error:

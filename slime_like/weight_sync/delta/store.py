@@ -197,14 +197,14 @@ class VersionStore:
                     f" {self._num_sources}"
                 )
             mine = sorted((number, shard.tensors) for (of, number), shard in self._shards.items() if of == source)
-            found = source_digest(mine)
+            actual = source_digest(mine)
             if (
                 len(mine) != num_shards
                 or any(number != place for place, (number, _) in enumerate(mine))
-                or found != expected
+                or actual != expected
             ):
                 raise DeltaError(
-                    f"source {source} of version {version}: {len(mine)} of {num_shards} shards with digest {found}, it"
+                    f"source {source} of version {version}: {len(mine)} of {num_shards} shards with digest {actual}, it"
                     f" must be {expected}"
                 )
             self._finished[source], self._num_sources = expected, num_sources
@@ -286,12 +286,12 @@ class VersionStore:
     def _newest(self) -> Version | None:
         """The newest version whose bytes are what its manifest says; everything else is removed."""
         shutil.rmtree(self._staging, ignore_errors=True)
-        found = []
+        folders = []
         for name in os.listdir(self.directory):
             match = _VERSION_FOLDER.fullmatch(name)
             if match:
-                found.append((int(match[1]), os.path.join(self.directory, name)))
-        for _, folder in sorted(found, reverse=True):
+                folders.append((int(match[1]), os.path.join(self.directory, name)))
+        for _, folder in sorted(folders, reverse=True):
             try:
                 version = _from_json(folder)
                 _check_version(version)
@@ -316,9 +316,9 @@ def _where(place: FramePlace) -> str:
 
 def _write_tensor(file: BinaryIO, entry: Entry, payload: memoryview, old: np.ndarray | None) -> None:
     if old is not None:
-        found = digest(old)
-        if found != entry.before:
-            raise DeltaError(f"before the change its digest is {found.hex()}, it must be {entry.before.hex()}")
+        actual = digest(old)
+        if actual != entry.before:
+            raise DeltaError(f"before the change its digest is {actual.hex()}, it must be {entry.before.hex()}")
     hasher = xxhash.xxh3_128()
     for chunk in _new_chunks(entry, payload, old):
         hasher.update(chunk.data)
@@ -403,9 +403,9 @@ def _check_version(version: Version) -> None:
             continue
         data = np.memmap(path, dtype=np.uint8, mode="r")
         for key, after, at in shard.places():
-            found = digest(data[at : at + key.num_bytes])
-            if found != after:
-                raise DeltaError(f"{path}, {key.name}: its digest is {found.hex()}, it must be {after.hex()}")
+            actual = digest(data[at : at + key.num_bytes])
+            if actual != after:
+                raise DeltaError(f"{path}, {key.name}: its digest is {actual.hex()}, it must be {after.hex()}")
     for source, expected in version.sources.items():
         mine = sorted((number, shard.tensors) for (of, number), shard in version.shards.items() if of == source)
         if source_digest(mine) != expected:

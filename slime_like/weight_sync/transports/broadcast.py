@@ -191,7 +191,7 @@ class GroupStream(Stream):
         self._group, self._name, self._device = group, name, device
         self._everyone = ", ".join(engine_name(client) for client in clients)
         self._is_in_flight = False  # something that may wait for an engine for good
-        self._all_told = False
+        self._all_answered = False
         self._readers = [(client.endpoint.index, rank) for client in clients for rank in range(client.endpoint.tp_size)]
 
     def __enter__(self) -> GroupStream:
@@ -207,12 +207,12 @@ class GroupStream(Stream):
             return
         self.fail(error)
         try:
-            if not self._is_in_flight and not self._all_told:
+            if not self._is_in_flight and not self._all_answered:
                 self.has_ended = True
                 self._end(GAVE_UP, _GIVE_UP_S)
         except (SlimeLikeError, RuntimeError) as late:
             logger.warning("%s: engines were not told that this weight sync is over: %s", self.who, late)
-        if not self._all_told:  # engines look there while nothing comes
+        if not self._all_answered:  # engines look there while nothing comes
             store_of(self._group).set(OVER, f"{self.who}: {type(error).__name__}: {error}")
 
     def load(self, slot: Slot, phase: str) -> None:
@@ -232,9 +232,9 @@ class GroupStream(Stream):
     def end(self) -> None:
         """Everything was sent; hear of what was digested. Raises WeightSyncError with what an engine says."""
         self.has_ended = True
-        told = self._end(END, self.options.timeout_s)
+        answers = self._end(END, self.options.timeout_s)
         self.finish()
-        for (engine, rank), answer in told.items():
+        for (engine, rank), answer in answers.items():
             if "error" in answer:
                 self.check()  # it may be another source's failure that the engine complains about
                 raise WeightSyncError(
@@ -245,17 +245,17 @@ class GroupStream(Stream):
 
     def _end(self, how: int, timeout_s: float) -> dict[Reader, dict]:
         mine = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=self._device)
-        told = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
+        statuses = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
 
         def send() -> None:
             self._broadcast_header(how, 0, 0)
-            dist.all_gather(told, mine, group=self._group)
+            dist.all_gather(statuses, mine, group=self._group)
 
         self._together(send, "end weight sync", timeout_s, self._watch if how == END else self.check_engines)
-        self._all_told = True
+        self._all_answered = True
         return {
             reader: json.loads(bytes(status.cpu().numpy()))
-            for reader, status in zip(self._readers, told[1:], strict=True)
+            for reader, status in zip(self._readers, statuses[1:], strict=True)
         }
 
     def _broadcast_header(self, size: int, start: int, room: int) -> None:

@@ -56,16 +56,16 @@ class EngineRequests:
     def __init__(
         self,
         clients: Sequence[EngineClient],
-        told: Callable[[EngineClient, int], dict],
+        order_of: Callable[[EngineClient, int], dict],
         timeout_s: float,
         who: str,
         phase: str,
     ):
-        """told(client, rank): what that rank is told, see in_engine.stream.take."""
+        """order_of(client, rank): what that rank is told, see in_engine.stream.take."""
         self._failure: BaseException | None = None
         self._done = threading.Event()
         self._who, self._whom, self._phase = who, ", ".join(engine_name(client) for client in clients), phase
-        tasks = {engine_name(client): functools.partial(_ask, client, told, timeout_s) for client in clients}
+        tasks = {engine_name(client): functools.partial(_ask, client, order_of, timeout_s) for client in clients}
         threading.Thread(
             target=self._run, args=(tasks, timeout_s, who, phase), name=f"{who}: {phase}", daemon=True
         ).start()
@@ -96,9 +96,10 @@ class EngineRequests:
         self.check()
 
 
-def _ask(client: EngineClient, told: Callable[[EngineClient, int], dict], timeout_s: float) -> None:
+def _ask(client: EngineClient, order_of: Callable[[EngineClient, int], dict], timeout_s: float) -> None:
     by_rank = [
-        json.dumps(told(client, rank) | {"timeout_s": timeout_s}).encode() for rank in range(client.endpoint.tp_size)
+        json.dumps(order_of(client, rank) | {"timeout_s": timeout_s}).encode()
+        for rank in range(client.endpoint.tp_size)
     ]
     # Longer than a bucket may take, so that a wait for a bucket, which names the rank, ends first.
     client.update_weights_from_tensor(
@@ -135,11 +136,11 @@ class Stream:
         if options.sources is not None:
             channels = options.sources.channels(options.num_sources)
 
-        def told(client: EngineClient, rank: int) -> dict:
+        def order_of(client: EngineClient, rank: int) -> dict:
             layout = None if self.proof is None else self.proof.layout_number(client.endpoint.index)
             return {"kind": kind, "channels": channels, "engine": client.endpoint.index, "rank": rank, "layout": layout}
 
-        self._requests = EngineRequests(self._clients, told, options.timeout_s, self.who, "load weights")
+        self._requests = EngineRequests(self._clients, order_of, options.timeout_s, self.who, "load weights")
 
     def check(self) -> None:
         """Raise if the sync is lost already: an engine refused, or another source failed."""

@@ -15,7 +15,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import PluginError, WeightSyncError
 from slime_like.weight_sync import transform as hook
-from slime_like.weight_sync.transform import Made, WeightTransform, load_transform
+from slime_like.weight_sync.transform import TransformOutcome, WeightTransform, load_transform
 
 PATH = "mine.transform"
 NAMES = ["a.weight", "b.weight", "c.bias"]
@@ -150,18 +150,23 @@ def test_bad_input_is_named(case):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ([Made(0, ("a", "b"), "x"), Made(1, ("c", "b"), "y")], "b was made twice"),
-        ([Made(0, ("a", "a"), "x")], "a was made twice"),
-        ([Made(0, (), "x"), Made(1, (), "y")], "nothing was left to send"),
+        ([TransformOutcome(0, ("a", "b"), "x"), TransformOutcome(1, ("c", "b"), "y")], "b was made twice"),
+        ([TransformOutcome(0, ("a", "a"), "x")], "a was made twice"),
+        ([TransformOutcome(0, (), "x"), TransformOutcome(1, (), "y")], "nothing was left to send"),
         (
-            [Made(0, ("a",), "x"), Made(0, (), "x"), Made(1, ("b",), "x"), Made(1, (), "y")],
+            [
+                TransformOutcome(0, ("a",), "x"),
+                TransformOutcome(0, (), "x"),
+                TransformOutcome(1, ("b",), "x"),
+                TransformOutcome(1, (), "y"),
+            ],
             "ranks of pipeline stage 1 made other names",
         ),
     ],
 )
 def test_what_the_ranks_made_together(made, message):
     transform = WeightTransform(hook.to_bf16, None, PATH)
-    transform.check([Made(0, ("a",), "x"), Made(0, (), "x"), Made(1, ("b",), "y")])
+    transform.check([TransformOutcome(0, ("a",), "x"), TransformOutcome(0, (), "x"), TransformOutcome(1, ("b",), "y")])
     with pytest.raises(WeightSyncError, match=f"^--custom-weight-transform-path {PATH}: {message}"):
         transform.check(made)
 
@@ -171,7 +176,7 @@ def test_the_summary_is_of_names_types_and_shapes_of_the_last_sync():
 
     def summary(*given):
         list(transform.over(given))
-        return transform.made(3, is_source=True)
+        return transform.outcome(3, is_source=True)
 
     first = summary(("a", torch.zeros(2)), ("b", torch.zeros(1)))
     assert first == summary(("a", torch.ones(2)), ("b", torch.zeros(1))) and (first.stage, first.names) == (
@@ -181,7 +186,7 @@ def test_the_summary_is_of_names_types_and_shapes_of_the_last_sync():
     turned = summary(("b", torch.zeros(1)), ("a", torch.zeros(2)))
     others = [turned, summary(("a", torch.zeros(2)), ("b", torch.zeros(1).half())), summary(("a", torch.zeros(2)))]
     assert len({one.summary for one in (first, *others)}) == 4
-    assert transform.made(3, is_source=False).names == ()
+    assert transform.outcome(3, is_source=False).names == ()
 
 
 def test_the_flag():

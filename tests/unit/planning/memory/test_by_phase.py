@@ -132,10 +132,10 @@ def test_recompute_keeps_only_the_boundaries():
         parallel=dataclasses.replace(plan_config(LLAMA_70B).parallel, **flags), width=2) for name, flags in {
         "all": {}, "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }.items()}  # fmt: skip
-    every, once = sizes["full"].kept(0)
+    every, once = sizes["full"].kept_bytes(0)
     assert every == pytest.approx(80 * 2 * 8192, rel=0.05)  # one hidden state a layer, and the last norm
-    assert once > sizes["all"].kept(0)[1]
-    assert sizes["all"].kept(0)[0] > 20 * every
+    assert once > sizes["all"].kept_bytes(0)[1]
+    assert sizes["all"].kept_bytes(0)[0] > 20 * every
 
 
 def test_early_stages_hold_several_micro_batches():
