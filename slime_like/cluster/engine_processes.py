@@ -69,7 +69,7 @@ class EngineProcesses:
             if spec.nnodes > 1:
                 spec = dataclasses.replace(spec, dist_init_addr=host_port(*addresses[_part_name(engine, 0)]))
             if receivers is not None:
-                receivers.add(engine.index, self._bundles.slots[here[0]].node_id, host, actor)
+                receivers.add(engine.index, self._bundles.gpus[here[0]].node_id, host, actor)
             self._starting.setdefault(engine.index, {})[_part_name(engine, rank)] = actor.start.remote(
                 spec, self._timeout_s
             )
@@ -123,7 +123,7 @@ class EngineProcesses:
             node_rank=node_rank,
             host=host,
             dtype={True: "bfloat16", False: "float32", None: None}[config.optimizer.bf16],
-            gpu_ids=tuple(self._bundles.slots[i].gpu_id for i in bundles),
+            gpu_ids=tuple(self._bundles.gpus[i].gpu_id for i in bundles),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang

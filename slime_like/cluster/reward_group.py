@@ -92,7 +92,7 @@ class RewardGroup:
     def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str):
         self._config = config
         role = plan.roles["reward"]
-        nodes = [bundles.slots[index].node_id for index in role.bundles]
+        nodes = [bundles.gpus[index].node_id for index in role.bundles]
         actor_class = ray.remote(RewardActor)
         self.actors = []
         for rank, index in enumerate(role.bundles):

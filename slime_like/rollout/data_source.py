@@ -14,7 +14,7 @@ from slime_like.config.data import DataConfig, split_slice
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, DataError
 from slime_like.records import Prompt
-from slime_like.rollout.plugins import load_plugins
+from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.tokenizer import encode, end_of_turn_id, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     """The training prompts. Starts nothing, and raises what the user got wrong: DataError in tokenizer, training or
     evaluation data, PluginError in a function's path.
     """
-    load_plugins(config)
+    load_rollout_plugins(config)
     tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
     sources = load_eval_data(config, tokenizer)
     context = context_tokens(config)

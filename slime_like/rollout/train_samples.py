@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from slime_like.algorithms import group_advantages
-from slime_like.algorithms.plugins import load_loss_plugins
+from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.config.loss import LossConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError

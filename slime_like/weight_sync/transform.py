@@ -16,7 +16,7 @@ import xxhash
 from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
-from slime_like.utils.plugins import load_function
+from slime_like.utils.user_functions import load_function
 
 if TYPE_CHECKING:  # the driver checks the path before anything heavy is imported
     import torch

@@ -86,7 +86,7 @@ def samples(count=20) -> list[Sample]:
 
 def elsewhere(bundles: Bundles) -> Bundles:
     """The same bundles in another order, so that two groups of one copy each do not want the same GPU."""
-    return Bundles(bundles.group, [*bundles.slots[2:], *bundles.slots[:2]], bundles.cpus)
+    return Bundles(bundles.group, [*bundles.gpus[2:], *bundles.gpus[:2]], bundles.cpus)
 
 
 def scores(group: RewardGroup, given: list[Sample]) -> list[float]:

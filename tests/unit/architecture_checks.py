@@ -105,6 +105,32 @@ def import_cycles(package_dir: Path) -> list[str]:
     return [f"import cycle: {' <-> '.join(sorted(group))}" for group in _strongly_connected(graph) if len(group) > 1]
 
 
+def name_violations(paths: Iterable[Path], root: Path) -> list[str]:
+    """Variables, parameters, attributes and functions with a vague name (architecture.VAGUE_NAMES), `_` before it or
+    not.
+    """
+    return [
+        f"{path.relative_to(root).as_posix()}:{line} {name}: says nothing of what it is. Fix: name the thing."
+        for path in paths
+        for line, name in sorted(_names_given(ast.parse(path.read_text(encoding="utf-8"))))
+        if name.strip("_") in rules.VAGUE_NAMES
+    ]
+
+
+def class_name_violations(package_dir: Path) -> list[str]:
+    """Public classes of different modules that have one name."""
+    modules: dict[str, list[str]] = {}
+    for path in _modules(package_dir):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(module_name(path, package_dir))
+    return [
+        f"{name} is a class of {' and '.join(homes)}. Fix: a name for each."
+        for name, homes in sorted(modules.items())
+        if len(homes) > 1
+    ]
+
+
 def mirror_violations(package_dir: Path, tests_dir: Path, elsewhere: Mapping[str, Sequence[str]]) -> list[str]:
     """Modules with logic that no test file stands for, and entries of `elsewhere` (architecture.TESTED_ELSEWHERE) that
     are not true.
@@ -165,6 +191,23 @@ def _helpers_of(test: Path, tests_dir: Path) -> list[Path]:
     """The modules of tests/helpers that a test file imports."""
     names = {target.split(".")[2] for _, target in imports_of(test, test.parent) if target.startswith("tests.helpers.")}
     return [path for name in sorted(names) if (path := tests_dir / "helpers" / f"{name}.py").is_file()]
+
+
+def _names_given(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that gets a name in this code; names that are only read are not among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, alias.asname) for alias in node.names if alias.asname)
 
 
 def _is_about(test: Path, module: str, package_dir: Path) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from slime_like.algorithms.covariance import Ranks, draws, picked
+from slime_like.algorithms.covariance import Collectives, draws, picked
 from slime_like.algorithms.token_advantages import sample_advantages
 from slime_like.config.loss import LossConfig
 from slime_like.megatron_backend.step.packing import packed_rows, record_layout
@@ -81,7 +81,9 @@ def with_picked_tokens(
         old = torch.cat([row[pack_.trained] for row, pack_ in zip(score.old, batch.packs, strict=True)])
         advantages = torch.cat([pack_.advantages for pack_ in batch.packs])
         ties = torch.as_tensor(np.concatenate([draws(part, pack_.samples) for pack_ in batch.packs]), device=old.device)
-        chosen = picked(old, advantages, ties, loss, Ranks(sum=_sum_over_data_ranks, gather=_gathered_over_data_ranks))
+        chosen = picked(
+            old, advantages, ties, loss, Collectives(sum=_sum_over_data_ranks, gather=_gathered_over_data_ranks)
+        )
         new_batches.append(
             dataclasses.replace(batch, picked=chosen.split([len(pack_.trained) for pack_ in batch.packs]))
         )

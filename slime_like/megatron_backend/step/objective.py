@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from slime_like.algorithms.loss_plugins import LossPlugins
 from slime_like.algorithms.losses import kl_estimate, unbiased_kl_estimate
 from slime_like.algorithms.off_policy import importance_weights, mismatch, off_policy_sequence_mask, rejected_samples
-from slime_like.algorithms.plugins import LossPlugins
 from slime_like.algorithms.policy_losses import LOG_RATIO_LIMIT, POLICY_LOSSES, LossBatch, TokenLoss
 from slime_like.algorithms.reduce import weighted_sum
 from slime_like.config.base import PluginArgs

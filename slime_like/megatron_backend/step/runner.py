@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_like.algorithms.flops import forward_flops
+from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.algorithms.micro_batches import plan_micro_batches
-from slime_like.algorithms.plugins import load_loss_plugins
 from slime_like.algorithms.policy_losses import LossBatch
 from slime_like.algorithms.reduce import checked_weights, token_weights
 from slime_like.config.base import PluginArgs

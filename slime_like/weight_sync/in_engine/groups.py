@@ -1,4 +1,4 @@
-"""Runs inside the engine: takes a stream of buckets (stream.py) from process groups, in each of which a trainer source
+"""Runs inside the engine: takes a stream of buckets (intake.py) from process groups, in each of which a trainer source
 is rank 0.
 
 For each bucket the source broadcasts a header of three numbers [bytes, where its table begins, what it has room for
@@ -35,7 +35,7 @@ _SLACK_BYTES = 1 << 20
 
 
 def take_groups(loading, order: dict) -> None:
-    """Load from all groups until each has ended. loading: stream.Loading; order: see stream.take.
+    """Load from all groups until each has ended. loading: intake.Loading; order: see intake.take.
 
     Raises where nobody can be told.
     """

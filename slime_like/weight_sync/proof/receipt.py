@@ -6,7 +6,7 @@ How one source uses it:
     publisher.send(receipt.watching(tensors), version, receipt)
     receipt.verify(timeout_s)        # once the engines have loaded everything, inside the update session
 
-A transport that streams (in_engine/stream.py) lets the engines digest each bucket when they have loaded it: if these
+A transport that streams (in_engine/intake.py) lets the engines digest each bucket when they have loaded it: if these
 agree, verify() asks nothing.
 
 What a source was to send but did not is not seen here: the names of all sources are compared with the model's by
@@ -31,8 +31,8 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.buckets import NamedTensor, raw_bytes
+from slime_like.weight_sync.in_engine.intake import new_hash
 from slime_like.weight_sync.in_engine.receipt import BUFFER, RECEIPT_NAME, digest, weighted_sum
-from slime_like.weight_sync.in_engine.stream import new_hash
 from slime_like.weight_sync.proof.engine_layout import Cut, Piece, pieces
 from slime_like.weight_sync.together import run_together
 

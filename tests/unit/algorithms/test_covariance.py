@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.algorithms.covariance import Ranks, covariances, draws, lowest, picked
+from slime_like.algorithms.covariance import Collectives, covariances, draws, lowest, picked
 from slime_like.config.loss import LossConfig
 from slime_like.records import TrainSample, per_token
 from tests.helpers.train_world import advantage_of
 
-ALONE = Ranks()
+ALONE = Collectives()
 
 
 def test_covariances_by_hand():
@@ -65,7 +65,7 @@ def picks_of(samples, logs, places, loss, ranks=ALONE):
 
 
 def together(num_ranks, work):
-    """work(rank, Ranks) on one thread a rank; their collectives meet at a barrier."""
+    """work(rank, Collectives) on one thread a rank; their collectives meet at a barrier."""
     barrier, shared, found = threading.Barrier(num_ranks, timeout=20), [None] * num_ranks, [None] * num_ranks
 
     def exchange(rank, tensor):
@@ -78,7 +78,9 @@ def together(num_ranks, work):
     def run(rank):
         found[rank] = work(
             rank,
-            Ranks(sum=lambda t: torch.stack(exchange(rank, t)).sum(0), gather=lambda t: torch.cat(exchange(rank, t))),
+            Collectives(
+                sum=lambda t: torch.stack(exchange(rank, t)).sum(0), gather=lambda t: torch.cat(exchange(rank, t))
+            ),
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]

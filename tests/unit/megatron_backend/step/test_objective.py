@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_like.algorithms.plugins import LossPlugins, load_loss_plugins
+from slime_like.algorithms.loss_plugins import LossPlugins, load_loss_plugins
 from slime_like.algorithms.policy_losses import LossBatch
 from slime_like.config.loss import LossConfig
 from slime_like.errors import PluginError, RunError

@@ -1,6 +1,6 @@
 """Shared memory: what is written, that it is removed, and what the engine's loader refuses."""
 
-# Covers slime_like.weight_sync.in_engine.stream too, which it does not import itself.
+# Covers slime_like.weight_sync.in_engine.intake too, which it does not import itself.
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from slime_like.weight_sync.in_engine.receipt import digest_of_entries, held_by
 logger = logging.getLogger(__name__)
 
 #: Name of the one "tensor" of the request.
-STREAM_NAME = "__stream__"
+INTAKE_NAME = "__stream__"
 #: Bytes of one line, at most.
 _MOST = 1 << 26
 

@@ -15,7 +15,7 @@ from sglang_backend.fake_http import serve
 
 from slime_like.errors import EngineError
 from slime_like.records import EngineEndpoint
-from slime_like.sglang_backend.external import ExternalServer, HealthWatch, disagreements, inspect_server
+from slime_like.sglang_backend.external_server import ExternalServer, HealthWatch, disagreements, inspect_server
 from slime_like.utils.net import free_port
 
 CONFIG = {

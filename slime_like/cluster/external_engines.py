@@ -12,7 +12,7 @@ from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.planning.placement import PlacementPlan, cannot_run_yet
 from slime_like.rollout.data_source import DataSource, context_tokens
-from slime_like.sglang_backend.external import ExternalServer, disagreements, inspect_server
+from slime_like.sglang_backend.external_server import ExternalServer, disagreements, inspect_server
 from slime_like.sglang_backend.launcher import host_has_cuda
 
 #: Deadline of one question to a server, in seconds.
