@@ -104,10 +104,10 @@ def faulty(tiny_data_dir, tmp_path):
 
     def run(model: Path, what, *flags, rank: int = 0, transport: str = "ipc") -> Faulty:
         before, run_dir, mark = our_processes(), tmp_path / "run", tmp_path / "mark"
-        told = json.dumps({"version": 2, "rank": rank, "mark": str(mark), "what": what})
+        order = json.dumps({"version": 2, "rank": rank, "mark": str(mark), "what": what})
         samples = f"{tmp_path}/samples/{{rollout_id}}.npz"
         command = [
-            sys.executable, ROOT / "tests/e2e/faulty_train.py", told, *SMALL_RUN, "--hf-checkpoint", model,
+            sys.executable, ROOT / "tests/e2e/faulty_train.py", order, *SMALL_RUN, "--hf-checkpoint", model,
             "--prompt-data", f"{tiny_data_dir}/train.jsonl",
             "--update-weight-transport", transport, "--update-weight-timeout-s", DEADLINE_S,
             "--verify-weight-sync-interval", 0,
@@ -127,13 +127,13 @@ def faulty(tiny_data_dir, tmp_path):
         (tmp_path / "run.out").write_text(done.stdout)
         finished = Finished(done.returncode, done.stdout, run_dir)
         assert mark.exists(), f"it did not come to the second sync:\n{finished.logs()}"
-        found = Faulty(done.returncode, done.stdout, run_dir, seconds=ended - float(mark.read_text()))
+        outcome = Faulty(done.returncode, done.stdout, run_dir, seconds=ended - float(mark.read_text()))
         assert_nothing_left(before, seconds=10)
         # who cannot be asked leaves them, to the next run that needs some
         if transport == "ipc" and what not in ("trainer", "engine hangs"):
             assert buckets_left() == []
-        found.assert_nothing_generated(samples)
-        return found
+        outcome.assert_nothing_generated(samples)
+        return outcome
 
     return run
 

@@ -43,51 +43,51 @@ def layer_violations(package_dir: Path) -> list[str]:
     """Imports that do not go strictly down, packages without a layer, and imports of what stands
     outside the package.
     """
-    found = []
+    violations = []
     for path in _modules(package_dir):
         module = module_name(path, package_dir)
         area = module.split(".")[0]
         if module and area not in LAYER_OF:
-            found.append(f"{module}: '{area}' has no layer. Fix: add it to LAYERS.")
+            violations.append(f"{module}: '{area}' has no layer. Fix: add it to LAYERS.")
             continue
         for line, target in imports_of(path, package_dir):
             top, _, rest = target.partition(".")
             other = rest.split(".")[0]
             if top in rules.OUTSIDE:
-                found.append(f"{module}:{line} imports {top}, which stands outside the package.")
+                violations.append(f"{module}:{line} imports {top}, which stands outside the package.")
             elif top == package_dir.name and other in LAYER_OF and other != area:
                 if not module or LAYER_OF[other] >= LAYER_OF[area]:
-                    found.append(f"{module or '__init__'}:{line} imports {other}, which is not below it.")
+                    violations.append(f"{module or '__init__'}:{line} imports {other}, which is not below it.")
                 elif other in rules.ONLY_FOR_TESTS:
-                    found.append(f"{module}:{line} imports {other}, which is for tests only.")
-    return found
+                    violations.append(f"{module}:{line} imports {other}, which is for tests only.")
+    return violations
 
 
 def fence_violations(package_dir: Path) -> list[str]:
     """Third-party imports outside the modules that they are reserved for."""
-    found = []
+    violations = []
     for path in _modules(package_dir):
         module = module_name(path, package_dir)
         for line, target in imports_of(path, package_dir):
             top = target.split(".")[0]
             allowed = rules.FENCES.get(top)
             if allowed is not None and not any(module == name or module.startswith(name + ".") for name in allowed):
-                found.append(f"{module}:{line} imports {top}; allowed only in {', '.join(sorted(allowed))}.")
-    return found
+                violations.append(f"{module}:{line} imports {top}; allowed only in {', '.join(sorted(allowed))}.")
+    return violations
 
 
 def size_violations(paths: Iterable[Path], root: Path) -> list[str]:
     """Files, functions and parameter lists that are too long."""
-    found = []
+    violations = []
     for path in paths:
         name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
         limit, lines = rules.MAX_LINES_OF.get(name, rules.MAX_FILE_LINES), len(text.splitlines())
         if lines > limit:
-            found.append(f"{name}: {lines} lines, limit {limit}. Fix: split by responsibility.")
+            violations.append(f"{name}: {lines} lines, limit {limit}. Fix: split by responsibility.")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found += _function_violations(node, name)
-    return found
+                violations += _function_violations(node, name)
+    return violations
 
 
 def import_cycles(package_dir: Path) -> list[str]:
@@ -184,21 +184,21 @@ def _modules(package_dir: Path) -> list[Path]:
 
 
 def _function_violations(node: ast.FunctionDef | ast.AsyncFunctionDef, file_name: str) -> list[str]:
-    found = []
+    violations = []
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
     if lines > rules.MAX_FUNCTION_LINES:
-        found.append(
+        violations.append(
             f"{file_name}:{node.lineno} {node.name}: {lines} lines, limit {rules.MAX_FUNCTION_LINES}. Fix: split by"
             " step."
         )
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     count = len([name for name in names if name not in ("self", "cls")])
     if count > rules.MAX_PARAMETERS:
-        found.append(
+        violations.append(
             f"{file_name}:{node.lineno} {node.name}: {count} parameters, limit {rules.MAX_PARAMETERS}. Fix: a"
             " dataclass."
         )
-    return found
+    return violations
 
 
 def _strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:

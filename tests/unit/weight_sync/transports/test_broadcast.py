@@ -61,9 +61,9 @@ def publisher(
         "127.0.0.1",
         sources=sources,
     )
-    made = BroadcastPublisher(options)
-    made.connect()
-    return made
+    connected = BroadcastPublisher(options)
+    connected.connect()
+    return connected
 
 
 def two_publishers(engines: list[FakeEngine], timeout_s: float = DEADLINE_S) -> list[BroadcastPublisher]:
@@ -92,7 +92,7 @@ class RowsProof:
     """Asks rank r of an engine for row r of every tensor, which is known to be in float32."""
 
     def __init__(self, tensors: list[tuple[str, torch.Tensor]], tp_sizes: list[int]):
-        self.tensors, self.tp_sizes, self.told = dict(tensors), tp_sizes, {}
+        self.tensors, self.tp_sizes, self.heard_digests = dict(tensors), tp_sizes, {}
 
     def layout_number(self, engine: int) -> int | None:
         return engine
@@ -104,7 +104,7 @@ class RowsProof:
         ]
 
     def heard(self, engine: int, rank: int, digest: str) -> None:
-        self.told[engine, rank] = digest
+        self.heard_digests[engine, rank] = digest
 
     def expected(self, rank: int) -> str:
         parts = b"".join(xxhash.xxh3_64_digest(tensor[rank].numpy()) for tensor in self.tensors.values())
@@ -185,7 +185,7 @@ def test_every_rank_digests_what_was_asked_of_it(nest):
     # a model has its tensors from the start
     sender.send(((name, torch.zeros_like(tensor)) for name, tensor in tensors), 1)
     sender.send(iter(tensors), 2, proof)
-    assert proof.told == {(0, 0): proof.expected(0), (0, 1): proof.expected(1), (1, 0): proof.expected(0)}
+    assert proof.heard_digests == {(0, 0): proof.expected(0), (0, 1): proof.expected(1), (1, 0): proof.expected(0)}
     sender.close()
 
 
