@@ -171,7 +171,8 @@ def test_the_work_of_a_671b_report_grows_with_the_gpus_and_no_faster():
     operations = [count_operations(functools.partial(report, nodes)) for nodes in (64, 128, 256)]
     of_a_node = [(operations[1] - operations[0]) / 64, (operations[2] - operations[1]) / 128]
     assert of_a_node[1] < 1.1 * of_a_node[0]
-    assert 1280 * of_a_node[1] < 6_000_000  # about 0.8 s of Python
+    # 23,400 a node are 30 million for 10240 GPUs, which took 0.7 s; a fifth more would be 0.85 s
+    assert 1280 * of_a_node[1] < 36_000_000
 
 
 def test_logits_are_cut_into_chunks():
