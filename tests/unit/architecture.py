@@ -124,7 +124,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 #: Names that say what was done, not what the thing is; refused in these folders and at the top.
 VAGUE_NAMES = {"found", "told", "made"}
-NAMED_FOLDERS = ("slime_like", "scripts", "benchmarks")
+NAMED_FOLDERS = ("slime_like", "scripts", "benchmarks", "tests")
 
 #: Never imported by `--help` or `--plan`: they answer at once.
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers")
