@@ -155,6 +155,14 @@ def test_a_refusal_comes_before_the_body(tmp_path):
                 assert reason in json.loads(answer.read())["error"]
 
 
+def test_a_body_is_not_unpacked(tmp_path):
+    """What it takes in memory is its Content-Length."""
+    packed = gzip.compress(b'{"version": 1}' + b" " * 10_000)
+    with served(tmp_path, silence_s=20.0) as url, connection(url) as client:
+        client.sendall(head(KEY, "Content-Encoding: gzip", f"Content-Length: {len(packed)}", path="/begin") + packed)
+        assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
 def test_shards_wait_for_their_turn(tmp_path):
     with served(tmp_path, silence_s=20.0) as url, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connection(url)) for _ in range(64)]
@@ -199,13 +207,6 @@ def test_a_number_takes_no_memory(tmp_path):
             whom="receiver",
             phase="notice that the client has gone",
         )
-        packed = gzip.compress(bytes(256 << 20), compresslevel=1)
-        with connection(running.url) as bomb:
-            bomb.sendall(
-                head(running.key, "Content-Encoding: gzip", f"Content-Length: {len(packed)}", "Connection: close")
-                + packed
-            )
-            assert b"422" in (answer := everything(bomb)) and b"no frame" in answer, "a body is taken as it comes"
         assert memory_bytes(running.pid) - before < 16 << 20
         running.check()
     finally:
