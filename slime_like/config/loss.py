@@ -240,34 +240,34 @@ class LossConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the loss."""
-        found = []
+        problems = []
         if self.eps_clip < 0 or (self.eps_clip_high or 0) < 0:
-            found.append(f"--eps-clip {self.eps_clip}, --eps-clip-high {self.eps_clip_high}: must not be negative.")
+            problems.append(f"--eps-clip {self.eps_clip}, --eps-clip-high {self.eps_clip_high}: must not be negative.")
         if self.eps_clip_c is not None and self.eps_clip_c <= 1:
-            found.append(f"--eps-clip-c {self.eps_clip_c}: must be above 1.")
+            problems.append(f"--eps-clip-c {self.eps_clip_c}: must be above 1.")
         if self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss":
-            found.append(
+            problems.append(
                 "--disable-compute-advantages-and-returns leaves a policy loss without advantages. Fix: drop it, or"
                 " --loss-type sft_loss."
             )
         if self.kl_loss_coef and not self.use_kl_loss:
-            found.append(f"--kl-loss-coef {self.kl_loss_coef} does nothing without --use-kl-loss. Fix: add it.")
+            problems.append(f"--kl-loss-coef {self.kl_loss_coef} does nothing without --use-kl-loss. Fix: add it.")
         if self.kl_coef and not self.use_kl_loss and self.kl_loss_type != LossConfig.kl_loss_type:
-            found.append(
+            problems.append(
                 f"--kl-loss-type {self.kl_loss_type} is for the KL loss; the KL of --kl-coef {self.kl_coef} is always"
                 " k1. Fix: drop one of them."
             )
         if self.use_unbiased_kl and not self.use_kl_loss:
-            found.append("--use-unbiased-kl does nothing without --use-kl-loss. Fix: add it.")
+            problems.append("--use-unbiased-kl does nothing without --use-kl-loss. Fix: add it.")
         if self.use_unbiased_kl and self.kl_loss_type == "k2":
-            found.append(
+            problems.append(
                 "--use-unbiased-kl with --kl-loss-type k2: half a square is no unbiased KL, however it is weighed. Fix:"
                 " k1, k3 or low_var_kl."
             )
         if self.ref_update_interval is not None and self.ref_update_interval < 1:
-            found.append(f"--ref-update-interval {self.ref_update_interval}: must be at least 1.")
+            problems.append(f"--ref-update-interval {self.ref_update_interval}: must be at least 1.")
         return (
-            found
+            problems
             + self._advantage_problems()
             + self._policy_problems()
             + self._correction_problems()
@@ -276,28 +276,28 @@ class LossConfig:
 
     def _advantage_problems(self) -> list[str]:
         """What the estimators have or lack."""
-        found, name, row = [], self.advantage_estimator, self.estimator
+        problems, name, row = [], self.advantage_estimator, self.estimator
         if not 0 <= self.gamma <= 1 or not 0 <= self.lambd <= 1:
-            found.append(f"--gamma {self.gamma}, --lambd {self.lambd}: must be from 0 to 1.")
+            problems.append(f"--gamma {self.gamma}, --lambd {self.lambd}: must be from 0 to 1.")
         if self.value_clip <= 0:
-            found.append(f"--value-clip {self.value_clip}: must be above 0.")
+            problems.append(f"--value-clip {self.value_clip}: must be above 0.")
         if self.num_critic_only_steps < 0:
-            found.append(f"--num-critic-only-steps {self.num_critic_only_steps}: must not be negative.")
+            problems.append(f"--num-critic-only-steps {self.num_critic_only_steps}: must not be negative.")
         if self.kl_coef < 0:
-            found.append(f"--kl-coef {self.kl_coef}: must not be negative.")
+            problems.append(f"--kl-coef {self.kl_coef}: must not be negative.")
         if self.kl_coef and self.kl_loss_coef:
-            found.append(
+            problems.append(
                 f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} punish the same KL twice. Fix: one of"
                 " them."
             )
         if self.kl_coef and not row.takes_kl:
             takers = ", ".join(other for other, its in ESTIMATORS.items() if its.takes_kl)
-            found.append(
+            problems.append(
                 f"--kl-coef {self.kl_coef} needs rewards per token: --advantage-estimator {takers}. Fix: --use-kl-loss"
                 " --kl-loss-coef."
             )
         if row.is_whitened and not self.normalize_advantages:
-            found.append(
+            problems.append(
                 f"--advantage-estimator {name} is defined with whitened advantages. Fix: --normalize-advantages."
             )
         if row.compares_with != "group":
@@ -310,55 +310,55 @@ class LossConfig:
                 "custom_advantage_function_path",
             ):
                 if getattr(self, flag_name):
-                    found.append(
+                    problems.append(
                         f"{_shown(flag_name)} is about groups, and --advantage-estimator {name} {comparing}. Fix:"
                         " drop it."
                     )
         if row.scale == "batch" and self.disable_grpo_std_normalization:
-            found.append(
+            problems.append(
                 f"--disable-grpo-std-normalization takes away what --advantage-estimator {name} is about. Fix: dr_grpo."
             )
         if self.custom_advantage_function_path and (
             self.disable_grpo_std_normalization or self.disable_rewards_normalization
         ):
-            found.append(
+            problems.append(
                 "--custom-advantage-function-path replaces the comparison that --disable-…-normalization is about. Fix:"
                 " drop one of them."
             )
         for flag_name in self._changed(ESTIMATOR_FLAGS):
             if flag_name not in row.flags:
                 known = " or ".join(reversed(owners(ESTIMATORS, flag_name)))
-                found.append(
+                problems.append(
                     f"{_shown(flag_name)} does nothing without --advantage-estimator {known}. Fix: add it, or drop"
                     " this."
                 )
-        return found + self._distillation_problems()
+        return problems + self._distillation_problems()
 
     def _distillation_problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.use_opd and not self.opd_teacher_load:
-            found.append("--use-opd needs --opd-teacher-load, the teacher.")
+            problems.append("--use-opd needs --opd-teacher-load, the teacher.")
         if not self.use_opd and (
             self.opd_teacher_load or self.opd_kl_coef != 1.0 or self.opd_teacher_ckpt_step is not None
         ):
-            found.append(
+            problems.append(
                 "--opd-teacher-load, --opd-teacher-ckpt-step and --opd-kl-coef do nothing without --use-opd. Fix: add"
                 " it, or drop them."
             )
         if self.opd_kl_coef < 0:
-            found.append(f"--opd-kl-coef {self.opd_kl_coef}: must not be negative.")
+            problems.append(f"--opd-kl-coef {self.opd_kl_coef}: must not be negative.")
         if self.use_opd and self.loss_type == "sft_loss":
-            found.append(
+            problems.append(
                 "--use-opd scores what the policy itself said; --loss-type sft_loss has no such samples. Fix: drop one."
             )
-        return found
+        return problems
 
     def _policy_problems(self) -> list[str]:
         """Which loss, and what goes with it."""
-        found = []
+        problems = []
         custom = self.loss_type == "custom_loss"
         if custom != bool(self.custom_loss_function_path):
-            found.append(
+            problems.append(
                 "--loss-type custom_loss and --custom-loss-function-path belong together. Fix: give both, or neither."
             )
         if custom:
@@ -372,20 +372,20 @@ class LossConfig:
             )
             for name in (*parts, "custom_policy_loss_function_path"):
                 if getattr(self, name):
-                    found.append(
+                    problems.append(
                         f"{_shown(name)} is a part of the policy loss, which --loss-type custom_loss replaces whole."
                         " Fix: drop it; or drop --loss-type and give --custom-policy-loss-function-path, which"
                         " replaces the loss of a token only."
                     )
         elif self.loss_type == "policy_loss":
-            found += self._policy_loss_problems()
-        return found
+            problems += self._policy_loss_problems()
+        return problems
 
     def _policy_loss_problems(self) -> list[str]:
         """What --policy-loss, or the user's own loss of a token, has no use for."""
-        found, name, row = [], self.policy_loss_name, self.policy_row
+        problems, name, row = [], self.policy_loss_name, self.policy_row
         if self.policy_loss and self.custom_policy_loss_function_path:
-            found.append(
+            problems.append(
                 f"--policy-loss {self.policy_loss} is what --custom-policy-loss-function-path replaces. Fix: drop one"
                 " of them."
             )
@@ -393,89 +393,93 @@ class LossConfig:
             if flag_name not in row.flags:
                 known = ", ".join(owners(POLICY_LOSSES, flag_name))
                 value = getattr(self, flag_name)
-                found.append(
+                problems.append(
                     f"{_shown(flag_name)} {value} does nothing with --policy-loss {name}, only with {known}. Fix: one"
                     " of them, or drop this."
                 )
         if self.use_rollout_logprobs and not row.has_ratio:
-            found.append(f"--use-rollout-logprobs is about a ratio, and --policy-loss {name} has none. Fix: drop it.")
+            problems.append(
+                f"--use-rollout-logprobs is about a ratio, and --policy-loss {name} has none. Fix: drop it."
+            )
         if row.needs_sample_advantages and self.varies_within_samples:
             origin = (
                 "--use-opd"
                 if self.use_opd
                 else f"--advantage-estimator {self.advantage_estimator}" + (" with --kl-coef" if self.kl_coef else "")
             )
-            found.append(
+            problems.append(
                 f"--policy-loss {name} has one term a sample, and {origin} gives each token an advantage of its own."
                 " Fix: --policy-loss gspo or clip."
             )
         if min(self.sapo_temperature_pos, self.sapo_temperature_neg) <= 0:
-            found.append(
+            problems.append(
                 f"--sapo-temperature-pos {self.sapo_temperature_pos}, --sapo-temperature-neg"
                 f" {self.sapo_temperature_neg}: must be above 0."
             )
         for flag_name in ("clip_cov_ratio", "kl_cov_ratio"):
             if not 0 < getattr(self, flag_name) <= 1:
-                found.append(
+                problems.append(
                     f"{_shown(flag_name)} {getattr(self, flag_name)}: a share of the tokens is above 0 and at most 1."
                 )
         if self.clip_cov_lb >= self.clip_cov_ub:
-            found.append(
+            problems.append(
                 f"--clip-cov-lb {self.clip_cov_lb} and --clip-cov-ub {self.clip_cov_ub}: nothing lies between them."
                 " Fix: lower < upper."
             )
         if self.ppo_kl_coef < 0:
-            found.append(f"--ppo-kl-coef {self.ppo_kl_coef}: must not be negative.")
-        return found
+            problems.append(f"--ppo-kl-coef {self.ppo_kl_coef}: must not be negative.")
+        return problems
 
     def _correction_problems(self) -> list[str]:
         """What is impossible about off-policy corrections."""
-        found = []
+        problems = []
         if not 0 <= self.tis_clip_low <= self.tis_clip:
-            found.append(f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}: need 0 <= low <= high.")
+            problems.append(
+                f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}: need 0 <= low <= high."
+            )
         if self.use_tis and self.use_rollout_logprobs:
-            found.append("--use-tis and --use-rollout-logprobs both correct for the engine. Fix: one of them.")
+            problems.append("--use-tis and --use-rollout-logprobs both correct for the engine. Fix: one of them.")
         if self.custom_tis_function_path and not self.use_tis:
-            found.append("--custom-tis-function-path does nothing without --use-tis. Fix: add it.")
+            problems.append("--custom-tis-function-path does nothing without --use-tis. Fix: add it.")
         for name in self._changed(("tis_level", "tis_mode", "tis_reject_level")):
             shown = f"{_shown(name)} {getattr(self, name)}"
             if not self.use_tis:
-                found.append(f"{shown} does nothing without --use-tis. Fix: add it.")
+                problems.append(f"{shown} does nothing without --use-tis. Fix: add it.")
             if self.custom_tis_function_path:
-                found.append(
+                problems.append(
                     f"{shown} is for the built-in correction, which --custom-tis-function-path replaces. Fix: drop one"
                     " of them."
                 )
         low, high = self.tis_reject_low or 0.0, self.tis_reject_high
         if self.tis_reject_level is None and (high is not None or self.tis_reject_low is not None):
-            found.append(
+            problems.append(
                 "--tis-reject-low and --tis-reject-high do nothing without --tis-reject-level. Fix: add it, or drop"
                 " them."
             )
         if self.tis_reject_level is not None and high is None:
-            found.append(
+            problems.append(
                 f"--tis-reject-level {self.tis_reject_level} needs --tis-reject-high, above which a sample is rejected."
             )
         if high is not None and not 0 <= low < high:
-            found.append(f"--tis-reject-low {low} and --tis-reject-high {high}: need 0 <= low < high.")
+            problems.append(f"--tis-reject-low {low} and --tis-reject-high {high}: need 0 <= low < high.")
         if self.opsm_delta < 0:
-            found.append(f"--opsm-delta {self.opsm_delta}: must not be negative.")
+            problems.append(f"--opsm-delta {self.opsm_delta}: must not be negative.")
         if self.opsm_delta != LossConfig.opsm_delta and not self.use_opsm:
-            found.append(f"--opsm-delta {self.opsm_delta} does nothing without --use-opsm. Fix: add it.")
-        return found
+            problems.append(f"--opsm-delta {self.opsm_delta} does nothing without --use-opsm. Fix: add it.")
+        return problems
 
     def _reduction_problems(self) -> list[str]:
         """What is impossible about means."""
-        found = []
+        problems = []
         if self.calculate_per_token_loss and self.loss_reduction not in (None, "token"):
-            found.append(
+            problems.append(
                 f"--calculate-per-token-loss is --loss-reduction token, not {self.loss_reduction}. Fix: one of them."
             )
         if (self.loss_reduction == "constant") != (self.loss_divisor is not None):
-            found.append("--loss-reduction constant and --loss-divisor belong together. Fix: give both, or neither.")
+            problems.append("--loss-reduction constant and --loss-divisor belong together. Fix: give both, or neither.")
         if self.loss_divisor is not None and self.loss_divisor < 1:
-            found.append(f"--loss-divisor {self.loss_divisor}: must be at least 1.")
-        return found
+            problems.append(f"--loss-divisor {self.loss_divisor}: must be at least 1.")
+        return problems
 
     def missing_files(self) -> list[str]:
         """Paths that do not exist; checked before anything starts."""

@@ -125,7 +125,7 @@ class TrainWorker:
             temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
             plugin_args=config.plugin_args(),
         )
-        self.runner.replay = RoutingReplay.wanted(config, self.stage)
+        self.runner.replay = RoutingReplay.for_policy(config, self.stage)
         if self._trains:
             self._clear_gradients()
             self._sync.whole_weights()

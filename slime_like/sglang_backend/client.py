@@ -274,11 +274,11 @@ class EngineClient:
         answer = self._checked(
             "/weights_checker", {"action": "checksum", "skip_tensor_list": ["model.", "lm_head."]}, timeout_s
         )
-        found = {}
+        checksums = {}
         for rank in answer.get("ranks") or []:
             place = rank["parallelism_info"]  # a list, target model first, since SGLang checks draft models too
-            found[(place[0] if isinstance(place, list) else place)["tp_rank"]] = rank["checksums"].get(name, "")
-        return found
+            checksums[(place[0] if isinstance(place, list) else place)["tp_rank"]] = rank["checksums"].get(name, "")
+        return checksums
 
     # Memory
 
