@@ -39,7 +39,8 @@ SOURCE_ONLY = {
 }
 #: What is imported after the install: distribution -> (module, whether it needs a GPU to be imported).
 IMPORTS = {
-    "flashinfer-python": ("flashinfer", False), "math-verify": ("math_verify", False),
+    "aiohttp": ("aiohttp", False), "flashinfer-python": ("flashinfer", False), "httpx": ("httpx", False),
+    "math-verify": ("math_verify", False),
     "megatron-core": ("megatron.core", False), "numpy": ("numpy", False),
     "ray": ("ray", False), "requests": ("requests", False), "safetensors": ("safetensors.torch", False),
     "sglang": ("sglang.srt.server_args", False),

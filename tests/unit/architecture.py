@@ -31,6 +31,8 @@ FENCES = {
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
     },
+    "aiohttp": {"rollout", "testing", "weight_sync.delta.receiver"},
+    "httpx": {"sglang_backend.client"},
     "fastapi": {"api_server"},
     "sqlalchemy": {"api_server.store"},
     "wandb": {"observability.metrics"},
