@@ -66,6 +66,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
     "config.evaluation": ("unit/config/test_rollout.py",),
+    "config.loss": ("unit/config/test_loss.py",),
     "config.observability": ("unit/job/test_resolve.py",),
     "config.optimizer": ("unit/config/test_checkpoint.py",),
     "config.reward": ("unit/config/test_rollout.py",),
