@@ -159,12 +159,8 @@ class TrainWorker:
         prepared = self.prepare(batch)
         with self.using(weights), self.runner.at_temperature(temperature):
             if record_routing:
-                scores, prepared = self.runner.forward_recording(prepared)
-            else:
-                scores = self.runner.forward(
-                    prepared, routing=Routing.REPLAY if weights.name == BASE.name else Routing.OWN
-                )
-        return Outputs(batch=prepared, scores=scores)
+                return self.runner.forward_recording(prepared)
+            return self.runner.forward(prepared, routing=Routing.REPLAY if weights.name == BASE.name else Routing.OWN)
 
     def forward_backward(
         self, batch: Batch, loss: LossSpec, *, weights: WeightsRef, accumulates: bool = True
@@ -177,8 +173,7 @@ class TrainWorker:
         self._check_trained(weights)
         prepared = self.prepare(batch)
         with self._sync.held_back() if accumulates else contextlib.nullcontext():
-            metrics, scores = self.runner.forward_backward(prepared, loss)
-        return Outputs(batch=prepared, scores=scores, metrics=metrics)
+            return self.runner.forward_backward(prepared, loss)
 
     def optim_step(
         self, params: AdamParams | None, *, weights: WeightsRef, passes_follow: bool = False

@@ -86,7 +86,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.compat.buffers": ("multiprocess/test_interleaved.py",),
     "megatron_backend.compat.experts": ("multiprocess/test_experts.py",),
     "megatron_backend.convert": ("multiprocess/test_convert.py",),
-    "megatron_backend.step.batch": ("multiprocess/test_algorithms.py",),
     "megatron_backend.step.critic": ("multiprocess/test_critic.py",),
     "megatron_backend.step.forward": ("multiprocess/test_forward.py",),
     "megatron_backend.step.gradient_sync": ("multiprocess/test_interleaved.py",),

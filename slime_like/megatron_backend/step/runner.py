@@ -23,6 +23,7 @@ from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.objective import TOKEN_MEANS, LossParts, Objective
 from slime_like.megatron_backend.step.packing import PackedBatch, laid_out_as
 from slime_like.megatron_backend.step.routing_replay import Routing, RoutingReplay
+from slime_like.megatron_backend.verbs import Outputs
 
 
 class StepRunner:
@@ -61,20 +62,20 @@ class StepRunner:
             self._scoring = before
 
     @torch.no_grad()
-    def forward(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> dict[str, Scores]:
+    def forward(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> Outputs:
         """`scores` under the present weights; no gradients.
 
         routing: REPLAY for the policy itself, OWN for other weights swapped in.
         """
-        return self._forward(batch, routing, None)
+        return Outputs(batch=batch, scores=self._forward(batch, routing, None))
 
     @torch.no_grad()
-    def forward_recording(self, batch: StepBatch) -> tuple[dict[str, Scores], StepBatch]:
+    def forward_recording(self, batch: StepBatch) -> Outputs:
         """As forward, for the policy; the batch comes back with the experts that its routers chose, where train steps
         are to replay these.
         """
         if self._replay is None or not self._replay.records:
-            return self._forward(batch, Routing.REPLAY, None), batch
+            return self.forward(batch, routing=Routing.REPLAY)
         recorded: list[dict[int, torch.Tensor]] = [{} for _ in batch.packs]
         # in the packs that are trained on
         scores = self._forward(dataclasses.replace(batch, scoring_packs=None), Routing.RECORD, recorded)
@@ -82,7 +83,7 @@ class StepRunner:
             dataclasses.replace(p, routed_experts=self._replay.as_routed_experts(p, r))
             for p, r in zip(batch.packs, recorded, strict=True)
         ]
-        return scores, dataclasses.replace(batch, packs=tuple(packs))
+        return Outputs(batch=dataclasses.replace(batch, packs=tuple(packs)), scores=scores)
 
     def _forward(self, batch: StepBatch, routing: Routing, recorded: list[dict] | None) -> dict[str, Scores]:
         wide = batch if batch.scoring_packs is None else dataclasses.replace(batch, packs=batch.scoring_packs)
@@ -102,11 +103,8 @@ class StepRunner:
         is_last = parallel_state.is_pipeline_last_stage()
         return {name: [part[name] for part in scores] if is_last else None for name in self.scores}
 
-    def forward_backward(self, batch: StepBatch, loss: LossSpec) -> tuple[dict[str, float], dict[str, Scores]]:
-        """Add one loss's gradients to the buffers (not yet summed over ranks).
-
-        Returns metrics, equal on every rank, and `scores`.
-        """
+    def forward_backward(self, batch: StepBatch, loss: LossSpec) -> Outputs:
+        """Add one loss's gradients to the buffers (not yet summed over ranks); gives metrics and `scores`."""
         scale = parallel_state.get_data_parallel_world_size() * len(batch.packs)
         position = {id(p): i for i, p in enumerate(batch.packs)}
 
@@ -119,7 +117,8 @@ class StepRunner:
             return parts.loss * scale, (parts.sums, parts.maxima, {name: row.detach() for name, row in scores.items()})
 
         outputs = self._run(batch, loss_function, forward_only=False, routing=Routing.REPLAY)
-        return self._metrics(self._reduce(outputs, batch), batch), self._columns([scores for *_, scores in outputs])
+        scores = self._columns([scores for *_, scores in outputs])
+        return Outputs(batch=batch, scores=scores, metrics=self._metrics(self._reduce(outputs, batch), batch))
 
     def _metrics(self, sums: dict[str, float], batch: StepBatch) -> dict[str, float]:
         if self._balanced_model is None:
