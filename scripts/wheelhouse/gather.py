@@ -74,12 +74,12 @@ def build_own_wheel(folder: Path) -> Path:
 
 def gpu_extra() -> list[Requirement]:
     """setup.py's `gpu` extra, read from its text: running it would build something."""
-    found = re.search(
+    match = re.search(
         r'"gpu": \[(.*?)\]\s*,\n\s*"dev"', (ROOT / "setup.py").read_text(encoding="utf-8"), flags=re.DOTALL
     )
-    if not found:
+    if not match:
         raise WheelhouseError("setup.py has no `gpu` extra that this program can read.")
-    return [Requirement(text) for text in re.findall(r'"([^"]+)"', found.group(1))]
+    return [Requirement(text) for text in re.findall(r'"([^"]+)"', match.group(1))]
 
 
 def choose_roots(wish: Wish, folder: Path, notes: list[str], left_out: dict[str, str]) -> list[str]:
@@ -133,11 +133,11 @@ def check_cuda(packages: dict[str, Package], wish: Wish) -> None:
         for text in packages["torch"].requires
         if text.startswith(("cuda-toolkit", "nvidia-cublas", "nvidia-cuda-runtime"))
     ]
-    found = {
+    versions = {
         match.group(1) for text in texts if (match := re.match(r"(?:cuda-toolkit\S*?==|nvidia-[a-z-]+-cu)(\d+)", text))
     }
-    if found != {str(wish.cuda)}:
-        built = f"CUDA {', '.join(sorted(found))}" if found else "no CUDA"
+    if versions != {str(wish.cuda)}:
+        built = f"CUDA {', '.join(sorted(versions))}" if versions else "no CUDA"
         version = packages["torch"].version
         raise WheelhouseError(
             f"torch {version} of this index is built for {built}, not CUDA {wish.cuda}.\n  Fix: --cuda, --torch, or"
@@ -155,13 +155,13 @@ def select(
     without = wish.exclude | (frozenset() if wish.keep_all else frozenset(wrong_cuda))
     whole = closure(packages, roots, wish.target, frozenset())
     on_host = torch_libraries(packages, wish.target) if wish.without_torch else frozenset()
-    kept = closure(packages, roots, wish.target, without | on_host)
+    chosen = closure(packages, roots, wish.target, without | on_host)
     for name in sorted(set(whole.required_by) & set(packages)):
         if name in wish.exclude:
             left_out[name] = "excluded on the command line"
         elif name in without:
             left_out[name] = f"made for another CUDA than {wish.cuda}"
-        elif name not in kept.required_by and name not in on_host:
+        elif name not in chosen.required_by and name not in on_host:
             left_out[name] = f"only needed by {', '.join(whole.required_by[name])}"
     unknown = wish.exclude - set(packages) - set(left_out)
     if unknown:
@@ -170,14 +170,15 @@ def select(
         )
     return (
         Closure(
-            {n: p for n, p in kept.required_by.items() if n in packages and n not in without | on_host}, kept.missing
+            {n: p for n, p in chosen.required_by.items() if n in packages and n not in without | on_host},
+            chosen.missing,
         ),
         on_host,
     )
 
 
 def prepare_wheels(
-    kept: list[Package], fetched: Path, folder: Path, wish: Wish, required_by: dict[str, tuple[str, ...]]
+    packages: list[Package], fetched: Path, folder: Path, wish: Wish, required_by: dict[str, tuple[str, ...]]
 ) -> list[dict]:
     """Strip what is stripped; describe each wheel for the manifest.
 
@@ -185,7 +186,7 @@ def prepare_wheels(
     """
     rules = {} if wish.keep_all else {strip.package: strip for strip in STRIPS}
     described = []
-    for package in sorted(kept, key=lambda p: p.name):
+    for package in sorted(packages, key=lambda p: p.name):
         path, note = fetched / package.file, None
         if package.name in rules:
             target = folder / package.file
@@ -215,14 +216,14 @@ def prepare_wheels(
 
 def imports_of(wheels: list[dict], roots: list[Requirement], wish: Wish) -> list[dict]:
     """What the import check tries: the known modules of what is there, and the packages of each --only."""
-    found = [
+    modules = [
         {"wheel": w["name"], "module": IMPORTS[w["name"]][0], "gpu": IMPORTS[w["name"]][1]}
         for w in wheels
         if w["name"] in IMPORTS
     ]
-    asked = {canonicalize_name(root.name) for root in roots} if wish.only else set()
-    others = [w for w in wheels if w["name"] in asked and w["name"] not in IMPORTS]
-    return found + [
+    names = {canonicalize_name(root.name) for root in roots} if wish.only else set()
+    others = [w for w in wheels if w["name"] in names and w["name"] not in IMPORTS]
+    return modules + [
         {"wheel": w["name"], "module": module, "gpu": False} for w in others for module in top_level(w["path"])
     ]
 
@@ -254,8 +255,8 @@ def fill(wish: Wish, work: Path, result: Path) -> dict:
     )
     packages, requirements = resolve_for(roots, wish.target, index, wish.exclude)
     check_cuda(packages, wish)
-    kept, on_host = select(packages, requirements, wish, left_out)
-    chosen = [packages[name] for name in kept.required_by]
+    selection, on_host = select(packages, requirements, wish, left_out)
+    chosen = [packages[name] for name in selection.required_by]
     own = [p for p in chosen if p.url.startswith("file:") and (work / p.file).is_file()]
     fetched = wish.cache or work / "fetched"
     say(f"fetching {len(chosen)} wheels")
@@ -263,7 +264,7 @@ def fill(wish: Wish, work: Path, result: Path) -> dict:
     for package in own:
         shutil.copyfile(work / package.file, fetched / package.file)
     (work / "stripped").mkdir()
-    wheels = prepare_wheels(chosen, fetched, work / "stripped", wish, kept.required_by)
+    wheels = prepare_wheels(chosen, fetched, work / "stripped", wish, selection.required_by)
     say("writing parts")
     parts = write_parts([wheel["path"] for wheel in wheels], result, wish.split_bytes)
     manifest = {

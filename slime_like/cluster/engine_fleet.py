@@ -27,7 +27,7 @@ from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.external import HealthWatch
+from slime_like.sglang_backend.external_server import HealthWatch
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
 from slime_like.utils.net import engine_url, host_port, wait_until
 from slime_like.weight_sync.proof.probe import compare_probe, probe_samples

@@ -133,7 +133,7 @@ class TrainGroup:
         self._config = config = role_config(config, role_name)
         self._who = _WHO[role_name]
         role = plan.roles[role_name]
-        nodes = [bundles.slots[index].node_id for index in role.bundles]
+        nodes = [bundles.gpus[index].node_id for index in role.bundles]
         actor_class = ray.remote(TrainActor)
         self.actors = []
         for rank, index in enumerate(role.bundles):

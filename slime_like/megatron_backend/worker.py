@@ -119,7 +119,7 @@ class TrainWorker:
                 self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
             with timed(seconds, "resume"):
                 resumed = self._resume(source)
-        replay, device = RoutingReplay.wanted(config, self.stage), device_of(self.stage)
+        replay, device = RoutingReplay.for_policy(config, self.stage), device_of(self.stage)
         self.prepare = StepCutter(config, device=device, num_chunks=len(self.model), replay=replay)
         self.runner = (ValueRunner if self._is_critic else StepRunner)(config, self.model, replay=replay)
         if self._trains:

@@ -19,11 +19,11 @@ from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.group_stream import GroupStream, StreamLimits
 from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome
-from slime_like.rollout.plugins import load_plugins
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
 from slime_like.rollout.rollout_metrics import FILTERED, drop_metrics, ledger_metrics, sample_metrics
+from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
 
 
@@ -58,7 +58,7 @@ class RolloutService:
         self._config = config
         self.feed = PromptFeed(source)
         self.policy = Policy()
-        plugins, plugin_args = load_plugins(config), config.plugin_args()
+        plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
         self._eval_data = load_eval_data(config, source.tokenizer)
         self._scorer = RewardScorer(config.reward, plugins.reward, plugin_args, reward_model)
         self._client = self._make_client(access)

@@ -272,11 +272,11 @@ class EngineClient:
         answer = self._checked(
             "/weights_checker", {"action": "checksum", "skip_tensor_list": ["model.", "lm_head."]}, timeout_s
         )
-        found = {}
+        checksums = {}
         for rank in answer.get("ranks") or []:
             place = rank["parallelism_info"]  # a list, target model first, since SGLang checks draft models too
-            found[(place[0] if isinstance(place, list) else place)["tp_rank"]] = rank["checksums"].get(name, "")
-        return found
+            checksums[(place[0] if isinstance(place, list) else place)["tp_rank"]] = rank["checksums"].get(name, "")
+        return checksums
 
     # Memory
 
@@ -329,7 +329,7 @@ class EngineClient:
         """
         with self._lock:
             fresh = [(session, since) for session, since in self._idle if time.monotonic() - since < _KEEP_S]
-            stale = [session for session, _ in self._idle if all(session is not kept for kept, _ in fresh)]
+            stale = [session for session, _ in self._idle if all(session is not other for other, _ in fresh)]
             session = fresh.pop()[0] if fresh else None
             self._idle = fresh
         for old in stale:

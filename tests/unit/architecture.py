@@ -117,11 +117,15 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sglang_backend.cpu_server": ("e2e/test_external.py",),
     "sglang_backend.router_server": ("contract/test_engine_router.py",),
     "weight_sync.in_engine.groups": ("unit/weight_sync/transports/test_broadcast.py",),
-    "weight_sync.in_engine.stream": ("unit/weight_sync/transports/test_ipc.py",),
+    "weight_sync.in_engine.intake": ("unit/weight_sync/transports/test_ipc.py",),
     "weight_sync.ranks": ("multiprocess/test_ranks.py",),
     "weight_sync.delta.receiver_client": ("unit/weight_sync/delta/test_receiver.py", "contract/test_delta_engine.py"),
     "weight_sync.transports.channel": ("unit/weight_sync/transports/test_ipc.py",),
 }
+
+#: Names that say what was done, not what the thing is; refused in these folders and at the top.
+VAGUE_NAMES = {"found", "told", "made"}
+NAMED_FOLDERS = ("slime_like", "scripts", "benchmarks")
 
 #: Never imported by `--help` or `--plan`: they answer at once.
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers")

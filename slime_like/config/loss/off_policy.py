@@ -106,13 +106,13 @@ class OffPolicyFlags(LossChoice):
         if self.custom_tis_function_path and not self.use_tis:
             problems.append("--custom-tis-function-path does nothing without --use-tis. Fix: add it.")
         for name in self.changed(("tis_level", "tis_mode", "tis_reject_level")):
-            given = f"{shown(name)} {getattr(self, name)}"
+            setting = f"{shown(name)} {getattr(self, name)}"
             if not self.use_tis:
-                problems.append(f"{given} does nothing without --use-tis. Fix: add it.")
+                problems.append(f"{setting} does nothing without --use-tis. Fix: add it.")
             if self.custom_tis_function_path:
                 problems.append(
-                    f"{given} is for the built-in correction, which --custom-tis-function-path replaces. Fix: drop one"
-                    " of them."
+                    f"{setting} is for the built-in correction, which --custom-tis-function-path replaces. Fix: drop"
+                    " one of them."
                 )
         low, high = self.tis_reject_low or 0.0, self.tis_reject_high
         if self.tis_reject_level is None and (high is not None or self.tis_reject_low is not None):

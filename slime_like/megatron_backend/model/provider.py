@@ -221,12 +221,12 @@ def _build_chunk(
 
 def unwrap(model: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
     """The GPTModels inside the data parallel and bf16 wrappers, in the order of `model`."""
-    found = torch.nn.ModuleList()
+    chunks = torch.nn.ModuleList()
     for chunk in model:
         while not isinstance(chunk, GPTModel):
             chunk = chunk.module
-        found.append(chunk)
-    return found
+        chunks.append(chunk)
+    return chunks
 
 
 def release_hooks(model: Iterable[torch.nn.Module]) -> None:

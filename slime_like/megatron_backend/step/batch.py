@@ -9,8 +9,8 @@ import torch
 from megatron.core import parallel_state
 
 from slime_like.algorithms.flops import forward_flops
+from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.algorithms.micro_batches import plan_micro_batches
-from slime_like.algorithms.plugins import load_loss_plugins
 from slime_like.algorithms.reduce import checked_weights, token_weights
 from slime_like.config.run import RunConfig
 from slime_like.errors import DataError
@@ -131,8 +131,8 @@ class StepCutter:
         """
         if self._reducer is None:
             return None
-        given = self._reducer(self._plugin_args, list(samples))
-        weights = checked_weights(given, len(samples), str(self._loss.custom_pg_loss_reducer_function_path))
+        answer = self._reducer(self._plugin_args, list(samples))
+        weights = checked_weights(answer, len(samples), str(self._loss.custom_pg_loss_reducer_function_path))
         each = [
             torch.as_tensor(weights[list(p.samples)], dtype=torch.float32, device=self._device)[p.sample_of_token]
             for p in packs

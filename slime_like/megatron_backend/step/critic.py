@@ -67,12 +67,12 @@ class ValueRunner(StepRunner):
         values = scores["values"][pack_.trained]
         part = clipped_value_loss(values, old, target, value_clip=self.loss.value_clip)
         total = weighted_sum(part.loss, pack_.weights)
-        error, wanted = target.double() - values.detach().double(), target.double()
+        error, returns = target.double() - values.detach().double(), target.double()
         sums = {"train/value_loss": total.detach(), "train/value_clip_ratio": weighted_sum(part.clipped, pack_.weights)}
         sums |= {
             "values": values.detach().double().sum(),
-            "returns": wanted.sum(),
-            "returns squared": wanted.square().sum(),
+            "returns": returns.sum(),
+            "returns squared": returns.square().sum(),
         }
         sums |= {"error": error.sum(), "error squared": error.square().sum()}
         return LossParts(loss=total, sums={name: value.double() for name, value in sums.items()})

@@ -40,10 +40,12 @@ class PackLayout:
 
     def holding(self, packs: Sequence[Sequence[int]], context: ContextShare) -> PackLayout:
         """The layout in which all these packs, given as lengths of their samples, have tensors of one shape."""
-        found = [self.segments(lengths, context) for lengths in packs]
+        segments = [self.segments(lengths, context) for lengths in packs]
         if self.padded:
-            return dataclasses.replace(self, min_rows=max(len(s) for s in found), min_tokens=max(s[0] for s in found))
-        return dataclasses.replace(self, min_tokens=max(sum(s) for s in found))
+            return dataclasses.replace(
+                self, min_rows=max(len(s) for s in segments), min_tokens=max(s[0] for s in segments)
+            )
+        return dataclasses.replace(self, min_tokens=max(sum(s) for s in segments))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,14 +188,14 @@ def packed_rows(rows: Mapping[int, np.ndarray], packs: Sequence[PackedBatch]) ->
 
     rows: position of a sample in the train step's list -> its array [length]; its entry 0 belongs to no prediction.
     """
-    found = []
+    tensors = []
     for pack_ in packs:
         values, start = np.zeros(pack_.num_scores, dtype=np.float32), 0
         for index, length in zip(pack_.samples, pack_.lengths, strict=True):
             values[start : start + length - 1] = rows[index][1:]
             start += length
-        found.append(torch.as_tensor(values, device=pack_.tokens.device))
-    return found
+        tensors.append(torch.as_tensor(values, device=pack_.tokens.device))
+    return tensors
 
 
 def laid_out_as(
@@ -207,13 +209,13 @@ def laid_out_as(
     for pack_, values in zip(scored, scores, strict=True):
         parts = values[: sum(pack_.lengths)].split(pack_.lengths)
         rows.update(zip(pack_.samples, parts, strict=True))
-    found = []
+    tensors = []
     for pack_ in packs:
         values = torch.zeros(pack_.num_scores, dtype=torch.float32, device=pack_.tokens.device)
         if pack_.samples:
             values[: sum(pack_.lengths)] = torch.cat([rows[index] for index in pack_.samples])
-        found.append(values)
-    return found
+        tensors.append(values)
+    return tensors
 
 
 def record_layout(values: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:

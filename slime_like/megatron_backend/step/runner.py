@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slime_like.algorithms.plugins import load_loss_plugins
+from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.algorithms.policy_losses import LossBatch
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
@@ -91,8 +91,8 @@ class StepRunner:
         def collect(outputs, pack_: PackedBatch, non_loss_data: bool = True):
             return self._score(outputs, pack_)
 
-        found = self._run(wide, collect, forward_only=True, routing=routing, recorded=recorded)
-        columns = self._columns(found)
+        scores = self._run(wide, collect, forward_only=True, routing=routing, recorded=recorded)
+        columns = self._columns(scores)
         if wide is batch:
             return columns
         return {
@@ -209,14 +209,14 @@ class StepRunner:
             for name in outputs[0][0]:
                 if name.startswith(TOKEN_MEANS):
                     metrics[name] /= max(batch.num_trained_tokens, 1)
-        told = [metrics]  # the names, too: a user's function may add some
+        shared = [metrics]  # the names, too: a user's function may add some
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             last, group = (
                 parallel_state.get_pipeline_model_parallel_last_rank(),
                 parallel_state.get_pipeline_model_parallel_group(),
             )
-            torch.distributed.broadcast_object_list(told, last, group=group)
-        return told[0]
+            torch.distributed.broadcast_object_list(shared, last, group=group)
+        return shared[0]
 
     def _over_data_ranks(self, parts: Sequence[dict[str, torch.Tensor]], operation) -> dict[str, float]:
         """Sums or maxima of scalars by name, over all micro-batches of all data parallel ranks.

@@ -76,8 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, routes: dict) -> None:
         try:
-            given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self.server.api_key.encode()):
+            key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(key.encode(errors="surrogateescape"), self.server.api_key.encode()):
                 raise _Refusal(401, "the key is wrong")
             if self.path not in routes:
                 raise _Refusal(404, f"{self.command} {self.path} is not known")

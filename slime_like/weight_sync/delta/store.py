@@ -31,9 +31,9 @@ from slime_like.errors import WeightSyncError
 from slime_like.weight_sync.delta.codec import SAME, WHOLE, DeltaError, decode, digest
 from slime_like.weight_sync.delta.frame import (
     ITEM_BYTES,
-    Entry,
     Frame,
     FramePlace,
+    FrameTensor,
     TensorKey,
     read_frame,
     source_digest,
@@ -57,7 +57,7 @@ class NotInStepError(WeightSyncError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One safetensors file. start: where its first tensor begins."""
 
     file: str
@@ -72,7 +72,7 @@ class Shard:
             at += key.num_bytes
 
 
-Shards = dict[tuple[int, int], Shard]  # by (source, number)
+ShardFiles = dict[tuple[int, int], ShardFile]  # by (source, number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Version:
     sequence: int
     version: int
     sources: dict[int, str]
-    shards: Shards
+    shards: ShardFiles
 
 
 class VersionStore:
@@ -105,7 +105,7 @@ class VersionStore:
         self._staging = os.path.join(self.directory, ".staging")
         self._lock = threading.Lock()
         self._next: int | None = None  # the version that is being received
-        self._shards: Shards = {}
+        self._shards: ShardFiles = {}
         self._finished: dict[int, str] = {}
         self._num_sources = 0
         self.current = self._newest()
@@ -175,7 +175,7 @@ class VersionStore:
                 if os.path.exists(path + ".new"):
                     os.unlink(path + ".new")
                 raise
-            self._shards[place.source, place.shard] = Shard(
+            self._shards[place.source, place.shard] = ShardFile(
                 name, start, tuple((entry.key, entry.after) for entry in frame.entries)
             )
 
@@ -197,14 +197,14 @@ class VersionStore:
                     f" {self._num_sources}"
                 )
             mine = sorted((number, shard.tensors) for (of, number), shard in self._shards.items() if of == source)
-            found = source_digest(mine)
+            actual = source_digest(mine)
             if (
                 len(mine) != num_shards
                 or any(number != place for place, (number, _) in enumerate(mine))
-                or found != expected
+                or actual != expected
             ):
                 raise DeltaError(
-                    f"source {source} of version {version}: {len(mine)} of {num_shards} shards with digest {found}, it"
+                    f"source {source} of version {version}: {len(mine)} of {num_shards} shards with digest {actual}, it"
                     f" must be {expected}"
                 )
             self._finished[source], self._num_sources = expected, num_sources
@@ -242,10 +242,10 @@ class VersionStore:
                 f" {None if self.current is None else self.current.version}"
             )
 
-    def _as_before(self, frame: Frame, base: Shard) -> bool:
+    def _as_before(self, frame: Frame, base: ShardFile) -> bool:
         return tuple((entry.key, entry.after) for entry in frame.entries) == base.tensors
 
-    def _write(self, path: str, frame: Frame, base: Shard | None) -> int:
+    def _write(self, path: str, frame: Frame, base: ShardFile | None) -> int:
         """Write a shard tensor by tensor; where its tensors begin."""
         old_places = {} if base is None else {key: at for key, _, at in base.places()}
         old_file = (
@@ -286,12 +286,12 @@ class VersionStore:
     def _newest(self) -> Version | None:
         """The newest version whose bytes are what its manifest says; everything else is removed."""
         shutil.rmtree(self._staging, ignore_errors=True)
-        found = []
+        folders = []
         for name in os.listdir(self.directory):
             match = _VERSION_FOLDER.fullmatch(name)
             if match:
-                found.append((int(match[1]), os.path.join(self.directory, name)))
-        for _, folder in sorted(found, reverse=True):
+                folders.append((int(match[1]), os.path.join(self.directory, name)))
+        for _, folder in sorted(folders, reverse=True):
             try:
                 version = _from_json(folder)
                 _check_version(version)
@@ -314,11 +314,11 @@ def _where(place: FramePlace) -> str:
     return f"version {place.version}, source {place.source}, shard {place.shard}"
 
 
-def _write_tensor(file: BinaryIO, entry: Entry, payload: memoryview, old: np.ndarray | None) -> None:
+def _write_tensor(file: BinaryIO, entry: FrameTensor, payload: memoryview, old: np.ndarray | None) -> None:
     if old is not None:
-        found = digest(old)
-        if found != entry.before:
-            raise DeltaError(f"before the change its digest is {found.hex()}, it must be {entry.before.hex()}")
+        actual = digest(old)
+        if actual != entry.before:
+            raise DeltaError(f"before the change its digest is {actual.hex()}, it must be {entry.before.hex()}")
     hasher = xxhash.xxh3_128()
     for chunk in _new_chunks(entry, payload, old):
         hasher.update(chunk.data)
@@ -327,7 +327,7 @@ def _write_tensor(file: BinaryIO, entry: Entry, payload: memoryview, old: np.nda
         raise DeltaError(f"after the change its digest is {hasher.hexdigest()}, it must be {entry.after.hex()}")
 
 
-def _new_chunks(entry: Entry, payload: memoryview, old: np.ndarray | None) -> Iterator[np.ndarray]:
+def _new_chunks(entry: FrameTensor, payload: memoryview, old: np.ndarray | None) -> Iterator[np.ndarray]:
     if entry.encoding != SAME:
         yield from decode(
             payload, old, num_bytes=entry.key.num_bytes, itemsize=ITEM_BYTES[entry.key.dtype], encoding=entry.encoding
@@ -379,7 +379,7 @@ def _from_json(folder: str) -> Version:
     if data["format"] != _FORMAT:
         raise ValueError(f"format {data['format']}, known is {_FORMAT}")
     shards = {
-        (entry["source"], entry["shard"]): Shard(
+        (entry["source"], entry["shard"]): ShardFile(
             os.path.basename(entry["file"]),
             entry["start"],
             tuple(
@@ -403,9 +403,9 @@ def _check_version(version: Version) -> None:
             continue
         data = np.memmap(path, dtype=np.uint8, mode="r")
         for key, after, at in shard.places():
-            found = digest(data[at : at + key.num_bytes])
-            if found != after:
-                raise DeltaError(f"{path}, {key.name}: its digest is {found.hex()}, it must be {after.hex()}")
+            actual = digest(data[at : at + key.num_bytes])
+            if actual != after:
+                raise DeltaError(f"{path}, {key.name}: its digest is {actual.hex()}, it must be {after.hex()}")
     for source, expected in version.sources.items():
         mine = sorted((number, shard.tensors) for (of, number), shard in version.shards.items() if of == source)
         if source_digest(mine) != expected:

@@ -20,9 +20,9 @@ SAMPLE = TrainSample(
 
 
 def layer(value: float) -> torch.nn.Linear:
-    made = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.constant_(made.weight, value)
-    return made
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, value)
+    return linear
 
 
 def test_a_copy_does_not_follow():

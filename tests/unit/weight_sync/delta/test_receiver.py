@@ -37,10 +37,10 @@ def test_a_key_that_others_know_or_guess_is_refused(tmp_path):
 
 
 def test_a_command_line_that_cannot_be_used_ends_with_2(tmp_path, capsys):
-    given = ["--directory", str(tmp_path / "copy"), "--port", "0", "--api-key-file", key_file(tmp_path, "short")]
-    assert main(given) == 2
+    arguments = ["--directory", str(tmp_path / "copy"), "--port", "0", "--api-key-file", key_file(tmp_path, "short")]
+    assert main(arguments) == 2
     assert "5 characters" in capsys.readouterr().err
-    assert main([*given[:2], "--port", "99999", "--api-key-file", key_file(tmp_path, "a" * 16)]) == 2
+    assert main([*arguments[:2], "--port", "99999", "--api-key-file", key_file(tmp_path, "a" * 16)]) == 2
 
 
 def test_a_started_receiver_answers_and_ends(tmp_path):
