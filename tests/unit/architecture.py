@@ -102,7 +102,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "megatron_backend.publish": ("multiprocess/test_publish.py",),
     "megatron_backend.step.routing_replay": ("multiprocess/test_routing_replay.py",),
-    "megatron_backend.checkpoint.start_weights": ("unit/megatron_backend/checkpoint/test_folder.py",),
     "megatron_backend.step.runner": ("multiprocess/test_algorithms.py",),
     "megatron_backend.verbs": ("multiprocess/test_verbs.py",),
     "megatron_backend.worker": (
