@@ -167,7 +167,7 @@ class TrainGroup:
 
     def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
         """The samples in the object store, for every role that scores or trains on them."""
-        return SampleBatch.put(samples)
+        return SampleBatch(size=len(samples), samples=ray.put(list(samples)))
 
     def with_reference(self, batch: SampleBatch) -> SampleBatch:
         """The samples with this group's log-probs as `reference_logprobs`."""

@@ -68,6 +68,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
     "config.evaluation": ("unit/config/test_rollout.py",),
+    "config.loss": ("unit/config/test_loss.py",),
     "config.observability": ("unit/job/test_resolve.py",),
     "config.optimizer": ("unit/config/test_checkpoint.py",),
     "config.reward": ("unit/config/test_rollout.py",),
@@ -103,7 +104,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "megatron_backend.publish": ("multiprocess/test_publish.py",),
     "megatron_backend.step.routing_replay": ("multiprocess/test_routing_replay.py",),
-    "megatron_backend.checkpoint.start_weights": ("unit/megatron_backend/checkpoint/test_folder.py",),
     "megatron_backend.step.runner": ("multiprocess/test_algorithms.py",),
     "megatron_backend.verbs": ("multiprocess/test_verbs.py",),
     "megatron_backend.worker": (

@@ -106,24 +106,11 @@ def pack(
     tokens = np.zeros(sum(segments), dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
     targets, padding = np.zeros_like(tokens), np.ones(len(tokens), dtype=bool)
-    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
-    start = first = 0  # of a sample among the scores, and among the padded sequences
-    for place, (index, sample) in enumerate(zip(indices, chosen, strict=True)):
-        length = len(sample.tokens)
-        tokens[first : first + length], padding[first : first + length] = sample.tokens, False
-        targets[first : first + length - 1] = sample.tokens[1:]
-        at = np.flatnonzero(sample.loss_mask[1:])
-        trained.append(at + start)
-        own_weights.append(sample.weights[1:][at])
-        weights.append(token_weights[index] * sample.weights[1:][at].astype(np.float64))
-        owners.append(np.full(len(at), place))
-        advantages.append(sample.advantages[1:][at])
-        engine.append(sample.engine_logprobs[1:][at])
-        start, first = start + length, first + segments[place]
-
-    def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
-
+    first = 0
+    for sample, segment in zip(chosen, segments, strict=False):  # segments of padding alone come last
+        end = first + len(sample.tokens)
+        tokens[first:end], targets[first : end - 1], padding[first:end] = sample.tokens, sample.tokens[1:], False
+        first += segment
     rows, longest = len(segments) if layout.padded else 1, max(segments)
     local, restoring = context.local(segments), context.restoring(lengths, segments)
     return PackedBatch(
@@ -133,17 +120,41 @@ def pack(
         positions=torch.as_tensor(positions[local], device=device).reshape(rows, -1),
         targets=torch.as_tensor(targets[local], device=device),
         sequences=None if layout.padded else _sequences(boundaries, longest),
-        trained=joined(trained, torch.int64),
-        weights=joined(weights, torch.float32),
-        own_weights=joined(own_weights, torch.float32),
-        sample_of_token=joined(owners, torch.int64),
-        advantages=joined(advantages, torch.float32),
-        engine_logprobs=joined(engine, torch.float32),
+        **_trained_columns(chosen, token_weights[list(indices)], device=device),
         restoring=None if restoring is None else torch.as_tensor(restoring, device=device),
         padding=torch.as_tensor(padding[local], device=device).reshape(rows, -1) if padding.any() else None,
         metadata=tuple(sample.metadata for sample in chosen),
         routed_experts=_routed_experts(chosen, segments, local, rows=rows, device=device),
     )
+
+
+def _trained_columns(
+    samples: Sequence[TrainSample], token_weights: np.ndarray, *, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The columns [K] of PackedBatch: one entry for each trained token. token_weights: [len(samples)]."""
+    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
+    start = 0  # of a sample among the scores
+    for place, sample in enumerate(samples):
+        at = np.flatnonzero(sample.loss_mask[1:])
+        trained.append(at + start)
+        own_weights.append(sample.weights[1:][at])
+        weights.append(token_weights[place] * sample.weights[1:][at].astype(np.float64))
+        owners.append(np.full(len(at), place))
+        advantages.append(sample.advantages[1:][at])
+        engine.append(sample.engine_logprobs[1:][at])
+        start += len(sample.tokens)
+
+    def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
+
+    return {
+        "trained": joined(trained, torch.int64),
+        "weights": joined(weights, torch.float32),
+        "own_weights": joined(own_weights, torch.float32),
+        "sample_of_token": joined(owners, torch.int64),
+        "advantages": joined(advantages, torch.float32),
+        "engine_logprobs": joined(engine, torch.float32),
+    }
 
 
 def _routed_experts(
