@@ -26,8 +26,8 @@ def interface_of(package: Path) -> dict:
     A route whose request has no class has no fields here.
     """
     arguments = {
-        name: [found.field, found.kind, list(found.choices), found.number and found.number.__name__]
-        for name, found in sorted(arguments_of(str(package)).items())
+        name: [argument.field, argument.kind, list(argument.choices), argument.number and argument.number.__name__]
+        for name, argument in sorted(arguments_of(str(package)).items())
     }
     classes = _classes(package / "srt" / "managers" / "io_struct.py")
     # Some arguments name their choices by a list beside them; of those only this one concerns us.

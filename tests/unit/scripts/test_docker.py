@@ -24,7 +24,7 @@ def instructions(root: Path) -> list[tuple[str, str]]:
 
 
 def rest_of(root: Path, name: str) -> list[str]:
-    return [rest for found, rest in instructions(root) if found == name]
+    return [rest for instruction, rest in instructions(root) if instruction == name]
 
 
 def labels(root: Path) -> dict[str, str]:
@@ -79,18 +79,18 @@ def test_everything_that_the_set_up_reads_is_copied_before_it_runs(repo_root: Pa
 
 
 def test_versions_are_the_tables(repo_root: Path):
-    told = labels(repo_root)
+    labelled = labels(repo_root)
     table = tomllib.loads((repo_root / "scripts/requirements/sets.toml").read_text())
-    row = table["sets"][told["set"]]
+    row = table["sets"][labelled["set"]]
     assert {name: row[name] for name in ("torch", "sglang", "transformer-engine")} == {
-        name: told[name] for name in ("torch", "sglang", "transformer-engine")
+        name: labelled[name] for name in ("torch", "sglang", "transformer-engine")
     }
-    assert told["python"] in table["python"]
+    assert labelled["python"] in table["python"]
     (base,) = rest_of(repo_root, "FROM")
     assert re.fullmatch(rf"nvidia/cuda:{row['cuda']}\.\d+\.\d+-cudnn-devel-ubuntu24\.04", base)
     runs = " ".join(rest_of(repo_root, "RUN"))
-    assert f"PYTHON=python{told['python']} bash scripts/setup.sh --set {told['set']}" in runs
-    assert f"python{told['python']}-dev" in runs and f"python{told['python']}-venv" in runs
+    assert f"PYTHON=python{labelled['python']} bash scripts/setup.sh --set {labelled['set']}" in runs
+    assert f"python{labelled['python']}-dev" in runs and f"python{labelled['python']}-venv" in runs
 
 
 def test_a_linter_has_nothing_to_say(repo_root: Path):

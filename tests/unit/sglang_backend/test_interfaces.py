@@ -69,7 +69,7 @@ CONFIGS = {
 
 def specs() -> Iterator[tuple[str, EngineSpec]]:
     """(what it is, the engine) for every config on one machine and on two."""
-    bundles = SimpleNamespace(slots=[SimpleNamespace(gpu_id=str(number)) for number in range(2)])
+    bundles = SimpleNamespace(gpus=[SimpleNamespace(gpu_id=str(number)) for number in range(2)])
     for what, groups in CONFIGS.items():
         config = RunConfig(checkpoint=CheckpointConfig(hf_checkpoint="/models/m"), **groups)
         processes = EngineProcesses(config, plan=None, bundles=bundles, run_dir="/runs/r")
