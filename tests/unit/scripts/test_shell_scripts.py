@@ -254,6 +254,17 @@ def test_our_own_job_server_is_used(repo_root: Path, tmp_path: Path):
     assert done.returncode == 0 and [words[0] for words in asked] == ["job"] and asked_address(asked[0]) == address
 
 
+def test_a_job_gets_this_shells_nccl_switches(repo_root: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=address, NCCL_NVLS_ENABLE="1", NCCL_CUMEM_ENABLE="")
+    assert done.returncode == 0, done.stderr
+    (text,) = [word.partition("=")[2] for word in asked[0] if word.startswith("--runtime-env-json=")]
+    variables = json.loads(text)["env_vars"]
+    assert variables["NCCL_NVLS_ENABLE"] == "1" and "NCCL_CUMEM_ENABLE" not in variables
+    assert variables["OMP_NUM_THREADS"] == "1"
+
+
 def test_a_job_server_on_another_host_is_used_and_nothing_is_started(repo_root: Path, tmp_path: Path):
     done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS="http://192.0.2.7:8265")
     assert (
