@@ -159,9 +159,9 @@ flock -w 1800 9 || die "another set-up of this folder has been running for 30 mi
 is_ready() { [[ -f "${STAMP}" && "$(cat "${STAMP}")" == "$(inputs_hash)" && ! -e "${UNFINISHED}" ]] && "${VENV}/bin/python" -c '' 2>/dev/null; }
 
 # Without a wish a .venv keeps its set and its Python.
-KEEPS=no
+KEEPS=no FROM_VENV=no
 if ((${#WISH[@]} == 0)) && [[ -f "${SET_FILE}" ]]; then
-  SET=$(cat "${SET_FILE}")
+  SET=$(cat "${SET_FILE}") FROM_VENV=yes
   WISH=(--set "${SET}")
   if [[ -z "${PYTHON:-}" || "$(version_of "${PYTHON}" || true)" == "$(version_of "${VENV}/bin/python" || true)" ]]; then
     KEEPS=yes
@@ -171,6 +171,7 @@ fi
 GPUS=$(list_gpus)
 python=$(find_python)
 choose "${python}"
+if [[ "${FROM_VENV}" == yes ]]; then REASON="what ${VENV} holds; --set, --cpu or --gpu for another"; fi
 printf 'setup: set %s (torch %s, sglang %s) with Python %s: %s\n' "${SET}" "${TORCH}" "${SGLANG}" "$(version_of "${python}")" "${REASON}"
 if [[ "${ONLY_CHOICE}" == yes ]]; then exit 0; fi
 make_venv "${python}"
