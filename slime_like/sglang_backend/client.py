@@ -56,7 +56,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self._keep_s = keep_s
         self._idle = collections.deque([_http_client(endpoint, keep_s)])  # its append and pop need no lock
-        weakref.finalize(self, lambda idle: [http.close() for http in idle], self._idle)  # connections go with us
+        weakref.finalize(self, lambda idle: list(map(httpx.Client.close, idle)), self._idle)  # connections go with us
         self._has_update_session: bool | None = None
 
     @property
