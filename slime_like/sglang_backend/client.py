@@ -10,11 +10,14 @@ rollout/asking.py.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import os
 import ssl
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -51,8 +54,9 @@ class EngineClient:
     def __init__(self, endpoint: EngineEndpoint, timeout_s: float = 60.0, *, keep_s: float = _KEEP_S):
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self._http = _connections(endpoint, keep_s)
-        weakref.finalize(self, self._http.close)  # clients are many and dropped; their idle connections go with them
+        self._keep_s = keep_s
+        self._idle = collections.deque([_http_client(endpoint, keep_s)])  # its append and pop need no lock
+        weakref.finalize(self, lambda idle: list(map(httpx.Client.close, idle)), self._idle)  # connections go with us
         self._has_update_session: bool | None = None
 
     @property
@@ -324,13 +328,26 @@ class EngineClient:
                     raise
         return self._request(method, paths[-1])
 
+    @contextlib.contextmanager
+    def _http(self) -> Iterator[httpx.Client]:
+        """A client that no other thread uses meanwhile: shared by 64, httpx 0.28 once missed an answer."""
+        try:
+            http = self._idle.pop()
+        except IndexError:
+            http = _http_client(self.endpoint, self._keep_s)
+        try:
+            yield http
+        finally:
+            self._idle.append(http)
+
     def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         what = f"engine {self.endpoint.index}: {method} {self.url}{path}"
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s))
         try:
-            response = self._http.request(method, self.url + path, json=body, timeout=timeout)
+            with self._http() as http:
+                response = http.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.TimeoutException as error:
             who = f"engine {self.endpoint.index} at {self.url}"
             raise WaitTimeout(
@@ -356,14 +373,14 @@ class EngineClient:
             return response.text
 
 
-def _connections(endpoint: EngineEndpoint, keep_s: float) -> httpx.Client:
-    """A pool without limits and without the environment's proxies: an engine is always reached directly."""
+def _http_client(endpoint: EngineEndpoint, keep_s: float) -> httpx.Client:
+    """Without the environment's proxies: an engine is always reached directly."""
     over_https = endpoint.url.lower().startswith("https:")
     return httpx.Client(
         headers={b"Authorization": f"Bearer {endpoint.api_key}".encode("latin-1")} if endpoint.api_key else None,
         trust_env=False,
         verify=_trust(certificates()) if over_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts nobody
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keep_s),
+        limits=httpx.Limits(keepalive_expiry=keep_s),
     )
 
 
@@ -377,7 +394,5 @@ def _trust(certificates_path: str | None) -> ssl.SSLContext:
             return ssl.create_default_context(capath=certificates_path)
         return ssl.create_default_context(cafile=certificates_path)
     except OSError as error:
-        raise EngineError(
-            f"the certificates in {certificates_path} cannot be used: {error}. Fix: REQUESTS_CA_BUNDLE, else"
-            " SSL_CERT_FILE, names a file of them, or a folder."
-        ) from error
+        hint = "Fix: REQUESTS_CA_BUNDLE, else SSL_CERT_FILE, names a file of them, or a folder."
+        raise EngineError(f"the certificates in {certificates_path} cannot be used: {error}. {hint}") from error
