@@ -55,7 +55,7 @@ def _replace_module() -> None:
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "set_device": lambda device: RECORD.note("set_device", device=str(device)) and None,
-        "synchronize": lambda *_: RECORD.note("synchronize", of="device") and None,
+        "synchronize": lambda *_: streams.synchronized("device"),
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": _properties,
         "get_device_name": lambda *_: _properties().name,

@@ -1,4 +1,4 @@
-"""What a process did to its pretended device, in order: one list for streams, memory, groups and whatever a test adds."""
+"""What a process did to its pretended device, in order: one list for streams, memory, groups and what a test adds."""
 
 from __future__ import annotations
 

@@ -12,6 +12,12 @@ _numbers = itertools.count(1)
 _thread = threading.local()
 
 
+def synchronized(what: str) -> None:
+    """The host waited until all that was asked of a stream, an event or the device was done."""
+    RECORD.read("synchronize")
+    RECORD.note("synchronize", of=what)
+
+
 class Stream:
     """torch.cuda.Stream. `name`: "default", or its number by when it was made."""
 
@@ -32,7 +38,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        RECORD.note("synchronize", of=self.name)
+        synchronized(self.name)
 
     def query(self) -> bool:
         return True
@@ -69,7 +75,7 @@ class Event:
         (stream or current()).wait_event(self)
 
     def synchronize(self) -> None:
-        RECORD.note("synchronize", of=self.name)
+        synchronized(self.name)
 
     def query(self) -> bool:
         return True

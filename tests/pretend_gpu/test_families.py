@@ -20,6 +20,6 @@ def test_a_family_trains_on_the_device_as_on_the_host(pretend, tmp_path, family)
     assert device["device"] == "cuda:0" and host["device"] == "cpu"
     before, after = zip(device["metrics"], host["metrics"], strict=True)
     assert before[0] == pytest.approx(before[1], rel=1e-6, abs=1e-9)
-    # Adam's first step divides each gradient by itself: what rounding left of a small one counts as much as a large one.
+    # Adam's first step divides each gradient by itself: what rounding left of a small one counts as much as all of it.
     assert after[0] == pytest.approx(after[1], rel=1e-4, abs=1e-6)
     assert device["reads"], "no host read was counted"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-
+from slime_like.records import BASE
 from tests.helpers.train_world import make_config, make_samples, recipe_of
 
 
@@ -43,6 +42,24 @@ def train_steps(place: dict, folder: str, num_rollouts: int, groups: dict) -> di
     return answer
 
 
-def save_folder() -> str:
-    """A fresh folder for checkpoints."""
-    return tempfile.mkdtemp(prefix="pretend-save-")
+def step_reads(place: dict, folder: str, groups: dict) -> dict[str, dict[str, int]]:
+    """Host reads of one train step by line: of "passes" (forward and backward over all micro-batches) and of the
+    "optimizer" step.
+    """
+    from slime_like.megatron_backend.step.loss_spec import LossSpec
+    from slime_like.megatron_backend.worker import TrainWorker
+    from tests.pretend_gpu.record import RECORD
+
+    worker = TrainWorker(make_config(folder, num_ranks=place["world_size"], **numbers_of(folder, **groups)), **place)
+    worker.start()
+    (batch,) = recipe_of(worker).ready([make_samples(8)])
+    reads = {}
+    for name, act in {
+        "passes": lambda: worker.forward_backward(batch, LossSpec(), weights=BASE),
+        "optimizer": lambda: worker.optim_step(None, weights=BASE),
+    }.items():
+        RECORD.clear()
+        act()
+        reads[name] = dict(RECORD.reads)
+    worker.close()
+    return reads
