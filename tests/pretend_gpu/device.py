@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tests.pretend_gpu import collectives
+from tests.pretend_gpu import collectives, kernels
 from tests.pretend_gpu.record import RECORD, caller
 
 DEVICE = torch.device("cuda", 0)
@@ -153,9 +153,14 @@ def run(func, args: tuple, kwargs: dict) -> Any:
         host_kwargs["pin_memory"] = False
     if host_kwargs.get("device") is not None and is_target:
         host_kwargs["device"] = torch.device("cpu")
-    if host_kwargs.get("generator") is not None:
+    if host_kwargs.get("generator") is not None and (is_target or has_device):
         host_kwargs["generator"] = torch.default_generator
-    out = func(*host_args, **host_kwargs)
+    kernel = kernels.KERNELS.get(name) if has_device else None
+    if kernel is not None:
+        RECORD.note("kernel", operation=name)
+        out = kernel(**kernels.bound(func, host_args, host_kwargs))
+    else:
+        out = func(*host_args, **host_kwargs)
     if not is_target and not has_device:
         if pinned:
             out._is_pretended_pinned = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -103,7 +104,7 @@ class Pretender:
         if not line.poll(timeout_s + _ANSWER_S):
             self.close()
             raise TimeoutError(f"the pretending processes did not answer within {timeout_s + _ANSWER_S} s")
-        results, error = line.recv()
+        results, error = pickle.loads(line.recv_bytes())
         if error is not None:
             raise (
                 TimeoutError(error) if error.startswith("ranks ") and "did not answer" in error else RuntimeError(error)

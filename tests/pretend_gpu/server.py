@@ -10,9 +10,11 @@ import importlib
 import logging
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
+import warnings
 from multiprocessing.connection import Connection, wait
 
 from tests.pretend_gpu import cuda, processes
@@ -26,6 +28,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of what is not installed
     cuda.install()
     importlib.import_module("slime_like.megatron_backend.worker")
     RECORD.clear()
@@ -34,7 +37,11 @@ def main() -> None:
             job = line.recv()
         except EOFError:
             return
-        line.send(_run(*job))
+        try:
+            answer = _run(*job)
+        except Exception:  # noqa: BLE001 - the test raises it
+            answer = None, traceback.format_exc()
+        line.send_bytes(pickle.dumps(answer))
 
 
 def _run(module: str, name: str, num_ranks: int, args: tuple, timeout_s: float, cards: list[str]) -> tuple:
@@ -63,7 +70,7 @@ def _run(module: str, name: str, num_ranks: int, args: tuple, timeout_s: float, 
                 break
             rank = lines.pop(line)
             try:
-                results[rank], error = line.recv()
+                results[rank], error = pickle.loads(line.recv_bytes())
             except EOFError:
                 error = "it died without a word"
             if error is not None:
@@ -83,7 +90,7 @@ def _rank(line: Connection, module: str, name: str, place: dict, args: tuple, ca
     except BaseException:  # noqa: BLE001 - the test raises it
         answer = (None, traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):
-        line.send(answer)
+        line.send_bytes(pickle.dumps(answer))  # as bytes: the sender's memory goes with it
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)  # nothing of the server's is to be cleaned up here
 

@@ -13,15 +13,17 @@ from tests.helpers.tiny_models import CONFIGS, make_tiny_model
 from tests.pretend_gpu.conftest import HOST_READS
 from tests.pretend_gpu.training import step_reads
 
-#: The most waits of one layer (the last), forward and backward, for one micro-batch.
-MOST_A_LAYER = {"dense": 5, "experts": 9}
-MOST_A_MICRO_BATCH = 1
-MOST_A_STEP = 2
+#: The most waits of one layer (the last), forward and backward, for one micro-batch. Experts without
+#: transformer-engine: Megatron's permutation (0.16.1) sizes two tensors by values, and its dispatcher waits for the
+#: number of tokens of each expert.
+MOST_A_LAYER = {"dense": 0, "experts": 3}
+MOST_A_MICRO_BATCH = 0
+MOST_A_STEP = 2  # the metrics: sums and maxima
 EXPERTS = {"qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight"}
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_the_host_seldom_waits_for_the_device(pretend, tmp_path, family, record_property, request):
+def test_the_host_seldom_waits_for_the_device(pretend, tmp_path, family, request):
     def counted(num_layers: int, num_micro_batches: int) -> dict[str, collections.Counter]:
         model = make_tiny_model(str(tmp_path / f"{num_layers}"), family, num_layers=num_layers)
         (reads,) = pretend(step_reads, 1, model, {"batch": {"micro_batch_size": 8 // num_micro_batches}})
