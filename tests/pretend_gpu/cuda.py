@@ -207,8 +207,9 @@ def _replace_tensor_functions() -> None:
             return x.host.item()
         return [plain(y) for y in x] if isinstance(x, (list, tuple)) else x
 
-    def tensor(data, *args, **kwargs):
-        return make(plain(data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+    def tensor(data, *args, pin_memory=False, **kwargs):
+        made = make(plain(data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+        return made.pin_memory() if pin_memory else made
 
     torch.tensor = tensor
 

@@ -14,12 +14,12 @@ from tests.pretend_gpu.training import train_steps
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_a_family_trains_on_the_device_as_on_the_host(pretend, tmp_path, family):
-    folder = make_tiny_model(str(tmp_path / family), family)
+    folder = make_tiny_model(str(tmp_path / family), family, num_layers=2)
     (device,) = pretend(train_steps, 1, folder, 2, {})
     (host,) = run_ranks(train_steps, 1, folder, 2, {})
     assert device["device"] == "cuda:0" and host["device"] == "cpu"
-    before, after = zip(device["metrics"], host["metrics"], strict=True)
-    assert before[0] == pytest.approx(before[1], rel=1e-6, abs=1e-9)
-    # Adam's first step divides each gradient by itself: what rounding left of a small one counts as much as all of it.
-    assert after[0] == pytest.approx(after[1], rel=1e-4, abs=1e-6)
+    for ours, theirs in zip(device["metrics"], host["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-8)
+    for name in ("train/loss", "train/grad_norm"):
+        assert device["metrics"][0][name] == pytest.approx(host["metrics"][0][name], rel=1e-6)
     assert device["reads"], "no host read was counted"
