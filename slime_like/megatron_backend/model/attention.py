@@ -61,9 +61,15 @@ class CausalAttention(MegatronModule):
             if share.size == 1:
                 return self._attend(query, key, value).flatten(2)
             row = packed_sequences([query.size(0) * share.size], share, query.device)
+        return self._attend_row(query, key, value, row, share).flatten(2)
+
+    def _attend_row(self, query, key, value, row: PackedSequences, share: ContextShare):
+        """[s, b, heads, d] of this rank's tokens -> the same."""
         assert row.boundaries[-1] == share.size * query.size(0), (
             f"a pack of {row.boundaries[-1]} tokens on {share.size} ranks, {query.size(0)} of them here"
         )
+        spans = row.spans if query.size(1) == 1 else None
+        kernel = None if spans is None else kernel_for(query, value)
         if share.size > 1:
             # In backward each rank receives the gradients of its keys and values from the tokens of all ranks.
             gathered = gather_from_sequence_parallel_region(
@@ -71,18 +77,15 @@ class CausalAttention(MegatronModule):
                 tensor_parallel_output_grad=True,
                 group=parallel_state.get_context_parallel_group(),
             )
-            widths = [key.size(-1), value.size(-1)]
-        kernel = kernel_for(query, value) if row.spans is not None and query.size(1) == 1 else None
-        if kernel is not None:
-            assert row.spans is not None
-            if share.size > 1:
-                key, value = gathered[row.spans.index].split(widths, -1)
-            return self._attend_spans(kernel, query, key, value, row.spans).flatten(2)
+            index = row.order if kernel is None or spans is None else spans.index
+            assert index is not None, "a row of several ranks knows its order"
+            key, value = gathered[index].split([key.size(-1), value.size(-1)], -1)
+        if kernel is not None and spans is not None:
+            return self._attend_spans(kernel, query, key, value, spans)
         if share.size > 1:
-            keys, values = gathered[row.order].split(widths, -1)
-            return self._attend_from_here(query, keys, values, row, share).flatten(2)
-        spans = zip(row.boundaries, row.boundaries[1:], strict=False)
-        return torch.cat([self._attend(query[a:b], key[a:b], value[a:b]) for a, b in spans]).flatten(2)
+            return self._attend_from_here(query, key, value, row, share)
+        ends = zip(row.boundaries, row.boundaries[1:], strict=False)
+        return torch.cat([self._attend(query[a:b], key[a:b], value[a:b]) for a, b in ends])
 
     def _attend_from_here(self, query, keys, values, row: PackedSequences, share: ContextShare):
         """This rank's tokens [s, b, heads, d] to those of all ranks, [s x ranks, b, heads, d] in their order."""

@@ -7,6 +7,7 @@ tokens: Megatron's rope and attention take what is not "thd" as it is.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -155,4 +156,6 @@ def _pack_as_row(_: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple,
     if not isinstance(packed, PackedSequences):
         lengths = packed.cu_seqlens_q.diff().tolist()
         packed = packed_sequences(lengths, ContextShare.of_this_rank(), packed.cu_seqlens_q.device)
-    return args, options | {"packed_seq_params": dataclasses.replace(packed, qkv_format=_ROW)}
+    row = copy.copy(packed)
+    row.qkv_format = _ROW
+    return args, options | {"packed_seq_params": row}
