@@ -6,7 +6,7 @@ Or log-probs as the samples brought them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from slime_like.errors import DataError
 from slime_like.megatron_backend.model.stage_weights import named_weights
 from slime_like.megatron_backend.step.packing import PackedBatch, packed_rows
-from slime_like.records import TrainSample
+from slime_like.records import BASE, TrainSample, WeightsRef
 
 Weights = dict[str, torch.Tensor]
 
@@ -41,6 +41,53 @@ def swapped(stage: torch.nn.Module, weights: Weights) -> Iterator[None]:
         yield
     finally:
         put_weights(stage, own)
+
+
+class HeldWeights:
+    """Whose weights a model holds: BASE's, or for a while those of a model that only scores, which lie on the host."""
+
+    def __init__(self, stage: torch.nn.Module):
+        self._stage = stage
+        self._frozen: dict[str, Weights] = {}
+        self._in_model = BASE.name
+
+    def __contains__(self, weights: WeightsRef) -> bool:
+        return weights.name == BASE.name or weights.name in self._frozen
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the model holds just now what is trained."""
+        return self._in_model == BASE.name
+
+    @contextlib.contextmanager
+    def using(self, weights: WeightsRef) -> Iterator[None]:
+        """Inside, the model holds these weights. Raises ValueError for ones that are not here."""
+        if weights.name == self._in_model:
+            yield
+            return
+        if weights.name not in self._frozen:
+            raise ValueError(
+                f"weights {weights.name!r} are not loaded. Known: {', '.join([BASE.name, *self._frozen])}."
+            )
+        with swapped(self._stage, self._frozen[weights.name]):
+            before, self._in_model = self._in_model, weights.name
+            try:
+                yield
+            finally:
+                self._in_model = before
+
+    def copy(self, source: WeightsRef, target: WeightsRef) -> None:
+        """Keep the present `source` as the frozen weights `target`."""
+        assert target.name != BASE.name, "what is trained is loaded, with the optimizer's part of it"
+        with self.using(source):
+            self._frozen[target.name] = copy_weights(self._stage)
+
+    def keep(self, target: WeightsRef, load: Callable[[], None]) -> None:
+        """Keep what `load` puts into the model as the frozen weights `target`; the model gets its own back."""
+        own = copy_weights(self._stage)
+        load()
+        self._frozen[target.name] = copy_weights(self._stage)
+        put_weights(self._stage, own)
 
 
 def brought_log_probs(samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> list[torch.Tensor]:

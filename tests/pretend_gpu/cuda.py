@@ -208,8 +208,8 @@ def _replace_tensor_functions() -> None:
         return [plain(y) for y in x] if isinstance(x, (list, tuple)) else x
 
     def tensor(data, *args, pin_memory=False, **kwargs):
-        made = make(plain(data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
-        return made.pin_memory() if pin_memory else made
+        fresh = make(plain(data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+        return fresh.pin_memory() if pin_memory else fresh
 
     torch.tensor = tensor
 

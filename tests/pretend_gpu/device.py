@@ -45,7 +45,7 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor):
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             host.size(),
             strides=host.stride(),
@@ -53,10 +53,10 @@ class PretendTensor(torch.Tensor):
             dtype=host.dtype,
             device=DEVICE,
         )
-        made.host = host
-        key = id(made)
-        _alive[key] = weakref.ref(made, lambda _: _alive.pop(key, None))
-        return made
+        tensor.host = host
+        key = id(tensor)
+        _alive[key] = weakref.ref(tensor, lambda _: _alive.pop(key, None))
+        return tensor
 
     def __repr__(self, **_) -> str:
         return f"on the pretended device: {self.host}"

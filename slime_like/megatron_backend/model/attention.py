@@ -89,6 +89,7 @@ class CausalAttention(MegatronModule):
 
     def _attend_from_here(self, query, keys, values, row: PackedSequences, share: ContextShare):
         """This rank's tokens [s, b, heads, d] to those of all ranks, [s x ranks, b, heads, d] in their order."""
+        assert row.positions is not None, "a row knows its positions"
         attended, start, first = [], 0, 0
         for length in row.lengths:
             here = slice(start, start + length // share.size)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slime_like.errors import DataError
-from slime_like.megatron_backend.reference import checked_row, copy_weights, put_weights, swapped
-from slime_like.records import TrainSample
+from slime_like.megatron_backend.reference import HeldWeights, checked_row, copy_weights, put_weights, swapped
+from slime_like.records import BASE, REFERENCE, TEACHER, TrainSample
 
 SAMPLE = TrainSample(
     prompt_index=7, sample_index=1, tokens=np.zeros(3), loss_mask=np.zeros(3), engine_logprobs=np.zeros(3),
@@ -20,9 +20,9 @@ SAMPLE = TrainSample(
 
 
 def layer(value: float) -> torch.nn.Linear:
-    made = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.constant_(made.weight, value)
-    return made
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, value)
+    return linear
 
 
 def test_a_copy_does_not_follow():
@@ -45,6 +45,33 @@ def test_its_own_weights_come_back_also_after_an_error():
         assert stage.weight.tolist() == [[3.0, 4.0]]
         raise RuntimeError("inside")
     assert stage.weight.tolist() == [[1.0, 1.0]]
+
+
+def test_a_model_knows_whose_weights_it_holds():
+    stage = layer(1.0)
+    held = HeldWeights(stage)
+    assert BASE in held and REFERENCE not in held and held.has_base
+    held.copy(BASE, REFERENCE)
+    held.keep(TEACHER, lambda: torch.nn.init.constant_(stage.weight, 3.0))
+    torch.nn.init.constant_(stage.weight, 2.0)  # a train step
+    with held.using(REFERENCE):
+        assert stage.weight.tolist() == [[1.0, 1.0]] and not held.has_base
+        with held.using(REFERENCE):  # no second swap, and the outer one goes on
+            pass
+        with held.using(TEACHER):
+            assert stage.weight.tolist() == [[3.0, 3.0]]
+        assert stage.weight.tolist() == [[1.0, 1.0]]
+    with held.using(BASE):
+        assert stage.weight.tolist() == [[2.0, 2.0]] and held.has_base
+
+
+def test_weights_that_are_not_held_are_refused():
+    held = HeldWeights(layer(1.0))
+    held.copy(BASE, REFERENCE)
+    with pytest.raises(ValueError, match="weights 'teacher' are not loaded. Known: .*reference"), held.using(TEACHER):
+        pass
+    with pytest.raises(AssertionError, match="what is trained"):
+        held.copy(REFERENCE, BASE)
 
 
 def test_log_probs_that_are_missing_or_too_short_are_told():
