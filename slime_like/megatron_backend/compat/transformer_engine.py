@@ -44,11 +44,6 @@ def why_not() -> str | None:
     return reason
 
 
-def has_transformer_engine() -> bool:
-    """Whether transformer-engine's layers can be used in this process."""
-    return why_not() is None
-
-
 def uses_transformer_engine(attention_backend: str) -> bool:
     """Whether the model is made of transformer-engine's layers: where they work, unless --attention-backend local.
 
