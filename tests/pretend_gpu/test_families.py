@@ -5,6 +5,8 @@ Covers slime_like.megatron_backend.worker where torch.cuda.is_available().
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 from tests.helpers.tiny_models import CONFIGS, make_tiny_model
@@ -23,3 +25,18 @@ def test_a_family_trains_on_the_device_as_on_the_host(pretend, tmp_path, family)
     for name in ("train/loss", "train/grad_norm"):
         assert device["metrics"][0][name] == pytest.approx(host["metrics"][0][name], rel=1e-6)
     assert device["reads"], "no host read was counted"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_half_precision_trains_with_the_kernel_of_packed_sequences(pretend, tmp_path, family):
+    folder = make_tiny_model(str(tmp_path / family), family, num_layers=2)
+    half = {"optimizer": {"bf16": True}}
+    (device,) = pretend(train_steps, 1, folder, 1, half)
+    (host,) = run_ranks(train_steps, 1, folder, 1, half)
+    kernels = collections.Counter(d["operation"] for kind, d in device["events"] if kind == "kernel")
+    # 8 micro-batches of 2 layers.
+    assert kernels == {"torch_attn::_varlen_attn": 16, "torch_attn::_varlen_attn_backward": 16}
+    assert not host["events"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/logprob_abs_diff"):
+        # 8 bits of mantissa, in another order of operations.
+        assert device["metrics"][0][name] == pytest.approx(host["metrics"][0][name], rel=0.02), name

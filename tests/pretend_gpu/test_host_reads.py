@@ -26,7 +26,8 @@ EXPERTS = {"qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight"}
 def test_the_host_seldom_waits_for_the_device(pretend, tmp_path, family, request):
     def counted(num_layers: int, num_micro_batches: int) -> dict[str, collections.Counter]:
         model = make_tiny_model(str(tmp_path / f"{num_layers}"), family, num_layers=num_layers)
-        (reads,) = pretend(step_reads, 1, model, {"batch": {"micro_batch_size": 8 // num_micro_batches}})
+        flags = {"batch": {"micro_batch_size": 8 // num_micro_batches}, "optimizer": {"bf16": True}}
+        (reads,) = pretend(step_reads, 1, model, flags)
         return {name: collections.Counter(lines) for name, lines in reads.items()}
 
     small, deeper, fewer = (counted(*sizes)["passes"] for sizes in ((2, 2), (3, 2), (2, 1)))
