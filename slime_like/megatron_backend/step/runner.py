@@ -93,12 +93,12 @@ class StepRunner:
         self.replay: RoutingReplay | None = None
         self._batch = batch
         self._flops = forward_flops(model_config) if batch.balance_by_flops else None
-        chunk = batch.log_probs_chunk_size if batch.log_probs_chunk_size > 0 else None
+        self._device = device_of(unwrap(model))
+        chunk = batch.log_probs_chunk_tokens(on_gpu=self._device.type == "cuda")
         self._scoring = Scoring(vocab_size=model_config.vocab_size, temperature=temperature, chunk_tokens=chunk)
         padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
         multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
         self._layout = PackLayout(padded=batch.qkv_format == "bshd", multiple=multiple)
-        self._device = device_of(unwrap(model))
         self._balanced_model = model_config if has_balancing_loss(model_config) else None
 
     @contextlib.contextmanager

@@ -189,7 +189,7 @@ def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: activations are"
             f" {gib['activations']}"
         )
-    if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size < 0:
+    if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size == -1:
         found.append(f"--log-probs-chunk-size 1024: what stands around the logits is {gib['logits']}")
     if parts.get("logits", 0) + parts.get("activations", 0) > 2 * GIB and config.batch.max_tokens_per_gpu:
         found.append(

@@ -153,8 +153,9 @@ class RoleBytes:
     def _logits(self, key: RankKey, tokens: int) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
             return 0
-        chunk = self._config.batch.log_probs_chunk_size
-        return int(self._sizes.logits(tokens, chunk_tokens=chunk if chunk > 0 else None))
+        return int(
+            self._sizes.logits(tokens, chunk_tokens=self._config.batch.log_probs_chunk_tokens(on_gpu=True))
+        )
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
         tokens = self._most_tokens(
