@@ -6,7 +6,6 @@ import dataclasses
 
 from slime_like.config.base import flag
 
-
 #: Tokens whose logits a GPU works on at once by default. Two fp32 tensors of [tokens, vocabulary] are alive meanwhile:
 #: 1.2 GiB for a vocabulary of 152k, where 16384 tokens at once would be 18.6 GiB.
 GPU_CHUNK_TOKENS = 1024

@@ -153,9 +153,7 @@ class RoleBytes:
     def _logits(self, key: RankKey, tokens: int) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
             return 0
-        return int(
-            self._sizes.logits(tokens, chunk_tokens=self._config.batch.log_probs_chunk_tokens(on_gpu=True))
-        )
+        return int(self._sizes.logits(tokens, chunk_tokens=self._config.batch.log_probs_chunk_tokens(on_gpu=True)))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
         tokens = self._most_tokens(
