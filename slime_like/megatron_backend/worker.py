@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from slime_like.config.run import RunConfig
+from slime_like.megatron_backend.card_memory import TRAIN_STATE, CardMemory
 from slime_like.megatron_backend.checkpoint import state as checkpoint
 from slime_like.megatron_backend.checkpoint.async_save import PendingSave
 from slime_like.megatron_backend.checkpoint.folder import find, is_megatron_folder, read_client_state
@@ -22,8 +23,9 @@ from slime_like.megatron_backend.hf import names_and_shards as hf_convert
 from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_down
 from slime_like.megatron_backend.model.provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
 from slime_like.megatron_backend.publish import gathering
-from slime_like.megatron_backend.reference import Weights, copy_weights, put_weights, swapped
+from slime_like.megatron_backend.reference import Weights, WeightSwap, copy_weights, put_weights
 from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
+from slime_like.megatron_backend.step.forward import device_of
 from slime_like.megatron_backend.step.gradient_sync import GradientSync
 from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.optimizer import (
@@ -103,6 +105,12 @@ class TrainWorker:
                 config.model, config.parallel, config.optimizer, value_head=self._is_critic
             )
             self.stage = unwrap(self.model)
+            self._card = CardMemory(
+                self.stage,
+                self.model if self._trains else (),
+                offloads=config.offloads_train(on_gpu=device_of(self.stage).type == "cuda"),
+            )
+            self._swap = WeightSwap(self.stage)
         source = start_source(config.checkpoint)
         with _timed(seconds, "weights"):
             self._load_first_weights(source)
@@ -111,6 +119,7 @@ class TrainWorker:
             with _timed(seconds, "optimizer"):
                 self._sync = GradientSync(self.model)
                 self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel)
+                self._card.add_optimizer(self.optimizer)
                 total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout
                 self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
             with _timed(seconds, "resume"):
@@ -148,6 +157,12 @@ class TrainWorker:
         """Give back what would outlive this process, before it is killed."""
         if self._sender is not None:
             self._sender.remove_files()
+
+    def release_memory(self, keep: Sequence[str] = ()) -> None:
+        """Give the engines on this card what is not in `keep`, of TRAIN_STATE: to the host with --offload-train, else
+        cached memory only. Verbs bring back what they need.
+        """
+        self._card.release(keep)
 
     # ------------------------------------------------------------------ passes and steps
 
@@ -231,6 +246,7 @@ class TrainWorker:
 
         Raises ValueError for ones that are not here.
         """
+        self._card.need("weights")
         if weights.name == self._in_model:
             yield
             return
@@ -238,7 +254,7 @@ class TrainWorker:
             raise ValueError(
                 f"weights {weights.name!r} are not loaded. Known: {', '.join([BASE.name, *self._frozen])}."
             )
-        with swapped(self.stage, self._frozen[weights.name]):
+        with self._swap.holding(self._frozen[weights.name]):
             before, self._in_model = self._in_model, weights.name
             try:
                 yield
@@ -249,7 +265,7 @@ class TrainWorker:
         """Keep the present `source` as the frozen weights `target`: how a reference follows the policy."""
         assert target.name != BASE.name, "what is trained is loaded, with the optimizer's part of it"
         with self.using(source):
-            self._frozen[target.name] = copy_weights(self.stage)
+            self._frozen[target.name] = copy_weights(self.stage, into=self._frozen.get(target.name))
 
     def export(self, weights: WeightsRef) -> Iterator[tuple[str, torch.Tensor]]:
         """This pipeline stage's tensors under their HF names.
@@ -265,6 +281,7 @@ class TrainWorker:
         Raises on every rank; engines then stay paused.
         The connection is made at the first call and kept; it is made anew when the order's route is another.
         """
+        self._card.need("weights")
         if self._sender is not None and self._sender.route != order.route:
             self._sender.close()
             self._sender = None
@@ -338,11 +355,13 @@ class TrainWorker:
         Frozen weights of a new name are held from now on. Returns the checkpoint's client_state.json, {} for weights
         alone. Raises CheckpointError.
         """
+        self._card.need(*TRAIN_STATE)
+        self._swap.own_changes()
         if weights.name != BASE.name:
             assert not (optimizer or schedule or rng), "frozen weights have no more than themselves"
             own = copy_weights(self.stage)
             load_weights(self.model, self.config.model, folder, step=step)
-            self._frozen[weights.name] = copy_weights(self.stage)
+            self._frozen[weights.name] = copy_weights(self.stage, into=self._frozen.get(weights.name))
             put_weights(self.stage, own)
             return {}
         saved: dict = {}
@@ -420,6 +439,8 @@ class TrainWorker:
                 f"weights {weights.name!r} are not trained here (role {self.config.role}): they can be scored with,"
                 " loaded and exported."
             )
+        self._card.need(*TRAIN_STATE)
+        self._swap.own_changes()  # a pass, too: routers learn their bias in it
 
     def _clear_gradients(self) -> None:
         for chunk in self.model:

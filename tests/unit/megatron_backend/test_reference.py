@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.errors import DataError
-from slime_like.megatron_backend.reference import checked_row, copy_weights, put_weights, swapped
+from slime_like.megatron_backend.reference import WeightSwap, checked_row, copy_weights, put_weights
 from slime_like.records import TrainSample
 
 SAMPLE = TrainSample(
@@ -41,10 +41,61 @@ def test_weights_are_put_in_place():
 
 def test_its_own_weights_come_back_also_after_an_error():
     stage = layer(1.0)
-    with pytest.raises(RuntimeError, match="inside"), swapped(stage, {"weight": torch.tensor([[3.0, 4.0]])}):
+    swap = WeightSwap(stage)
+    with pytest.raises(RuntimeError, match="inside"), swap.holding({"weight": torch.tensor([[3.0, 4.0]])}):
         assert stage.weight.tolist() == [[3.0, 4.0]]
         raise RuntimeError("inside")
     assert stage.weight.tolist() == [[1.0, 1.0]]
+
+
+class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts copies from one tensor to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name == "aten::copy_"
+        return function(*args, **(kwargs or {}))
+
+
+def test_its_own_weights_are_copied_once_for_a_reference_and_a_teacher():
+    stage = layer(1.0)
+    reference, teacher = ({"weight": torch.full((1, 2), value)} for value in (3.0, 4.0))
+    swap = WeightSwap(stage)
+    with Copies() as copies:
+        for weights in (reference, teacher):
+            with swap.holding(weights):
+                assert torch.equal(stage.weight, weights["weight"])
+            assert stage.weight.tolist() == [[1.0, 1.0]]
+    assert copies.count == 1 + 2 * 2  # own out; each in, own back
+
+
+def test_own_weights_that_changed_are_copied_again_to_the_same_memory():
+    stage = layer(1.0)
+    swap = WeightSwap(stage)
+    with swap.holding({"weight": torch.zeros(1, 2)}):
+        pass
+    memory = swap._own["weight"].data_ptr()
+    swap.own_changes()
+    put_weights(stage, {"weight": torch.full((1, 2), 2.0)})
+    with swap.holding({"weight": torch.zeros(1, 2)}):
+        pass
+    assert stage.weight.tolist() == [[2.0, 2.0]] and swap._own["weight"].data_ptr() == memory
+
+
+def test_a_copy_is_one_piece_of_host_memory_and_can_be_used_again():
+    stage = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)).to(torch.bfloat16)
+    copy = copy_weights(stage)
+    assert {name: weight.tolist() for name, weight in copy.items()} == {
+        name: weight.tolist() for name, weight in stage.named_parameters()
+    }
+    assert len({weight.untyped_storage().data_ptr() for weight in copy.values()}) == 1
+    assert all(weight.data_ptr() % 64 == next(iter(copy.values())).data_ptr() % 64 for weight in copy.values())
+    torch.nn.init.constant_(stage[1].bias, 5.0)
+    again = copy_weights(stage, into=copy)
+    assert again is copy and copy["1.bias"].tolist() == [5.0]
 
 
 def test_log_probs_that_are_missing_or_too_short_are_told():
