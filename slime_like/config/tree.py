@@ -93,6 +93,12 @@ class ConfigTree:
         value = self.placement.offload if value is None else value
         return self.shares_cards and (on_gpu if value is None else value)
 
+    def starts_in_turn(self, *, on_gpu: bool) -> bool:
+        """Whether engines start when trainers are up and have made room: SGLang sizes its cache by what is free then,
+        which must not change meanwhile. On a CPU host all start at once, which is faster.
+        """
+        return self.shares_cards and (on_gpu or self.offloads_train(on_gpu=False))
+
     @property
     def samples_per_rollout(self) -> int:
         """Samples of one rollout step."""

@@ -84,7 +84,7 @@ class TrainWorker:
         """Join the other ranks, build everything, load the first weights.
 
         Returns {"num_rollouts_done", "client_state" (of the checkpoint, else {}), "num_parameters" (whole model),
-        "seconds": {part: s}}.
+        "card_bytes" (the GPU's memory), "seconds": {part: s}}.
         """
         config = self.config
         seconds: dict[str, float] = {}
@@ -142,6 +142,7 @@ class TrainWorker:
             **resumed,
             "num_parameters": hf_convert.num_parameters(config.model),
             "bf16": trains_in_bf16(config.optimizer),
+            "card_bytes": torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None,
             "seconds": seconds,
         }
 

@@ -100,6 +100,14 @@ def test_whether_the_trainer_leaves_its_card_while_engines_generate(placement: d
     assert config.offloads_train(on_gpu=True) is on_gpu and config.offloads_train(on_gpu=False) is on_host
 
 
+def test_who_shares_a_gpu_starts_one_after_the_other():
+    colocated, apart = with_parts(placement={"colocate": True}), with_parts(placement={"offload_train": True})
+    assert colocated.starts_in_turn(on_gpu=True) and not colocated.starts_in_turn(on_gpu=False)
+    assert with_parts(placement={"colocate": True, "offload_train": True}).starts_in_turn(on_gpu=False)
+    assert with_parts(placement={"colocate": True, "offload_train": False}).starts_in_turn(on_gpu=True)
+    assert not apart.starts_in_turn(on_gpu=True)
+
+
 def test_a_possible_run_has_no_problems():
     assert RUN.problems() == []
 
