@@ -28,6 +28,7 @@ def give_back_cached(device: torch.device) -> None:
     """Hand memory that nothing uses any more from torch's cache to the driver, where other processes find it."""
     if device.type == "cuda":
         gc.collect()  # what only a cycle of Python still holds
+        torch.cuda.ipc_collect()  # what an engine was shown by a handle, and has let go of
         torch.cuda.empty_cache()
 
 

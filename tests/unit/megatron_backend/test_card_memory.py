@@ -112,8 +112,9 @@ def test_the_cache_is_given_back_after_the_state(monkeypatch: pytest.MonkeyPatch
     card.release(keep=("optimizer",))
     assert held == [{"weights": 0, "gradients": 0, "optimizer": 76}]
     calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
     give_back_cached(HOST)
     assert calls == []
     give_back_cached(torch.device("cuda"))
-    assert calls == ["emptied"]
+    assert calls == ["ipc_collect", "empty_cache"]
