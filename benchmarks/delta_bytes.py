@@ -32,12 +32,12 @@ BUCKET_BYTES = 512 << 20
 
 def load(folder: str, dtype: str | None) -> dict[str, torch.Tensor]:
     """Every tensor of a folder; dtype: what an engine would be sent."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors"):
-            found |= load_file(os.path.join(folder, name))
+            tensors |= load_file(os.path.join(folder, name))
     return {
-        name: tensor if dtype is None else tensor.to(getattr(torch, dtype)) for name, tensor in sorted(found.items())
+        name: tensor if dtype is None else tensor.to(getattr(torch, dtype)) for name, tensor in sorted(tensors.items())
     }
 
 

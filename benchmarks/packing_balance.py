@@ -64,7 +64,7 @@ def measure(plan: Plan, lengths: list[int], costs: list[int]) -> dict[str, float
 
 def table(*, samples: int, ranks: int, seeds: int) -> dict[str, dict[str, float]]:
     """Method -> the median over seeds of each measure, the worst imbalance, and planning seconds."""
-    flops, found = forward_flops(MODEL), {}
+    flops, results = forward_flops(MODEL), {}
     for name, options in METHODS.items():
         rows, seconds = [], []
         for seed in range(seeds):
@@ -74,16 +74,16 @@ def table(*, samples: int, ranks: int, seeds: int) -> dict[str, dict[str, float]
             plan = plan_micro_batches(lengths, data_parallel_size=ranks, batch=BatchConfig(**options), costs=costs)
             seconds.append(time.perf_counter() - started)
             rows.append(measure(plan, lengths, costs))
-        found[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        found[name] |= {
+        results[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        results[name] |= {
             "worst_imbalance": max(row["imbalance"] for row in rows),
             "plan_seconds": statistics.median(seconds),
         }
     # What padding to the longest of a micro-batch of 8 would cost, for comparison.
     batches = [lengths_of(seed, samples) for seed in range(seeds)]
     padded = [1 - sum(b) / sum(8 * max(b[i : i + 8]) for i in range(0, len(b), 8)) for b in batches]
-    found["padded to the longest of 8"] = {"padding": statistics.median(padded)}
-    return found
+    results["padded to the longest of 8"] = {"padding": statistics.median(padded)}
+    return results
 
 
 def main() -> None:

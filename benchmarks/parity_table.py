@@ -35,7 +35,7 @@ def main() -> None:
     rows = [row for row in all_rows() if re.search(args.select, row.name)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = run_table(rows, make_models(folder, rows), timeout_s=3600)
+        outcomes = run_table(rows, make_models(folder, rows), timeout_s=3600)
     seconds = time.monotonic() - started
     lines = [
         (
@@ -45,7 +45,7 @@ def main() -> None:
         "",
     ]
     lines += ["| model | layout | batch | " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * (3 + len(COLUMNS))]
-    for row, results in zip(rows, found, strict=True):
+    for row, results in zip(rows, outcomes, strict=True):
         worst = [max(result[name] for result in results) for name in COLUMNS]
         form = row.format + (", bf16" if row.bf16 else "")
         lines.append(f"| {row.model} | {row.layout} | {form} | " + " | ".join(f"{value:.1e}" for value in worst) + " |")

@@ -110,10 +110,10 @@ def differences(folder: str, samples: list[TrainSample], *, bf16: bool, replay: 
         config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port("127.0.0.1")
     )
     worker.start()
-    found = recipe_of(worker).log_probs(samples)
+    log_probs = recipe_of(worker).log_probs(samples)
     worker.close()
     return np.concatenate(
-        [np.abs(ours - s.engine_logprobs)[s.loss_mask.astype(bool)] for ours, s in zip(found, samples, strict=True)]
+        [np.abs(ours - s.engine_logprobs)[s.loss_mask.astype(bool)] for ours, s in zip(log_probs, samples, strict=True)]
     )
 
 

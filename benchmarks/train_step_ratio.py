@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict:
         )
         worker.start()
     samples = make_samples(args.samples, args.vocabulary)
-    packs = worker.runner.prepare(samples).packs
+    packs = worker.prepare(samples).packs
     targets = [pack.targets[:, None] for pack in packs]
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     for number in range(args.rounds + 1):
@@ -173,26 +173,26 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
-    found = measure(args)
+    timing = measure(args)
     shape = (
-        f"hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, {found['tokens']} tokens in"
-        f" {found['packs']} packs"
+        f"hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, {timing['tokens']} tokens in"
+        f" {timing['packs']} packs"
     )
     lines = [
         "| shape | bare mcore loop | our train step | bare / ours (medians) | of minima |",
         "|---|---|---|---|---|",
     ]
     lines.append(
-        f"| {shape} | {found['bare_s']:.3f} s | {found['ours_s']:.3f} s | {found['ratio']:.3f} |"
-        f" {found['ratio_of_minima']:.3f} |"
+        f"| {shape} | {timing['bare_s']:.3f} s | {timing['ours_s']:.3f} s | {timing['ratio']:.3f} |"
+        f" {timing['ratio_of_minima']:.3f} |"
     )
-    lines += ["", f"goal {GOAL}: {'met' if found['ratio'] >= GOAL else 'MISSED'}"]
+    lines += ["", f"goal {GOAL}: {'met' if timing['ratio'] >= GOAL else 'MISSED'}"]
     print("\n".join(lines))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         hardware = "2-core x86 CPU host"
         args.output.with_suffix(".json").write_text(
-            json.dumps({"hardware": hardware, "shape": shape, **found}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({"hardware": hardware, "shape": shape, **timing}, indent=1) + "\n", encoding="utf-8"
         )
         args.output.with_suffix(".md").write_text(f"{hardware}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 

@@ -160,7 +160,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict:
             bench = Bench(folder, EngineClient(engine.endpoint, timeout_s=TIMEOUT_S), args.transports)
             try:
                 for repeat in range(args.repeats + 1):
-                    found = meter.measure()
+                    bound_times = meter.measure()
                     # Turns change, so that neither way always comes after the other's traces in the caches.
                     ways = [("off", plain), ("digest", proven)] if repeat % 2 else [("digest", proven), ("off", plain)]
                     once = {
@@ -173,7 +173,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict:
                         continue
                     probes.append(probe_s)
                     latencies.append(latency_s)
-                    for bound, seconds in found.items():
+                    for bound, seconds in bound_times.items():
                         bounds[bound].append(seconds)
                     for verify, times in ways:
                         for transport in args.transports:

@@ -164,7 +164,7 @@ class Trainer:
 def measure(args: argparse.Namespace) -> tuple[Shape, list[Row], dict[str, float]]:
     """All methods in turn, once to warm up and then `repeats` times; with the medians of the bounds."""
     shape = Shape.of_bytes(args.size_mb * MEGABYTE)
-    found: dict[str, list[tuple[SyncTimes, float]]] = {method: [] for method in args.methods}
+    timings: dict[str, list[tuple[SyncTimes, float]]] = {method: [] for method in args.methods}
     bounds: dict[str, list[float]] = {name: [] for name in BOUNDS}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weight-update-demo-")))
@@ -193,12 +193,12 @@ def measure(args: argparse.Namespace) -> tuple[Shape, list[Row], dict[str, float
             once = {method: trainer.sync(method) for method in args.methods}
             if repeat:
                 for method, result in once.items():
-                    found[method].append(result)
+                    timings[method].append(result)
                 for name, seconds in bound.items():
                     bounds[name].append(seconds)
     at_best = {name: statistics.median(seconds) for name, seconds in bounds.items()}
     rows = []
-    for method, results in found.items():
+    for method, results in timings.items():
         times, moved = zip(*results, strict=True)
         totals = tuple(one.total_s for one in times)
         rows.append(
@@ -313,28 +313,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.methods = list(dict.fromkeys(filter(None, args.methods.split(","))))
-    found = problems(args)
-    if found:
-        parser.error("; ".join(found))
+    mistakes = problems(args)
+    if mistakes:
+        parser.error("; ".join(mistakes))
     return args
 
 
 def problems(args: argparse.Namespace) -> list[str]:
     """What is impossible about the command line."""
-    found = [f"--methods {name}: known are {', '.join(METHODS)}" for name in args.methods if name not in METHODS]
+    mistakes = [f"--methods {name}: known are {', '.join(METHODS)}" for name in args.methods if name not in METHODS]
     if not args.methods:
-        found.append(f"--methods: name at least one of {', '.join(METHODS)}")
+        mistakes.append(f"--methods: name at least one of {', '.join(METHODS)}")
     for flag in ("repeats", "tp", "bucket_mb"):
         if getattr(args, flag) < 1:
-            found.append(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
+            mistakes.append(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
     if args.output.suffix != ".png":
-        found.append(f"--output {args.output}: must end in .png")
+        mistakes.append(f"--output {args.output}: must end in .png")
     size, available = args.size_mb * MEGABYTE, psutil.virtual_memory().available
     if not size >= SMALLEST_BYTES:
-        return [*found, f"--size-mb {args.size_mb:g}: must be at least {SMALLEST_BYTES / MEGABYTE:g}"]
+        return [*mistakes, f"--size-mb {args.size_mb:g}: must be at least {SMALLEST_BYTES / MEGABYTE:g}"]
     if size * COPIES > available:
         return [
-            *found,
+            *mistakes,
             (
                 f"--size-mb {args.size_mb:g}: needs about {COPIES * size / 1e9:.1f} GB of memory, {available / 1e9:.1f}"
                 " GB are free"
@@ -342,8 +342,8 @@ def problems(args: argparse.Namespace) -> list[str]:
         ]
     heads = Shape.of_bytes(size).kv_heads
     if args.tp > 1 and heads % args.tp:
-        found.append(f"--tp {args.tp}: a model of this size has {heads} key/value heads, which that does not divide")
-    return found
+        mistakes.append(f"--tp {args.tp}: a model of this size has {heads} key/value heads, which that does not divide")
+    return mistakes
 
 
 def main(argv: list[str]) -> int:

@@ -246,8 +246,8 @@ class DeltaCount:
 
     def metrics(self) -> dict[str, float]:
         """For metrics.jsonl."""
-        found = {"sync/delta_bytes": float(self.num_bytes), "sync/full_engines": float(len(self.full_engines))}
-        return found | ({"sync/changed_share": self.num_changed / self.num_elements} if self.num_elements else {})
+        metrics = {"sync/delta_bytes": float(self.num_bytes), "sync/full_engines": float(len(self.full_engines))}
+        return metrics | ({"sync/changed_share": self.num_changed / self.num_elements} if self.num_elements else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

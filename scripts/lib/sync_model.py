@@ -68,10 +68,10 @@ class Shape:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """HF name -> shape, in the order of the model."""
         hidden, head, wide = self.hidden, self.head_size, 3 * self.hidden
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, hidden)}
         for number in range(self.layers):
             layer = f"model.layers.{number}."
-            found |= {
+            shapes |= {
                 f"{layer}input_layernorm.weight": (hidden,),
                 f"{layer}self_attn.q_proj.weight": (self.heads * head, hidden),
                 f"{layer}self_attn.k_proj.weight": (self.kv_heads * head, hidden),
@@ -84,7 +84,7 @@ class Shape:
                 f"{layer}mlp.up_proj.weight": (wide, hidden),
                 f"{layer}mlp.down_proj.weight": (hidden, wide),
             }
-        return found | {"model.norm.weight": (hidden,), "lm_head.weight": (self.vocabulary, hidden)}
+        return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (self.vocabulary, hidden)}
 
     def config(self) -> dict:
         """config.json."""

@@ -126,11 +126,11 @@ def copy_wheel(source, wheel, folder):
 
 def check_host(manifest, python):
     """The interpreter's version, the processor and the C library must be those that the wheels are for."""
-    found = ask(python, "import sys; print('%d.%d' % sys.version_info[:2])")
-    if found != manifest["python"]:
-        wanted = manifest["python"]
+    actual = ask(python, "import sys; print('%d.%d' % sys.version_info[:2])")
+    if actual != manifest["python"]:
+        needs = manifest["python"]
         raise InstallError(
-            f"these wheels are for Python {wanted}, {python} is Python {found}. Fix: PYTHON=/path/to/python{wanted}"
+            f"these wheels are for Python {needs}, {python} is Python {actual}. Fix: PYTHON=/path/to/python{needs}"
             " bash install.sh …"
         )
     if sys.platform != "linux" or platform.machine() != manifest["machine"]:
@@ -159,9 +159,9 @@ def check_torch(manifest, python):
     """Where torch is to come from the host, it must be there in the version that the wheels were chosen for."""
     if not manifest["host_provides"]:
         return
-    found, _ = torch_of(python)
-    if found.split("+")[0] != manifest["torch"].split("+")[0]:
-        has = f"torch {found}" if found else "none"
+    actual, _ = torch_of(python)
+    if actual.split("+")[0] != manifest["torch"].split("+")[0]:
+        has = f"torch {actual}" if actual else "none"
         raise InstallError(
             f"these wheels go with torch {manifest['torch']} of the host, but {python} has {has}.\n"
             "  Fix: install that torch there, or gather again without --without-torch."

@@ -153,10 +153,10 @@ def explain(stderr: str, target: Target, index: list[str]) -> WheelhouseError:
     other.
     """
     lines = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line and not line.startswith("WARNING: ")]
-    wanted = re.search(r"No matching distribution found for (.+)", stderr)
-    if not wanted:
+    match = re.search(r"No matching distribution found for (.+)", stderr)
+    if not match:
         return WheelhouseError("pip cannot choose the packages:\n  " + "\n  ".join(lines[-25:]))
-    phrase = wanted.group(1).strip()
+    phrase = match.group(1).strip()
     name = re.split(r"[\s\[<>=!~;(]", phrase)[0]
     # --pre: a package of which there are only pre-releases is not unknown.
     known = run_pip(["index", "versions", "--pre", name, *index], timeout_s=LOOKUP_TIMEOUT_S)
@@ -226,14 +226,14 @@ def resolve_for(
 
     roots: requirements, or paths of wheels. Raises WheelhouseError if something stays missing.
     """
-    asked = list(roots)
+    goals = list(roots)
     for _ in range(MAX_ROUNDS):
-        packages = resolve(asked, target, index)
+        packages = resolve(goals, target, index)
         requirements = [_as_requirement(root) for root in roots]
         missing = closure(packages, requirements, target, without).missing
         if not missing:
             return packages, requirements
-        asked += missing
+        goals += missing
     raise WheelhouseError("requirements that stay unmet on the target: " + "; ".join(missing))
 
 
@@ -284,10 +284,12 @@ def resolve_one(requirement: str, target: Target, index: list[str]) -> tuple[Pac
 def download(packages: list[Package], folder: Path, target: Target, index: list[str]) -> None:
     """Fetch the wheels into the folder; pip compares each with its digest. Raises WheelhouseError."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [p for p in packages if not (folder / p.file).is_file()]
-    if wanted:
+    to_fetch = [p for p in packages if not (folder / p.file).is_file()]
+    if to_fetch:
         lock = folder / "lock.txt"
-        lock.write_text("".join(f"{p.name}=={p.version} --hash=sha256:{p.sha256}\n" for p in wanted), encoding="utf-8")
+        lock.write_text(
+            "".join(f"{p.name}=={p.version} --hash=sha256:{p.sha256}\n" for p in to_fetch), encoding="utf-8"
+        )
         arguments = [
             "download",
             "--quiet",

@@ -20,7 +20,7 @@ from slime_like.records import TrainSample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Collectives:
     """How this rank's tokens meet those of the ranks that hold other samples.
 
     Both are collective; the defaults are those of one rank alone.
@@ -44,7 +44,7 @@ def draws(samples: Sequence[TrainSample], places: Sequence[int]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def covariances(log_probs: torch.Tensor, advantages: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
+def covariances(log_probs: torch.Tensor, advantages: torch.Tensor, ranks: Collectives) -> tuple[torch.Tensor, int]:
     """([K] float64: (log-prob - mean log-prob) x (advantage - mean advantage), tokens of all ranks); means are over the
     tokens of all ranks.
 
@@ -56,7 +56,7 @@ def covariances(log_probs: torch.Tensor, advantages: torch.Tensor, ranks: Ranks)
     return (log_probs - totals[1] / count) * (advantages - totals[2] / count), int(totals[0].item())
 
 
-def lowest(scores: torch.Tensor, ties: torch.Tensor, count: int, ranks: Ranks) -> torch.Tensor:
+def lowest(scores: torch.Tensor, ties: torch.Tensor, count: int, ranks: Collectives) -> torch.Tensor:
     """[K] bool: whether a token is among the `count` lowest of all ranks.
 
     Infinite scores never are; equal ones are told apart by `ties` [K].
@@ -73,7 +73,7 @@ def lowest(scores: torch.Tensor, ties: torch.Tensor, count: int, ranks: Ranks) -
 
 
 def picked(
-    log_probs: torch.Tensor, advantages: torch.Tensor, ties: torch.Tensor, loss: LossConfig, ranks: Ranks
+    log_probs: torch.Tensor, advantages: torch.Tensor, ties: torch.Tensor, loss: LossConfig, ranks: Collectives
 ) -> torch.Tensor:
     """[K] float32: 1.0 at this rank's tokens of a train step that the policy loss treats apart. Collective.
 

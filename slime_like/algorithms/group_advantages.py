@@ -90,15 +90,15 @@ def checked(advantages: object, num_samples: int, path: str) -> np.ndarray:
     Raises DataError if it is anything but G finite numbers.
     """
     try:
-        found = np.asarray(advantages, dtype=np.float64)
+        values = np.asarray(advantages, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"--custom-advantage-function-path {path}: gave no numbers: {error}") from error
-    if found.shape != (num_samples,) or not np.isfinite(found).all():
+    if values.shape != (num_samples,) or not np.isfinite(values).all():
         raise DataError(
-            f"--custom-advantage-function-path {path}: gave {found.tolist()} for a group of {num_samples}. It must give"
-            " one finite number each."
+            f"--custom-advantage-function-path {path}: gave {values.tolist()} for a group of {num_samples}. It must"
+            " give one finite number each."
         )
-    return found
+    return values
 
 
 def _check_finite(rewards: np.ndarray) -> None:

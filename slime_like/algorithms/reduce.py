@@ -60,15 +60,15 @@ def checked_weights(weights: object, num_samples: int, path: str) -> np.ndarray:
     Raises DataError if it is not N finite numbers.
     """
     try:
-        found = np.asarray(weights, dtype=np.float64)
+        values = np.asarray(weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"--custom-pg-loss-reducer-function-path {path}: gave no numbers: {error}") from error
-    if found.shape != (num_samples,) or not np.isfinite(found).all():
+    if values.shape != (num_samples,) or not np.isfinite(values).all():
         raise DataError(
-            f"--custom-pg-loss-reducer-function-path {path}: gave an array of shape {found.shape} for {num_samples}"
+            f"--custom-pg-loss-reducer-function-path {path}: gave an array of shape {values.shape} for {num_samples}"
             " samples. It must give one finite number each: what a trained token of that sample weighs."
         )
-    return found
+    return values
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

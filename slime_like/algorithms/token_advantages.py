@@ -38,8 +38,8 @@ def token_rewards(
     places = torch.arange(1, mask.size(1) + 1, device=mask.device)
     last = (places * mask).max(1, keepdim=True).values
     terminal = (places == last) & mask
-    found = torch.where(terminal, rewards[:, None], torch.zeros_like(rewards[:, None]))
-    return found if kl is None else found - kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
+    per_token = torch.where(terminal, rewards[:, None], torch.zeros_like(rewards[:, None]))
+    return per_token if kl is None else per_token - kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
 
 
 def gae(
@@ -84,10 +84,10 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, sum_across_ranks: SumAc
     advantages, mask: [N, T] of this rank, which may have no sample at all. The variance has count - 1 in its
     denominator. Returns [N, T], 0 where the mask is not. Example: [1, 2, 3] -> [-1, 0, 1].
     """
-    kept = torch.where(mask, advantages.double(), 0.0)
-    total = sum_across_ranks(torch.stack([mask.double().sum(), kept.sum()]))
+    masked = torch.where(mask, advantages.double(), 0.0)
+    total = sum_across_ranks(torch.stack([mask.double().sum(), masked.sum()]))
     count, mean = total[0], total[1] / total[0].clamp(min=1)
-    centered = torch.where(mask, kept - mean, 0.0)
+    centered = torch.where(mask, masked - mean, 0.0)
     variance = sum_across_ranks(centered.square().sum()[None])[0] / (count - 1).clamp(min=1)
     return (centered / torch.sqrt(variance + WHITEN_EPSILON)).to(advantages.dtype)
 
@@ -112,7 +112,7 @@ def _padded_batch(samples: Sequence[TrainSample], loss: LossConfig) -> _Batch:
         samples=samples,
         mask=torch.from_numpy(mask),
         rewards=rewards,
-        kl=_padded(samples, "kl", longest, wanted=loss.kl_coef > 0),
+        kl=_padded(samples, "kl", longest, is_needed=loss.kl_coef > 0),
     )
 
 
@@ -126,14 +126,14 @@ def _gae(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _returns(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
     rewards = token_rewards(batch.rewards, batch.mask, kl=batch.kl, kl_coef=loss.kl_coef)
-    found = discounted_returns(rewards, batch.mask, gamma=loss.gamma)
-    return found, found
+    returns = discounted_returns(rewards, batch.mask, gamma=loss.gamma)
+    return returns, returns
 
 
 def _of_samples(batch: _Batch, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
     own = _padded(batch.samples, "advantages", batch.mask.size(1)) - loss.kl_coef * batch.kl
-    found = torch.where(batch.mask, own, 0.0)
-    return found, found
+    advantages = torch.where(batch.mask, own, 0.0)
+    return advantages, advantages
 
 
 #: Estimator.tokens -> (advantages, returns), [N, T] float64 each, 0 where the mask is not.
@@ -169,12 +169,12 @@ def sample_advantages(
     return _rows(advantages, lengths), _rows(returns, lengths)
 
 
-def _padded(samples: Sequence[TrainSample], name: str, longest: int, *, wanted: bool = True) -> torch.Tensor:
-    """[N, T] float64 of one array of the samples; zeros if it is not wanted."""
-    found = np.zeros((len(samples), longest))
-    for row, sample in enumerate(samples if wanted else ()):
-        found[row, : len(sample.tokens)] = _array(sample, name)
-    return torch.from_numpy(found)
+def _padded(samples: Sequence[TrainSample], name: str, longest: int, *, is_needed: bool = True) -> torch.Tensor:
+    """[N, T] float64 of one array of the samples; zeros if it is not needed."""
+    padded = np.zeros((len(samples), longest))
+    for row, sample in enumerate(samples if is_needed else ()):
+        padded[row, : len(sample.tokens)] = _array(sample, name)
+    return torch.from_numpy(padded)
 
 
 def _rows(padded: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -182,10 +182,10 @@ def _rows(padded: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def _array(sample: TrainSample, name: str) -> np.ndarray:
-    found = getattr(sample, name)
-    if found is None or len(found) != len(sample.tokens):
+    array = getattr(sample, name)
+    if array is None or len(array) != len(sample.tokens):
         who, length = f"sample {sample.prompt_index}/{sample.sample_index}", len(sample.tokens)
         raise DataError(
-            f"{who} of {length} tokens has {'no' if found is None else len(found)} {name}, which its advantages need."
+            f"{who} of {length} tokens has {'no' if array is None else len(array)} {name}, which its advantages need."
         )
-    return found
+    return array

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class ReservedGpu:
     """Where a bundle of the plan really lies. `ray_index` is its index in Ray's group, has_cuda: with a real GPU."""
 
     ray_index: int
@@ -31,41 +31,39 @@ class Slot:
     has_cuda: bool = False
 
 
-def slot_sort_key(slot: Slot) -> tuple:
+def gpu_sort_key(gpu: ReservedGpu) -> tuple:
     """By node address, then node, so that a machine's GPUs stay together where several nodes share an address, then by
     GPU id.
 
     Numbers sort as numbers, names (MIG, UUID) after them in text order.
     """
     return (
-        *node_sort_key(slot.address),
-        slot.node_id,
-        (0, int(slot.gpu_id), "") if slot.gpu_id.isdigit() else (1, 0, slot.gpu_id),
+        *node_sort_key(gpu.address),
+        gpu.node_id,
+        (0, int(gpu.gpu_id), "") if gpu.gpu_id.isdigit() else (1, 0, gpu.gpu_id),
     )
 
 
 class Bundles:
-    """The run's GPUs, reserved. slots[i] belongs to bundle i of the plan."""
+    """The run's GPUs, reserved. gpus[i] belongs to bundle i of the plan."""
 
-    def __init__(self, group: PlacementGroup, slots: list[Slot], cpus: float):
-        self.group, self.slots, self.cpus = group, slots, cpus
+    def __init__(self, group: PlacementGroup, gpus: list[ReservedGpu], cpus: float):
+        self.group, self.gpus, self.cpus = group, gpus, cpus
 
     def options(self, index: int, share: float) -> dict:
         """Actor options that put an actor with `share` of the GPU (and of its CPU) on bundle `index`."""
-        strategy = PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=self.slots[index].ray_index
-        )
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.gpus[index].ray_index)
         return {"num_gpus": share, "num_cpus": int(1e4 * share * self.cpus) / 1e4, "scheduling_strategy": strategy}
 
     def on_one_host(self) -> bool:
         """Whether everything lies on the machine that this process runs on."""
         here = ray.get_runtime_context().get_node_id()
-        return all(slot.node_id == here for slot in self.slots)
+        return all(gpu.node_id == here for gpu in self.gpus)
 
     @property
     def have_cuda(self) -> bool:
         """Whether these are real GPUs."""
-        return any(slot.has_cuda for slot in self.slots)
+        return any(gpu.has_cuda for gpu in self.gpus)
 
     def close(self) -> None:
         """Give the GPUs back."""
@@ -80,12 +78,12 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> Bundles:
     cpus = cpus_per_gpu()
     shape = {"GPU": 1, "CPU": cpus} if cpus else {"GPU": 1}
     group = placement_group([shape] * plan.num_gpus, strategy="PACK")
-    started, told = time.monotonic(), 0.0
+    started, last_logged = time.monotonic(), 0.0
     while not group.wait(timeout_seconds=1):
         waited = time.monotonic() - started
-        if waited <= timeout_s and waited - told <= 10:
+        if waited <= timeout_s and waited - last_logged <= 10:
             continue
-        told = waited
+        last_logged = waited
         free_cpus = ray.available_resources().get("CPU", 0)
         missing = (
             f"{plan.num_gpus} GPUs and {plan.num_gpus * cpus:g} CPUs are needed; {list_nodes(cluster_nodes())};"
@@ -99,46 +97,46 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> Bundles:
             )
         logger.warning("waiting for GPUs since %.0f s: %s", waited, missing)
     try:
-        slots = _probe(group, plan.num_gpus, cpus, timeout_s)
-        check_engines(plan, slots)
+        gpus = _probe(group, plan.num_gpus, cpus, timeout_s)
+        check_engines(plan, gpus)
     except BaseException:
         remove_placement_group(group)
         raise
-    return Bundles(group, slots, cpus)
+    return Bundles(group, gpus, cpus)
 
 
-def _probe(group: PlacementGroup, count: int, cpus: float, timeout_s: float) -> list[Slot]:
+def _probe(group: PlacementGroup, count: int, cpus: float, timeout_s: float) -> list[ReservedGpu]:
     """Ask each bundle where it lies; sorted."""
 
-    def locate(ray_index: int) -> Slot:
+    def locate(ray_index: int) -> ReservedGpu:
         context = ray.get_runtime_context()
         gpu_ids = context.get_accelerator_ids().get("GPU") or ["0"]
         address = ray.util.get_node_ip_address()
-        return Slot(ray_index, context.get_node_id(), address, str(gpu_ids[0]), host_has_cuda())
+        return ReservedGpu(ray_index, context.get_node_id(), address, str(gpu_ids[0]), host_has_cuda())
 
     task = ray.remote(locate)
     refs = {}
     for index in range(count):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         refs[f"bundle {index}"] = task.options(num_gpus=1, num_cpus=cpus, scheduling_strategy=strategy).remote(index)
-    return sorted(Wait(timeout_s, whom="the reserved bundles", phase="placement").gather(refs), key=slot_sort_key)
+    return sorted(Wait(timeout_s, whom="the reserved bundles", phase="placement").gather(refs), key=gpu_sort_key)
 
 
-def check_engines(plan: PlacementPlan, slots: list[Slot]) -> None:
+def check_engines(plan: PlacementPlan, gpus: list[ReservedGpu]) -> None:
     """An engine's GPUs must lie on the machines that the plan put them on, counted within the engine.
 
     Ray's PACK does not promise it.
     """
     for engine in plan.engines:
-        nodes = [slots[i].node_id for i in engine.bundles]
+        nodes = [gpus[i].node_id for i in engine.bundles]
         if node_ranks(nodes) != engine.node_ranks:
             machines = ", ".join(
-                f"{slots[i].address} ({slots[i].node_id[:6]}) GPU {slots[i].gpu_id}" for i in engine.bundles
+                f"{gpus[i].address} ({gpus[i].node_id[:6]}) GPU {gpus[i].gpu_id}" for i in engine.bundles
             )
-            wanted = engine.num_nodes
+            num_nodes = engine.num_nodes
             raise PlacementError(
                 f"Ray spread engine {engine.index} ({len(engine.bundles)} GPUs) over machines as {machines}; it must"
-                f" lie on {'one' if wanted == 1 else f'{wanted}, equally'}.\n  --rollout-num-gpus-per-engine,"
+                f" lie on {'one' if num_nodes == 1 else f'{num_nodes}, equally'}.\n  --rollout-num-gpus-per-engine,"
                 " --num-gpus-per-node\n  Fix: set --num-gpus-per-node to what the machines really have, or use smaller"
                 " engines."
             )

@@ -27,9 +27,9 @@ from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.external import HealthWatch
-from slime_like.sglang_backend.router import Router, attach_router, launch_router
-from slime_like.utils.net import engine_url, host_port, wait_until
+from slime_like.sglang_backend.external_server import HealthWatch
+from slime_like.sglang_backend.router import Router, start_router
+from slime_like.utils.net import wait_until
 from slime_like.weight_sync.proof.probe import compare_probe
 from slime_like.weight_sync.session import PublishOrder, abandon
 
@@ -105,7 +105,8 @@ class EngineFleet:
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         self._begin(self._plan.engines)
-        self.router = self._make_router()
+        level = self._config.observability.log_level or "warning"
+        self.router = start_router(self._config.engine, f"{self._run_dir}/logs/router-0.log", level)
 
     def wait_started(self) -> None:
         """Wait for every engine, then register each with the router and wait until it is healthy there."""
@@ -214,22 +215,6 @@ class EngineFleet:
         key = os.environ.get(self._config.placement.rollout_external_api_key_env)
         return EngineEndpoint(
             index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True
-        )
-
-    def _make_router(self) -> Router:
-        engine, log_path = self._config.engine, f"{self._run_dir}/logs/router-0.log"
-        if engine.sglang_router_ip:
-            assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
-            url = engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port))
-            return attach_router(
-                url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env)
-            )
-        return launch_router(
-            policy=engine.sglang_router_policy,
-            port=engine.sglang_router_port,
-            log_path=log_path,
-            timeout_s=engine.engine_start_timeout_s,
-            log_level=self._config.observability.log_level or "warning",
         )
 
     # ------------------------------------------------------------------ weights

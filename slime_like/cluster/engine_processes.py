@@ -55,11 +55,13 @@ class EngineProcesses:
                 self._actors.setdefault(engine.index, {})[_part_name(engine, rank)] = actor
                 parts.append((engine, rank, here, actor))
         one_host = self._bundles.on_one_host()
-        asked = (
+        address_refs = (
             {} if one_host else {_part_name(engine, rank): actor.address.remote() for engine, rank, _, actor in parts}
         )
         addresses = dict(
-            zip(asked, Wait(self._timeout_s, whom="the engines", phase="start").gather(asked), strict=True)
+            zip(
+                address_refs, Wait(self._timeout_s, whom="the engines", phase="start").gather(address_refs), strict=True
+            )
         )
         for engine, rank, here, actor in parts:
             host = "127.0.0.1" if one_host else addresses[_part_name(engine, rank)][0]
@@ -67,7 +69,7 @@ class EngineProcesses:
             if spec.nnodes > 1:
                 spec = dataclasses.replace(spec, dist_init_addr=host_port(*addresses[_part_name(engine, 0)]))
             if receivers is not None:
-                receivers.add(engine.index, self._bundles.slots[here[0]].node_id, host, actor)
+                receivers.add(engine.index, self._bundles.gpus[here[0]].node_id, host, actor)
             self._starting.setdefault(engine.index, {})[_part_name(engine, rank)] = actor.start.remote(
                 spec, self._timeout_s
             )
@@ -85,14 +87,14 @@ class EngineProcesses:
         Raises WaitTimeout if an actor does not answer.
         """
         actors = {index: parts for index, parts in self._actors.items() if index not in known}
-        asked = {
+        checks = {
             index: {name: actor.check.remote() for name, actor in parts.items()} for index, parts in actors.items()
         }
-        refs = {name: ref for parts in asked.values() for name, ref in parts.items()}
+        refs = {name: ref for parts in checks.values() for name, ref in parts.items()}
         try:
             Wait(_ASK_S, whom="the engines", phase="health check").gather(refs)
         except RunError:
-            failures = {index: failure for index, parts in asked.items() if (failure := _failure(parts)) is not None}
+            failures = {index: failure for index, parts in checks.items() if (failure := _failure(parts)) is not None}
             if not failures:
                 raise
             return failures
@@ -121,7 +123,7 @@ class EngineProcesses:
             node_rank=node_rank,
             host=host,
             dtype={True: "bfloat16", False: "float32", None: None}[config.optimizer.bf16],
-            gpu_ids=tuple(self._bundles.slots[i].gpu_id for i in bundles),
+            gpu_ids=tuple(self._bundles.gpus[i].gpu_id for i in bundles),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang

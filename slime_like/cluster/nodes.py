@@ -42,16 +42,16 @@ def cluster_nodes() -> list[Node]:
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    found = []
+    nodes = []
     for node in ray.nodes():
         if node["Alive"] and node["Resources"].get("GPU"):
             node_id = node["NodeID"]
-            found.append(
+            nodes.append(
                 Node(
                     node_id, node["NodeManagerAddress"], node["Resources"]["GPU"], free.get(node_id, {}).get("GPU", 0.0)
                 )
             )
-    return sorted(found, key=lambda node: (*node_sort_key(node.address), node.node_id))
+    return sorted(nodes, key=lambda node: (*node_sort_key(node.address), node.node_id))
 
 
 def list_nodes(nodes: Sequence[Node]) -> str:

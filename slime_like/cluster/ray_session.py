@@ -76,14 +76,14 @@ def running_cluster() -> str | None:
 
 
 def _cluster() -> Recorded:
-    asked = os.environ.get("RAY_ADDRESS")
-    if asked == "local":
+    variable = os.environ.get("RAY_ADDRESS")
+    if variable == "local":
         return Recorded()
-    if asked and asked != "auto":
-        return Recorded(asked)
+    if variable and variable != "auto":
+        return Recorded(variable)
     recorded = recorded_cluster()
     # Ray's own "auto" would join the first process of anyone's that has a head's name.
-    if asked == "auto" and recorded.address is None:
+    if variable == "auto" and recorded.address is None:
         why = recorded.refused or "no `ray start` of ours has left a record here"
         raise PlacementError(
             f"RAY_ADDRESS=auto: {why}.\n  Fix: RAY_ADDRESS=HOST:PORT, or RAY_ADDRESS=local to start one for this run."

@@ -193,16 +193,16 @@ def ensure_token() -> None:
             file.write(secrets.token_hex(32))
     except FileExistsError:
         pass
-    for kept, mode in ((path.parent, 0o700), (path, 0o600)):
-        status = kept.stat()
+    for private, mode in ((path.parent, 0o700), (path, 0o600)):
+        status = private.stat()
         if status.st_uid not in (os.geteuid(), 0):
             raise PlacementError(
-                f"{kept}, which holds the key of our Ray clusters, belongs to user {status.st_uid}.\n  Fix: remove it,"
-                " or set RAY_AUTH_TOKEN_PATH."
+                f"{private}, which holds the key of our Ray clusters, belongs to user {status.st_uid}.\n  Fix: remove"
+                " it, or set RAY_AUTH_TOKEN_PATH."
             )
         if status.st_mode & 0o077 and status.st_uid == os.geteuid():
-            kept.chmod(mode)
-            if kept == path:
+            private.chmod(mode)
+            if private == path:
                 logger.warning(
                     "%s was open to other users (mode %o), now it is not. Delete it when no Ray runs, and a new one is"
                     " made.",

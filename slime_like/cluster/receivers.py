@@ -54,14 +54,14 @@ class Receivers:
             started = dict(zip(self._starting, answers, strict=True))
         placement = self._config.placement
         addresses = placement.rollout_external_receiver_addrs or []
-        key, found = os.environ.get(placement.rollout_external_receiver_api_key_env), []
+        key, with_urls = os.environ.get(placement.rollout_external_receiver_api_key_env), []
         for endpoint in endpoints:
             if endpoint.external:
                 url, its_key = engine_url(addresses[endpoint.index]), key
             else:
                 url, its_key = started[self._machine_of[endpoint.index]]
-            found.append(dataclasses.replace(endpoint, receiver_url=url, receiver_key=its_key))
-        return tuple(found)
+            with_urls.append(dataclasses.replace(endpoint, receiver_url=url, receiver_key=its_key))
+        return tuple(with_urls)
 
     def _first_on(self, machine: str) -> int:
         return min(index for index, where in self._machine_of.items() if where == machine)

@@ -77,7 +77,7 @@ class RewardActor:
 class _Waiting:
     """A sample in the queue, and whom to tell its score."""
 
-    given: RewardInput
+    reward_input: RewardInput
     answer: asyncio.Future
 
 
@@ -92,7 +92,7 @@ class RewardGroup:
     def __init__(self, config: RunConfig, plan: PlacementPlan, bundles: Bundles, log_dir: str):
         self._config = config
         role = plan.roles["reward"]
-        nodes = [bundles.slots[index].node_id for index in role.bundles]
+        nodes = [bundles.gpus[index].node_id for index in role.bundles]
         actor_class = ray.remote(RewardActor)
         self.actors = []
         for rank, index in enumerate(role.bundles):
@@ -114,20 +114,20 @@ class RewardGroup:
 
         Raises CheckpointError for a folder that is no reward model, ConfigError if samples may be too long for it.
         """
-        found = Wait(self._config.engine.engine_start_timeout_s, whom="the reward model", phase="start").gather(
+        description = Wait(self._config.engine.engine_start_timeout_s, whom="the reward model", phase="start").gather(
             self._builds
         )[0]
-        longest, limit = context_tokens(self._config), found["context_tokens"]
+        longest, limit = context_tokens(self._config), description["context_tokens"]
         if self._config.data.rollout_max_prompt_len:
             longest = min(
                 longest, self._config.data.rollout_max_prompt_len + self._config.rollout.rollout_max_response_len
             )
-        if found["reads_tokens"] and limit is not None and longest > limit:
+        if description["reads_tokens"] and limit is not None and longest > limit:
             what = f"--reward-load {self._config.checkpoint.reward_load} takes {limit} tokens (max_position_embeddings)"
             raise ConfigError(
                 [f"{what}, and prompt and response may have {longest}. Fix: --rollout-max-context-len {limit}."]
             )
-        return found
+        return description
 
     async def score(self, prompt: Prompt, sample: Sample) -> float:
         """The model's number for one sample.
@@ -138,10 +138,10 @@ class RewardGroup:
             self._queue = asyncio.Queue()
             self._tasks = [asyncio.create_task(self._serve(rank)) for rank in range(len(self.actors))]
         name = f"prompt {sample.prompt_index}, sample {sample.sample_index}"
-        given = RewardInput(
+        reward_input = RewardInput(
             name=name, tokens=sample.tokens, prompt=prompt.text, response=sample.response, messages=prompt.messages
         )
-        waiting = _Waiting(given, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(reward_input, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(waiting)
         return await waiting.answer
 
@@ -156,7 +156,7 @@ class RewardGroup:
             if not batch:
                 continue
             try:
-                scores = await self._call(rank, [one.given for one in batch])
+                scores = await self._call(rank, [one.reward_input for one in batch])
             except Exception as error:  # noqa: BLE001 each sample that waits for this batch raises it
                 for one in batch:
                     if not one.answer.done():

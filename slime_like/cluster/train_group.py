@@ -133,7 +133,7 @@ class TrainGroup:
         self._config = config = role_config(config, role_name)
         self._who = _WHO[role_name]
         role = plan.roles[role_name]
-        nodes = [bundles.slots[index].node_id for index in role.bundles]
+        nodes = [bundles.gpus[index].node_id for index in role.bundles]
         actor_class = ray.remote(TrainActor)
         self.actors = []
         for rank, index in enumerate(role.bundles):
@@ -167,7 +167,7 @@ class TrainGroup:
 
     def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
         """The samples in the object store, for every role that scores or trains on them."""
-        return SampleBatch.put(samples)
+        return SampleBatch(size=len(samples), samples=ray.put(list(samples)))
 
     def with_reference(self, batch: SampleBatch) -> SampleBatch:
         """The samples with this group's log-probs as `reference_logprobs`."""

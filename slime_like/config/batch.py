@@ -71,23 +71,23 @@ class BatchConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the batch flags by themselves."""
-        found = []
+        problems = []
         if self.log_probs_chunk_size is not None and self.log_probs_chunk_size < 1 and self.log_probs_chunk_size != -1:
-            found.append(
+            problems.append(
                 f"--log-probs-chunk-size {self.log_probs_chunk_size}: must be at least 1, or -1 for all tokens at once."
             )
         if self.qkv_format == "bshd" and self.use_dynamic_batch_size:
-            found.append(
+            problems.append(
                 "--use-dynamic-batch-size counts tokens laid end to end; --qkv-format bshd pads them. Fix:"
                 " --micro-batch-size, or --qkv-format thd."
             )
         if self.use_dynamic_batch_size and not self.max_tokens_per_gpu:
-            found.append("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
+            problems.append("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
         if self.max_tokens_per_gpu and not self.use_dynamic_batch_size:
-            found.append("--max-tokens-per-gpu does nothing without --use-dynamic-batch-size. Fix: add it.")
+            problems.append("--max-tokens-per-gpu does nothing without --use-dynamic-batch-size. Fix: add it.")
         for name in ("log_probs_max_tokens_per_gpu", "balance_by_flops"):
             if getattr(self, name) and not self.use_dynamic_batch_size:
-                found.append(
+                problems.append(
                     f"--{name.replace('_', '-')} does nothing without --use-dynamic-batch-size. Fix: add it, with"
                     " --max-tokens-per-gpu."
                 )
@@ -101,5 +101,5 @@ class BatchConfig:
         for name in (*counts, "data_pad_size_multiplier"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                found.append(f"--{name.replace('_', '-')} {value}: must be at least 1.")
-        return found
+                problems.append(f"--{name.replace('_', '-')} {value}: must be at least 1.")
+        return problems

@@ -67,11 +67,11 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the paths; --plan skips the ones that need a file."""
-        found = []
+        problems = []
         if (self.save_interval or self.save_hf) and not self.save:
-            found.append("--save-interval and --save-hf need --save, the folder for checkpoints.")
+            problems.append("--save-interval and --save-hf need --save, the folder for checkpoints.")
         if self.save_interval is not None and self.save_interval < 1:
-            found.append(f"--save-interval {self.save_interval}: must be at least 1.")
+            problems.append(f"--save-interval {self.save_interval}: must be at least 1.")
         for name, needed in (
             ("async_save", "save"),
             ("save_retain_interval", "save"),
@@ -80,31 +80,31 @@ class CheckpointConfig:
         ):
             value = getattr(self, name)
             if value is not None and value is not False and not getattr(self, needed):
-                found.append(
+                problems.append(
                     f"--{name.replace('_', '-')} does nothing without --{needed.replace('_', '-')}. Fix: add it, or"
                     " drop this."
                 )
         for name in ("ckpt_step", "ref_ckpt_step"):
             if (getattr(self, name) or 0) < 0:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
         interval = self.save_retain_interval
         if interval is not None and (interval < 1 or self.save_interval is None or interval % self.save_interval):
-            found.append(
+            problems.append(
                 f"--save-retain-interval {interval}: must be a multiple of --save-interval {self.save_interval}."
             )
-        return found
+        return problems
 
     def missing_files(self) -> list[str]:
         """Paths that do not exist; checked before anything starts."""
-        found = []
+        problems = []
         if not self.hf_checkpoint:
-            found.append("--hf-checkpoint is missing: the folder with config.json and the tokenizer.")
+            problems.append("--hf-checkpoint is missing: the folder with config.json and the tokenizer.")
         elif not os.path.isdir(self.hf_checkpoint):
-            found.append(f"--hf-checkpoint {self.hf_checkpoint}: no such folder.")
+            problems.append(f"--hf-checkpoint {self.hf_checkpoint}: no such folder.")
         elif not os.path.isfile(os.path.join(self.hf_checkpoint, "config.json")):
-            found.append(f"--hf-checkpoint {self.hf_checkpoint}: has no config.json.")
+            problems.append(f"--hf-checkpoint {self.hf_checkpoint}: has no config.json.")
         for name in ("ref_load", "reward_load", "critic_load"):
             folder = getattr(self, name)
             if folder and not os.path.isdir(folder):
-                found.append(f"--{name.replace('_', '-')} {folder}: no such folder.")
-        return found
+                problems.append(f"--{name.replace('_', '-')} {folder}: no such folder.")
+        return problems

@@ -47,18 +47,18 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the data flags."""
-        found = []
+        problems = []
         if (self.num_rollout is None) == (self.num_epoch is None):
-            found.append("give exactly one of --num-rollout and --num-epoch.")
+            problems.append("give exactly one of --num-rollout and --num-epoch.")
         for name in ("num_rollout", "num_epoch"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
         try:
             if not isinstance(self.chat_template_kwargs, dict):
                 raise ValueError("not an object")
         except ValueError as error:
-            found.append(f"--apply-chat-template-kwargs is no JSON object: {error}.")
-        return found
+            problems.append(f"--apply-chat-template-kwargs is no JSON object: {error}.")
+        return problems
 
     def missing_files(self) -> list[str]:
         """Paths that do not exist."""

@@ -78,14 +78,14 @@ class EngineConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the engine flags."""
-        found = []
+        problems = []
         for kind in _ENGINE_SIZES:
             try:
                 self._size(kind)
             except ValueError as error:
-                found.append(f"{error}.")
+                problems.append(f"{error}.")
         if self.sglang_router_ip and not self.sglang_router_port:
-            found.append("--sglang-router-ip needs --sglang-router-port.")
+            problems.append("--sglang-router-ip needs --sglang-router-port.")
         if self.sglang_server_concurrency < 1:
-            found.append(f"--sglang-server-concurrency {self.sglang_server_concurrency}: must be at least 1.")
-        return found
+            problems.append(f"--sglang-server-concurrency {self.sglang_server_concurrency}: must be at least 1.")
+        return problems

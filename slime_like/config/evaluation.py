@@ -34,23 +34,23 @@ class EvalConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about evaluation."""
-        found = []
+        problems = []
         items = self.eval_prompt_data or []
         if len(items) > 1 and len(items) % 2:
             return [f"--eval-prompt-data takes pairs of name and path, but got {len(items)} values."]
         if len(items) > 1 and len(set(items[::2])) != len(items) // 2:
-            found.append("--eval-prompt-data names a data set twice.")
+            problems.append("--eval-prompt-data names a data set twice.")
         if self.eval_interval is not None and not items:
-            found.append("--eval-interval needs --eval-prompt-data.")
+            problems.append("--eval-interval needs --eval-prompt-data.")
         if items and self.eval_interval is None:
-            found.append("--eval-prompt-data needs --eval-interval.")
+            problems.append("--eval-prompt-data needs --eval-interval.")
         if self.eval_interval is not None and self.eval_interval < 1:
-            found.append(f"--eval-interval {self.eval_interval}: must be at least 1.")
+            problems.append(f"--eval-interval {self.eval_interval}: must be at least 1.")
         if self.n_samples_per_eval_prompt < 1:
-            found.append(f"--n-samples-per-eval-prompt {self.n_samples_per_eval_prompt}: must be at least 1.")
+            problems.append(f"--n-samples-per-eval-prompt {self.n_samples_per_eval_prompt}: must be at least 1.")
         if not math.isfinite(self.eval_pass_threshold):
-            found.append(f"--eval-pass-threshold {self.eval_pass_threshold}: must be a finite number.")
-        return found
+            problems.append(f"--eval-pass-threshold {self.eval_pass_threshold}: must be a finite number.")
+        return problems
 
     def missing_files(self) -> list[str]:
         """Paths that do not exist."""

@@ -153,17 +153,17 @@ def disagreements(flags: ModelConfig, hf: ModelConfig) -> list[str]:
         names += _CHECKED_EXPERTS
         if hf.moe_router_score_function == "softmax":
             names.append("moe_router_pre_softmax")
-    found = []
+    differences = []
     for name in names:
         ours, theirs = (_written(getattr(model, name)) for model in (flags, hf))
         if name == "moe_router_topk_scaling_factor":
             ours, theirs = ours or 1.0, theirs or 1.0
         if ours != theirs:
-            found.append(
+            differences.append(
                 f"--{_FLAG_OF.get(name, name.replace('_', '-'))}: the command line says {ours}, --hf-checkpoint says"
                 f" {theirs}. Fix: the flag, or leave out --num-layers to take all from the checkpoint."
             )
-    return found
+    return differences
 
 
 def _written(value):
@@ -210,15 +210,15 @@ def _rope(hf: dict, family: Family, flags: ModelConfig) -> dict:
                 )
             ]
         )
-    found = {
+    fields = {
         "rotary_base": rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
         "rotary_percent": rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0,
         "use_rope_scaling": rope_type == "llama3",
         "rope_scaling_factor": rope.get("factor", 8.0) if rope_type == "llama3" else flags.rope_scaling_factor,
     }
     if family.is_latent:
-        found |= _yarn(rope if rope_type == "yarn" else {})
-    return found
+        fields |= _yarn(rope if rope_type == "yarn" else {})
+    return fields
 
 
 def _yarn(rope: dict) -> dict:
@@ -226,7 +226,7 @@ def _yarn(rope: dict) -> dict:
 
     Raises ConfigError for what Megatron-core computes otherwise.
     """
-    found = {
+    fields = {
         name: rope.get(name, ModelConfig.__dataclass_fields__[name].default)
         for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
     }
@@ -236,9 +236,9 @@ def _yarn(rope: dict) -> dict:
             [f"yarn with attention_factor, truncate false, or mscale_all_dim without mscale is not supported: {rope}."]
         )
     if not all(scales):  # transformers then takes no account of the one that is there
-        found["mscale"] = 1.0
+        fields["mscale"] = 1.0
     original = rope.get("original_max_position_embeddings", ModelConfig.original_max_position_embeddings)
-    return found | {"rotary_scaling_factor": rope.get("factor", 1.0), "original_max_position_embeddings": original}
+    return fields | {"rotary_scaling_factor": rope.get("factor", 1.0), "original_max_position_embeddings": original}
 
 
 def _latent(hf: dict) -> dict:
@@ -314,21 +314,21 @@ def _check_router(hf: dict) -> None:
     """Raises ConfigError for a DeepSeek-like router that Megatron-core computes otherwise."""
     groups, chosen, topk = hf.get("n_group") or 1, hf.get("topk_group") or 1, hf["num_experts_per_tok"]
     if hf.get("scoring_func", "sigmoid") != "sigmoid" or not hf.get("norm_topk_prob", True) or topk < 2:
-        found = {name: hf.get(name) for name in ("scoring_func", "norm_topk_prob", "num_experts_per_tok")}
+        settings = {name: hf.get(name) for name in ("scoring_func", "norm_topk_prob", "num_experts_per_tok")}
         raise ConfigError(
             [
                 (
-                    f"config.json has {found}; supported are sigmoid scores of at least 2 experts a token, divided by"
-                    " their sum."
+                    f"config.json has {settings}; supported are sigmoid scores of at least 2 experts a token, divided"
+                    " by their sum."
                 )
             ]
         )
     if groups > 1 and topk // chosen != 2:
-        asked = f"num_experts_per_tok {topk}, topk_group {chosen}, n_group {groups}"
+        sizes = f"num_experts_per_tok {topk}, topk_group {chosen}, n_group {groups}"
         raise ConfigError(
             [
                 (
-                    f"config.json has {asked}: groups are ranked by their best 2 experts, but Megatron-core ranks"
+                    f"config.json has {sizes}: groups are ranked by their best 2 experts, but Megatron-core ranks"
                     f" them by their best {topk // chosen}."
                 )
             ]

@@ -191,84 +191,78 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the architecture by itself."""
-        found = []
+        problems = []
         for name in ("hidden_size", "num_attention_heads", "vocab_size"):
             if not getattr(self, name):
-                found.append(
+                problems.append(
                     f"the architecture is incomplete: --{name.replace('_', '-')} is missing. Fix: give it, or leave out"
                     " --num-layers and give --hf-checkpoint."
                 )
-        if found:
-            return found
+        if problems:
+            return problems
         if self.group_query_attention and not self.num_query_groups:
-            found.append("--group-query-attention needs --num-query-groups.")
+            problems.append("--group-query-attention needs --num-query-groups.")
         elif self.num_attention_heads % self.num_kv_heads:
-            found.append(
+            problems.append(
                 f"{self.num_attention_heads} heads do not divide into {self.num_kv_heads} groups:"
                 " --num-attention-heads, --num-query-groups."
             )
         if not self.kv_channels and self.hidden_size % self.num_attention_heads:
-            found.append(
+            problems.append(
                 f"hidden size {self.hidden_size} is not a multiple of {self.num_attention_heads} heads. Fix: give"
                 " --kv-channels."
             )
         for name in ("attention_dropout", "hidden_dropout"):
             if getattr(self, name):
-                found.append(
+                problems.append(
                     f"--{name.replace('_', '-')} {getattr(self, name)} is not supported: a policy's log-probs must be"
                     " reproducible. Fix: 0."
                 )
         if not self.swiglu:
-            found.append("only gated SiLU models are supported (Qwen2, Qwen3, Llama). Fix: --swiglu.")
+            problems.append("only gated SiLU models are supported (Qwen2, Qwen3, Llama). Fix: --swiglu.")
         if self.normalization != "RMSNorm":
-            found.append("only RMSNorm models are supported (Qwen2, Qwen3, Llama). Fix: --normalization RMSNorm.")
+            problems.append("only RMSNorm models are supported (Qwen2, Qwen3, Llama). Fix: --normalization RMSNorm.")
         if not self.disable_bias_linear:
-            found.append(
+            problems.append(
                 "only models without linear biases are supported. Fix: --disable-bias-linear (and --add-qkv-bias for"
                 " Qwen2)."
             )
         if not self.use_rotary_position_embeddings:
-            found.append("--no-use-rotary-position-embeddings: the supported families all use rope.")
+            problems.append("--no-use-rotary-position-embeddings: the supported families all use rope.")
         if not 0 < self.rotary_percent <= 1.0:
-            found.append(f"--rotary-percent {self.rotary_percent}: must be in (0, 1].")
+            problems.append(f"--rotary-percent {self.rotary_percent}: must be in (0, 1].")
         for name in ("position_embedding", "rope_fusion", "masked_softmax_fusion"):
             if getattr(self, name):
-                found.append(f"--{name.replace('_', '-')} is not supported. Fix: leave it out.")
+                problems.append(f"--{name.replace('_', '-')} is not supported. Fix: leave it out.")
         if self.multi_latent_attention and self.group_query_attention:
-            found.append("--multi-latent-attention and --group-query-attention exclude each other. Fix: drop one.")
-        for needed, given, names in (
-            (
-                "--num-experts",
-                self.num_experts,
-                [field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")],
-            ),
-            ("--multi-latent-attention", self.multi_latent_attention, _LATENT),
-        ):
-            idle = (
-                []
-                if given
-                else [name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default]
-            )
-            found += [
-                f"--{name.replace('_', '-')} {getattr(self, name)} does nothing without {needed}. Fix: add it, or drop"
-                " this."
-                for name in idle
-            ]
-        return found + (self._expert_problems() if self.num_experts else [])
+            problems.append("--multi-latent-attention and --group-query-attention exclude each other. Fix: drop one.")
+        return problems + self._idle_problems() + (self._expert_problems() if self.num_experts else [])
+
+    def _idle_problems(self) -> list[str]:
+        """Flags of a part that this model does not have."""
+        experts = tuple(field.name for field in dataclasses.fields(self) if field.name.startswith("moe_"))
+        idle = [("--num-experts", name) for name in experts if not self.num_experts]
+        idle += [("--multi-latent-attention", name) for name in _LATENT if not self.multi_latent_attention]
+        return [
+            f"--{name.replace('_', '-')} {getattr(self, name)} does nothing without {needed}. Fix: add it, or drop"
+            " this."
+            for needed, name in idle
+            if getattr(self, name) != getattr(ModelConfig, name)
+        ]
 
     def _expert_problems(self) -> list[str]:
-        found = []
+        problems = []
         if (
             self.moe_router_bias_update_rate not in (0, ModelConfig.moe_router_bias_update_rate)
             and not self.moe_router_enable_expert_bias
         ):
             rate = self.moe_router_bias_update_rate
-            found.append(
+            problems.append(
                 f"--moe-router-bias-update-rate {rate} does nothing without --moe-router-enable-expert-bias. Fix: add"
                 " it, or drop this."
             )
         if not 0 < self.moe_router_topk <= self.num_experts:
-            found.append(
+            problems.append(
                 f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts {self.num_experts}."
             )
         if (
@@ -276,23 +270,23 @@ class ModelConfig:
             and self.moe_router_score_function == "softmax"
             and not self.moe_router_pre_softmax
         ):
-            found.append(
+            problems.append(
                 "--moe-router-topk 1: a softmax over one chosen expert is always 1, so the router would not learn. Fix:"
                 " --moe-router-pre-softmax."
             )
         try:
             self.expert_layers  # noqa: B018  (raises)
         except ValueError as error:
-            found.append(f"--moe-layer-freq {error}.")
+            problems.append(f"--moe-layer-freq {error}.")
         if self.moe_enable_deepep and self.moe_token_dispatcher_type != "flex":
-            found.append(
+            problems.append(
                 f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, not {self.moe_token_dispatcher_type}."
             )
         if self.moe_router_num_groups and (
             self.num_experts % self.moe_router_num_groups or not self.moe_router_group_topk
         ):
-            found.append(
+            problems.append(
                 f"--moe-router-num-groups {self.moe_router_num_groups}: must divide --num-experts {self.num_experts}"
                 " and needs --moe-router-group-topk."
             )
-        return found
+        return problems

@@ -12,7 +12,7 @@ _PLAN_ONLY = "a real run cannot do it yet, only --plan"
 
 def model_not_yet(model: ModelConfig) -> list[str]:
     """Architectures that the trainer does not build."""
-    found = {
+    causes = {
         f"an architecture of no known family ({', '.join(FAMILIES)}): norms, biases, rope, attention or router flags"
         " that do not belong together": (family_of(model) is None),
         # A pack is one sequence to Megatron's router, so this would be the loss of aux_loss under another name.
@@ -20,7 +20,7 @@ def model_not_yet(model: ModelConfig) -> list[str]:
             model.moe_router_load_balancing_type == "seq_aux_loss" and model.moe_aux_loss_coeff != 0
         ),
     }
-    return [f"{what}: {_PLAN_ONLY}." for what, given in found.items() if given]
+    return [f"{what}: {_PLAN_ONLY}." for what, applies in causes.items() if applies]
 
 
 def engine_not_yet(model: ModelConfig) -> list[str]:
@@ -40,8 +40,8 @@ def engine_not_yet(model: ModelConfig) -> list[str]:
 
 def training_not_yet(loss: LossConfig, optimizer: OptimizerConfig) -> list[str]:
     """Losses and optimizers that the trainer does not have."""
-    found = {
+    causes = {
         "--optimizer-cpu-offload": optimizer.optimizer_cpu_offload,
         "--use-precision-aware-optimizer": optimizer.use_precision_aware_optimizer,
     }
-    return [f"{what}: {_PLAN_ONLY}." for what, given in found.items() if given]
+    return [f"{what}: {_PLAN_ONLY}." for what, applies in causes.items() if applies]

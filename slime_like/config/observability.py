@@ -35,12 +35,12 @@ class ObservabilityConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about debugging."""
-        found = []
+        problems = []
         for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
             value = getattr(self, name)
             if value and "{rollout_id}" not in value:
-                found.append(f"--{name.replace('_', '-')} {value}: the path must contain '{{rollout_id}}'.")
-        return found
+                problems.append(f"--{name.replace('_', '-')} {value}: the path must contain '{{rollout_id}}'.")
+        return problems
 
     def missing_files(self) -> list[str]:
         """Paths that do not exist."""

@@ -43,22 +43,22 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the optimizer."""
-        found = []
+        problems = []
         if self.lr < 0 or self.min_lr < 0 or self.min_lr > self.lr:
-            found.append(f"--lr {self.lr} and --min-lr {self.min_lr}: need 0 <= min-lr <= lr.")
+            problems.append(f"--lr {self.lr} and --min-lr {self.min_lr}: need 0 <= min-lr <= lr.")
         if self.critic_lr is not None and self.critic_lr < self.min_lr:
-            found.append(f"--critic-lr {self.critic_lr} and --min-lr {self.min_lr}: need min-lr <= critic-lr.")
+            problems.append(f"--critic-lr {self.critic_lr} and --min-lr {self.min_lr}: need min-lr <= critic-lr.")
         if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction < 1:
-            found.append(f"--lr-warmup-fraction {self.lr_warmup_fraction}: must be in [0, 1).")
+            problems.append(f"--lr-warmup-fraction {self.lr_warmup_fraction}: must be in [0, 1).")
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
-            found.append("--overlap-cpu-optimizer-d2h-h2d does nothing without --optimizer-cpu-offload.")
+            problems.append("--overlap-cpu-optimizer-d2h-h2d does nothing without --optimizer-cpu-offload.")
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            found.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other.")
+            problems.append("--lr-warmup-fraction and --lr-warmup-iters exclude each other.")
         if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            found.append(
+            problems.append(
                 f"--lr-warmup-iters {self.lr_warmup_iters} does not end before --lr-decay-iters {self.lr_decay_iters}."
             )
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be in [0, 1).")
-        return found
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be in [0, 1).")
+        return problems

@@ -137,7 +137,7 @@ class ParallelConfig:
         stages = self.pipeline_model_parallel_size
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         if stages == 1:
-            if any(given not in (None, num_layers) for given in (first, last)):
+            if any(count not in (None, num_layers) for count in (first, last)):
                 raise ValueError(
                     f"one pipeline stage has all {num_layers} layers: drop --decoder-first-pipeline-num-layers and "
                     "--decoder-last-pipeline-num-layers, or raise --pipeline-model-parallel-size"
@@ -173,8 +173,8 @@ class ParallelConfig:
         Raises ValueError if a stage does not divide.
         Megatron's rule (TransformerConfig): every stage's layers divide into the same number of chunks.
         """
-        given, layers = self.num_virtual_stages_per_pipeline_rank, self.num_layers_per_virtual_pipeline_stage
-        if given in (None, 1) and layers is None:
+        chunks, layers = self.num_virtual_stages_per_pipeline_rank, self.num_layers_per_virtual_pipeline_stage
+        if chunks in (None, 1) and layers is None:
             return None
         counts = self.layers_per_stage(num_layers)
         if layers is not None:
@@ -187,12 +187,12 @@ class ParallelConfig:
             if counts[0] % layers:
                 raise ValueError(f"{flag_text} does not divide a stage's {counts[0]} layers")
             return counts[0] // layers if counts[0] > layers else None
-        assert given is not None, "one of the two flags is given"
-        if any(count % given for count in counts):
+        assert chunks is not None, "one of the two flags is given"
+        if any(count % chunks for count in counts):
             raise ValueError(
-                f"--num-virtual-stages-per-pipeline-rank {given} does not divide every stage's layers: {counts}"
+                f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide every stage's layers: {counts}"
             )
-        return given
+        return chunks
 
     def chunks_of_stage(self, num_layers: int, stage: int) -> list[range]:
         """The whole model's numbers of the layers in each chunk of a pipeline stage.
@@ -208,45 +208,45 @@ class ParallelConfig:
 
     def problems(self, model: Architecture) -> list[str]:
         """What is impossible about the split."""
-        found = []
+        problems = []
         tensor = self.tensor_model_parallel_size
         for name in _COUNTS:
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
-        found += self._recompute_problems()
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+        problems += self._recompute_problems()
         if self.overlap_param_gather and not (self.overlap_grad_reduce and self.use_distributed_optimizer):
-            found.append("--overlap-param-gather needs --overlap-grad-reduce and --use-distributed-optimizer.")
-        found += self._interleaving_problems()
-        if found or not model.is_known:
-            return found
+            problems.append("--overlap-param-gather needs --overlap-grad-reduce and --use-distributed-optimizer.")
+        problems += self._interleaving_problems()
+        if problems or not model.is_known:
+            return problems
         for what, count in (
             ("query heads", model.num_attention_heads),
             ("key/value heads", model.num_kv_heads),
             ("MLP channels", model.mlp_size),
         ):
             if count % tensor:
-                found.append(f"{count} {what} do not divide by --tensor-model-parallel-size {tensor}.")
+                problems.append(f"{count} {what} do not divide by --tensor-model-parallel-size {tensor}.")
         if model.multi_latent_attention and tensor > 1 and not self.sequence_parallel:
             # Without it Megatron (0.16.1) leaves the gradient of the key channels that all heads share unsummed over
             # the ranks.
-            found.append(
+            problems.append(
                 "--multi-latent-attention with --tensor-model-parallel-size above 1 needs --sequence-parallel."
             )
         try:
             self.chunks_of_stage(model.num_layers, 0)
         except ValueError as error:
-            found.append(f"{error}.")
-        return found + self._expert_problems(model)
+            problems.append(f"{error}.")
+        return problems + self._expert_problems(model)
 
     def _interleaving_problems(self) -> list[str]:
         names = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
-        given = [
+        flags = [
             f"--{name.replace('_', '-')} {getattr(self, name)}" for name in names if getattr(self, name) is not None
         ]
-        if len(given) > 1:
-            return [f"{' and '.join(given)} say the same in two ways. Fix: one of them."]
-        if given and self.pipeline_model_parallel_size == 1:
-            return [f"{given[0]} needs --pipeline-model-parallel-size above 1. Fix: raise it, or drop this."]
+        if len(flags) > 1:
+            return [f"{' and '.join(flags)} say the same in two ways. Fix: one of them."]
+        if flags and self.pipeline_model_parallel_size == 1:
+            return [f"{flags[0]} needs --pipeline-model-parallel-size above 1. Fix: raise it, or drop this."]
         return []
 
     def _recompute_problems(self) -> list[str]:
@@ -274,38 +274,38 @@ class ParallelConfig:
                 "--expert-tensor-parallel-size": self.expert_tensor_parallel_size or 1,
             }
             return [
-                f"{name} {given} needs a model with experts (--num-experts). Fix: 1."
-                for name, given in sizes.items()
-                if given > 1
+                f"{name} {value} needs a model with experts (--num-experts). Fix: 1."
+                for name, value in sizes.items()
+                if value > 1
             ]
-        found = []
+        problems = []
         if experts % size:
-            found.append(f"{experts} experts do not divide by --expert-model-parallel-size {size}.")
+            problems.append(f"{experts} experts do not divide by --expert-model-parallel-size {size}.")
         for flag_name, channels in (
             ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size or model.mlp_size),
             ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size or 0),
         ):
             tensor = self.tensor_model_parallel_size if "shared" in flag_name else self.expert_tp_size
             if channels % tensor:
-                found.append(
+                problems.append(
                     f"{flag_name} {channels} does not divide by the tensor parallel size {tensor} of the experts."
                 )
         if size == 1 and self.expert_tp_size < self.tensor_model_parallel_size:
             # 0.16.1 then keeps the experts in the dense gradient buffers (ColumnParallelLinear's `allreduce`), which
             # are summed over other ranks.
-            found.append(
+            problems.append(
                 f"--expert-tensor-parallel-size {self.expert_tp_size} below --tensor-model-parallel-size"
                 f" {self.tensor_model_parallel_size} needs --expert-model-parallel-size above 1: without it Megatron"
                 " does not sum the experts' gradients over the ranks that hold them, and trains wrongly without a"
                 " word. Fix: --expert-model-parallel-size 2, or the same size for both."
             )
         if self.expert_tp_size > 1 and self.tensor_model_parallel_size == 1:
-            found.append(
+            problems.append(
                 f"--expert-tensor-parallel-size {self.expert_tp_size} needs --tensor-model-parallel-size above 1."
             )
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
-            found.append(
+            problems.append(
                 "experts with --tensor-model-parallel-size above 1 need --sequence-parallel (Megatron refuses it"
                 " otherwise)."
             )
-        return found
+        return problems

@@ -88,18 +88,18 @@ class PlacementConfig:
 
     def bandwidths(self) -> dict[str, float]:
         """--plan-bandwidth as name -> GB/s. Raises ValueError."""
-        found = {}
+        bandwidths = {}
         for pair in self.plan_bandwidth or []:
             name, equals, number = pair.partition("=")
             if name not in BANDWIDTHS or not equals:
                 raise ValueError(f"{pair!r} is no name=GB/s. Known names: {', '.join(BANDWIDTHS)}")
             try:
-                found[name] = float(number)
+                bandwidths[name] = float(number)
             except ValueError:
                 raise ValueError(f"{pair!r}: {number!r} is no number") from None
-            if not 0 < found[name] < float("inf"):
+            if not 0 < bandwidths[name] < float("inf"):
                 raise ValueError(f"{pair!r}: must be above 0")
-        return found
+        return bandwidths
 
     def external_urls(self) -> list[str]:
         """The external engines' URLs."""
@@ -107,49 +107,49 @@ class PlacementConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the flags by themselves; planning/placement judges the sizes."""
-        found = []
+        problems = []
         roles = [
             f"{role}_num_{what}" for role in ("actor", "critic", "ref", "reward") for what in ("nodes", "gpus_per_node")
         ]
         for name in (*roles, "rollout_num_gpus_per_engine", "num_gpus_per_node"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
         if self.gpu_memory_gib is not None and not self.gpu_memory_gib > 0:
-            found.append(f"--gpu-memory-gib {self.gpu_memory_gib}: must be above 0.")
+            problems.append(f"--gpu-memory-gib {self.gpu_memory_gib}: must be above 0.")
         try:
             self.bandwidths()
         except ValueError as error:
-            found.append(f"--plan-bandwidth {error}.")
+            problems.append(f"--plan-bandwidth {error}.")
         if self.debug_rollout_only and self.debug_train_only:
-            found.append("--debug-rollout-only and --debug-train-only exclude each other.")
+            problems.append("--debug-rollout-only and --debug-train-only exclude each other.")
         if self.rollout_external_engine_addrs and not self.rollout_external:
-            found.append("--rollout-external-engine-addrs needs --rollout-external.")
+            problems.append("--rollout-external-engine-addrs needs --rollout-external.")
         if self.rollout_external:
             if not self.rollout_external_engine_addrs:
-                found.append(
+                problems.append(
                     "--rollout-external needs --rollout-external-engine-addrs: host:port of each running engine."
                 )
             if self.colocate:
-                found.append(
+                problems.append(
                     "--rollout-external and --colocate exclude each other: external engines hold GPUs of their own."
                     " Fix: drop one."
                 )
             if self.debug_rollout_only:
-                found.append("--rollout-external and --debug-rollout-only exclude each other. Fix: drop one.")
+                problems.append("--rollout-external and --debug-rollout-only exclude each other. Fix: drop one.")
         for name in ("rollout_external_engine_addrs", "rollout_external_receiver_addrs"):
             for address in getattr(self, name) or []:
                 try:
                     engine_url(address)
                 except ValueError as error:
-                    found.append(f"--{name.replace('_', '-')}: {error}.")
+                    problems.append(f"--{name.replace('_', '-')}: {error}.")
         if self.offload_rollout and not self.colocate and not self.rollout_external:
-            found.append(
+            problems.append(
                 "--offload-rollout needs --colocate: engines on GPUs of their own have no one to give memory to."
             )
         for name in ("offload_train", "offload"):
             if getattr(self, name) and not self.colocate and not self.rollout_external:
-                found.append(
+                problems.append(
                     f"--{name.replace('_', '-')} needs --colocate: apart from the engines the trainer's GPUs are its"
                     " own."
                 )
-        return found
+        return problems

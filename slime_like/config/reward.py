@@ -64,44 +64,44 @@ class RewardConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the reward."""
-        found = []
+        problems = []
         if self.custom_rm_path and self.rm_type:
-            found.append("--rm-type and --custom-rm-path exclude each other.")
+            problems.append("--rm-type and --custom-rm-path exclude each other.")
         if self.rm_type and self.rm_type not in REWARD_TYPES:
-            found.append(
+            problems.append(
                 f"--rm-type {self.rm_type} is unknown. Known: {', '.join(REWARD_TYPES)}; or --custom-rm-path"
                 " module.function."
             )
         if self.group_rm and not self.custom_rm_path:
-            found.append(
+            problems.append(
                 "--group-rm does nothing without --custom-rm-path: built-in rewards look at one sample. Fix: drop it,"
                 " or give a function."
             )
         if self.rm_type == "remote_rm" and not self.rm_url:
-            found.append("--rm-type remote_rm needs --rm-url, where the samples are sent to.")
+            problems.append("--rm-type remote_rm needs --rm-url, where the samples are sent to.")
         if self.rm_url and self.rm_type != "remote_rm":
-            found.append("--rm-url does nothing without --rm-type remote_rm. Fix: add it, or drop this.")
+            problems.append("--rm-url does nothing without --rm-type remote_rm. Fix: add it, or drop this.")
         if self.rm_url and urlsplit(self.rm_url).scheme not in ("http", "https"):
-            found.append(f"--rm-url {self.rm_url}: is no http(s) URL.")
+            problems.append(f"--rm-url {self.rm_url}: is no http(s) URL.")
         for name in ("reward_key", "eval_reward_key"):
             if getattr(self, name) and not (self.custom_rm_path or self.rm_type == "remote_rm"):
-                found.append(
+                problems.append(
                     f"--{name.replace('_', '-')} does nothing without --custom-rm-path or --rm-type remote_rm: other"
                     " rewards are plain numbers."
                 )
         if self.overlong_buffer_len is None and self.overlong_penalty_factor != RewardConfig.overlong_penalty_factor:
-            found.append(
+            problems.append(
                 f"--overlong-penalty-factor {self.overlong_penalty_factor} does nothing without --overlong-buffer-len."
                 " Fix: add it, or drop this."
             )
         if not (self.overlong_penalty_factor > 0 and math.isfinite(self.overlong_penalty_factor)):
-            found.append(f"--overlong-penalty-factor {self.overlong_penalty_factor}: must be above 0 and finite.")
+            problems.append(f"--overlong-penalty-factor {self.overlong_penalty_factor}: must be above 0 and finite.")
         for name in ("rm_concurrency", "rm_retries", "reward_batch_size", "overlong_buffer_len"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
         for name in ("reward_timeout_s", "reward_model_timeout_s"):
             if not getattr(self, name) > 0:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0.")
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0.")
         if not math.isfinite(self.reward_model_weight):
-            found.append(f"--reward-model-weight {self.reward_model_weight}: must be a finite number.")
-        return found
+            problems.append(f"--reward-model-weight {self.reward_model_weight}: must be a finite number.")
+        return problems

@@ -70,7 +70,7 @@ class RolloutConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about sampling."""
-        found = []
+        problems = []
         for name in (
             "rollout_batch_size",
             "n_samples_per_prompt",
@@ -79,25 +79,25 @@ class RolloutConfig:
             "rollout_request_retries",
         ):
             if getattr(self, name) < 1:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
         if self.rollout_temperature <= 0:
-            found.append(
+            problems.append(
                 f"--rollout-temperature {self.rollout_temperature}: must be above 0 (a greedy policy has no gradient)."
             )
         if not 0 < self.rollout_top_p <= 1:
-            found.append(f"--rollout-top-p {self.rollout_top_p}: must be in (0, 1].")
+            problems.append(f"--rollout-top-p {self.rollout_top_p}: must be in (0, 1].")
         if self.rollout_top_k != -1 and self.rollout_top_k < 1:
-            found.append(f"--rollout-top-k {self.rollout_top_k}: must be at least 1, or -1 for all tokens.")
+            problems.append(f"--rollout-top-k {self.rollout_top_k}: must be at least 1, or -1 for all tokens.")
         if self.rollout_allow_filtered_sampling and not self.filters_sampling:
-            found.append(
+            problems.append(
                 "--rollout-allow-filtered-sampling does nothing without --rollout-top-p or --rollout-top-k. Fix:"
                 " drop it."
             )
         if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
-            found.append(
+            problems.append(
                 f"--over-sampling-batch-size {self.over_sampling_batch_size} is below --rollout-batch-size"
                 f" {self.rollout_batch_size}."
             )
         if self.over_sampling_batch_size and not self.dynamic_sampling_filter_path:
-            found.append("--over-sampling-batch-size does nothing without --dynamic-sampling-filter-path.")
-        return found
+            problems.append("--over-sampling-batch-size does nothing without --dynamic-sampling-filter-path.")
+        return problems

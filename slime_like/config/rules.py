@@ -8,16 +8,18 @@ from slime_like.config.tree import GROUPS, ConfigTree
 
 def problems_of(config: ConfigTree) -> list[str]:
     """Everything impossible that needs no file to see, of each group and across groups."""
-    found: list[str] = []
+    problems: list[str] = []
     for name in GROUPS:
         group = getattr(config, name)
         if name == "model":
-            found += group.problems() if group.is_known else []
+            problems += group.problems() if group.is_known else []
         elif name == "parallel":
-            found += group.problems(config.model)
+            problems += group.problems(config.model)
         else:
-            found += group.problems()
-    return found + (_batch_problems(config) + _engine_problems(config) if not found else []) + _role_problems(config)
+            problems += group.problems()
+    return (
+        problems + (_batch_problems(config) + _engine_problems(config) if not problems else []) + _role_problems(config)
+    )
 
 
 def _batch_problems(config: ConfigTree) -> list[str]:
@@ -87,42 +89,42 @@ def _engine_problems(config: ConfigTree) -> list[str]:
                 " --sglang-pp-size."
             )
         ]
-    found, tp = [], gpus // pp
+    problems, tp = [], gpus // pp
     origin = f"tensor parallel size {tp} (--rollout-num-gpus-per-engine {gpus} / --sglang-pp-size {pp})"
     if dp > 1 and not config.engine.dp_attention:
-        found.append(
+        problems.append(
             f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention. Fix: add it; or drop both: whole copies of the"
             " model are more engines (--rollout-num-gpus / --rollout-num-gpus-per-engine)."
         )
     if tp % dp:
-        found.append(f"--sglang-dp-size {dp} does not divide the engine's {origin}.")
+        problems.append(f"--sglang-dp-size {dp} does not divide the engine's {origin}.")
     if tp % ep:
-        found.append(f"--sglang-ep-size {ep} does not divide the engine's {origin}.")
+        problems.append(f"--sglang-ep-size {ep} does not divide the engine's {origin}.")
     if ep > 1 and config.model.is_known and not config.model.num_experts:
-        found.append(f"--sglang-ep-size {ep} needs a model with experts (--num-experts).")
-    return found
+        problems.append(f"--sglang-ep-size {ep} needs a model with experts (--num-experts).")
+    return problems
 
 
 def _routing_problems(config: ConfigTree) -> list[str]:
     """What routing replay needs."""
-    found = []
+    problems = []
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         flag_name = f"--{name.replace('_', '-')}"
         if not getattr(config.loss, name):
             continue
         if config.model.is_known and not config.model.num_experts:
-            found.append(f"{flag_name} needs a model with experts (--num-experts). Fix: drop it.")
+            problems.append(f"{flag_name} needs a model with experts (--num-experts). Fix: drop it.")
         if config.is_sft:
-            found.append(f"{flag_name} is about sampled responses; --loss-type sft_loss samples none. Fix: drop it.")
+            problems.append(f"{flag_name} is about sampled responses; --loss-type sft_loss samples none. Fix: drop it.")
     if (
         config.loss.use_rollout_routing_replay
         and str(config.engine.sglang.get("enable_return_routed_experts", True)).lower() == "false"
     ):
-        found.append(
+        problems.append(
             "--sglang-enable-return-routed-experts false keeps from the trainer what --use-rollout-routing-replay"
             " needs. Fix: drop one of them."
         )
-    return found
+    return problems
 
 
 def _sampling_problems(config: ConfigTree) -> list[str]:
@@ -136,24 +138,24 @@ def _sampling_problems(config: ConfigTree) -> list[str]:
         ]
     if not config.uses_engines:
         return []
-    found, rollout, buffer = [], config.rollout, config.reward.overlong_buffer_len
+    problems, rollout, buffer = [], config.rollout, config.reward.overlong_buffer_len
     if (
         rollout.filters_sampling
         and not rollout.rollout_allow_filtered_sampling
         and not config.placement.debug_rollout_only
     ):
-        found.append(
+        problems.append(
             f"--rollout-top-p {rollout.rollout_top_p:g} and --rollout-top-k {rollout.rollout_top_k} keep unlikely"
             " tokens from being drawn, but the log-probs of engines and trainer are of the whole distribution: the"
             " policy gradient is biased, and neither the ratio nor --use-tis sees it. Fix: leave them out"
             " (--eval-top-p and --eval-top-k are free), or accept it with --rollout-allow-filtered-sampling."
         )
     if buffer is not None and buffer > rollout.rollout_max_response_len:
-        found.append(
+        problems.append(
             f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {rollout.rollout_max_response_len},"
             " whose end it is."
         )
-    return found
+    return problems
 
 
 def _reference_problems(config: ConfigTree) -> list[str]:
@@ -179,45 +181,45 @@ def _reference_problems(config: ConfigTree) -> list[str]:
 
 
 def _role_problems(config: ConfigTree) -> list[str]:
-    found = _routing_problems(config) + _sampling_problems(config)
-    found += _reference_problems(config)
+    problems = _routing_problems(config) + _sampling_problems(config)
+    problems += _reference_problems(config)
     if config.needs_reference and not config.checkpoint.ref_load:
-        found.append(
+        problems.append(
             f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
         )
     if config.placement.debug_train_only and not config.is_sft and not config.observability.load_debug_rollout_data:
-        found.append("--debug-train-only needs --load-debug-rollout-data (or --loss-type sft_loss).")
+        problems.append("--debug-train-only needs --load-debug-rollout-data (or --loss-type sft_loss).")
     if config.uses_engines and config.observability.load_debug_rollout_data:
-        found.append("--load-debug-rollout-data needs --debug-train-only: the loaded samples replace generation.")
+        problems.append("--load-debug-rollout-data needs --debug-train-only: the loaded samples replace generation.")
     if config.is_sft and config.placement.debug_rollout_only:
-        found.append("--loss-type sft_loss generates nothing: drop --debug-rollout-only.")
+        problems.append("--loss-type sft_loss generates nothing: drop --debug-rollout-only.")
     if config.is_sft and config.rollout.n_samples_per_prompt != 1:
-        found.append(
+        problems.append(
             f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1."
         )
     if config.is_sft and config.eval.eval_prompt_data:
-        found.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
+        problems.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
     if config.checkpoint.reward_load and config.placement.debug_rollout_only:
-        found.append(
+        problems.append(
             "--debug-rollout-only starts engines only, not the model of --reward-load. Fix: --rm-type or"
             " --custom-rm-path instead."
         )
     if config.reward.reward_model_weight != 1.0 and not config.checkpoint.reward_load:
-        found.append("--reward-model-weight does nothing without --reward-load. Fix: add it, or drop this.")
-    given = config.reward.rm_type or config.reward.custom_rm_path or config.checkpoint.reward_load
-    if config.uses_engines and not given:
-        found.append("samples need a reward: give --rm-type, --custom-rm-path or --reward-load.")
+        problems.append("--reward-model-weight does nothing without --reward-load. Fix: add it, or drop this.")
+    reward_source = config.reward.rm_type or config.reward.custom_rm_path or config.checkpoint.reward_load
+    if config.uses_engines and not reward_source:
+        problems.append("samples need a reward: give --rm-type, --custom-rm-path or --reward-load.")
     if config.checkpoint.critic_load and not config.needs_critic:
-        found.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
+        problems.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
     if config.optimizer.critic_lr is not None and not config.needs_critic:
-        found.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
+        problems.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
     if config.sync.custom_weight_transform_path and (not config.uses_engines or config.placement.debug_rollout_only):
-        found.append("--custom-weight-transform-path: this run sends no weights. Fix: leave it out.")
+        problems.append("--custom-weight-transform-path: this run sends no weights. Fix: leave it out.")
     if config.sync.update_weight_interface and config.placement.colocate:
-        found.append(
+        problems.append(
             "--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it."
         )
-    return found + _transport_problems(config) + _delta_problems(config)
+    return problems + _transport_problems(config) + _delta_problems(config)
 
 
 def _transport_problems(config: ConfigTree) -> list[str]:
@@ -256,14 +258,14 @@ def _delta_problems(config: ConfigTree) -> list[str]:
             )
         ]
     if len(receivers) != len(engines):
-        given = (
+        shortage = (
             f"{len(receivers)} are given for {len(engines)}. Fix: start python -m slime_like.weight_sync.delta.receiver"
             " on each engine's machine."
         )
         return [
             (
                 "--update-weight-mode delta needs one of --rollout-external-receiver-addrs for each external engine:"
-                f" {given}"
+                f" {shortage}"
             )
         ]
     if engines and config.sync.update_weight_local_checkpoint_dir:

@@ -39,12 +39,12 @@ class RunConfig(ConfigTree):
 
     def missing_files(self) -> list[str]:
         """Every path that a run needs and that is not there."""
-        found = (
+        problems = (
             self.checkpoint.missing_files()
             + self.loss.missing_files()
             + self.eval.missing_files()
             + self.observability.missing_files()
         )
         if not self.observability.load_debug_rollout_data:
-            found += self.data.missing_files()
-        return found
+            problems += self.data.missing_files()
+        return problems

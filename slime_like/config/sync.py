@@ -99,40 +99,40 @@ class SyncConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about weight sync."""
-        found = []
+        problems = []
         if self.update_weight_buffer_size < 1:
-            found.append(f"--update-weight-buffer-size {self.update_weight_buffer_size}: must be at least 1 byte.")
-        given = self.transport_row
-        writes_folder = given is not None and given.loads_from == SHARED_FOLDER
+            problems.append(f"--update-weight-buffer-size {self.update_weight_buffer_size}: must be at least 1 byte.")
+        transport = self.transport_row
+        writes_folder = transport is not None and transport.loads_from == SHARED_FOLDER
         if self.update_weight_disk_dir and not writes_folder and not self.sends_deltas:
-            found.append("--update-weight-disk-dir needs --update-weight-transport disk.")
+            problems.append("--update-weight-disk-dir needs --update-weight-transport disk.")
         for name in (
             "update_weight_delta_encoding",
             "update_weight_delta_checksum",
             "update_weight_local_checkpoint_dir",
         ):
             if getattr(self, name) is not None and not self.sends_deltas:
-                found.append(
+                problems.append(
                     f"--{name.replace('_', '-')} does nothing without --update-weight-mode delta. Fix: add it, or drop"
                     " this."
                 )
         if self.sends_deltas and self.update_weight_transport is not None:
-            found.append(
+            problems.append(
                 f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode delta,"
                 " which is sent over HTTP to a receiver beside each engine. Fix: leave it out."
             )
         if self.update_weight_disk_keep_files and not writes_folder:
-            found.append("--update-weight-disk-keep-files needs --update-weight-transport disk.")
-        if self.update_weight_interface and given is not None and not given.takes_interface:
-            found.append(
+            problems.append("--update-weight-disk-keep-files needs --update-weight-transport disk.")
+        if self.update_weight_interface and transport is not None and not transport.takes_interface:
+            problems.append(
                 f"--update-weight-interface does nothing with --update-weight-transport {self.update_weight_transport}."
                 " Fix: drop it."
             )
         if self.verify_weight_sync_interval < 0:
-            found.append(f"--verify-weight-sync-interval {self.verify_weight_sync_interval}: must not be negative.")
+            problems.append(f"--verify-weight-sync-interval {self.verify_weight_sync_interval}: must not be negative.")
         if self.verify_weight_sync_tolerance is not None and self.verify_weight_sync_tolerance <= 0:
-            found.append(f"--verify-weight-sync-tolerance {self.verify_weight_sync_tolerance}: must be above 0.")
-        return found
+            problems.append(f"--verify-weight-sync-tolerance {self.verify_weight_sync_tolerance}: must be above 0.")
+        return problems
 
     @property
     def transport_row(self) -> Transport | None:

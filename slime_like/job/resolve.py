@@ -7,8 +7,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from slime_like.algorithms.plugins import load_loss_plugins
-from slime_like.cluster.external import with_servers
+from slime_like.algorithms.loss_plugins import load_loss_plugins
+from slime_like.cluster.external_engines import with_servers
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import SHARED_FOLDER, transport_of
 from slime_like.errors import ConfigError

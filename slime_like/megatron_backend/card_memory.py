@@ -121,13 +121,13 @@ class CardMemory:
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
         """The memory behind each part; what two of them share counts for the first."""
         seen: set[int] = set()
-        found: dict[str, list[torch.UntypedStorage]] = {part: [] for part in TRAIN_STATE}
+        storages: dict[str, list[torch.UntypedStorage]] = {part: [] for part in TRAIN_STATE}
         for part, tensor in self._tensors():
             storage = tensor.untyped_storage()
             if tensor.device == self._device and storage._cdata not in seen:
                 seen.add(storage._cdata)
-                found[part].append(storage)
-        return found
+                storages[part].append(storage)
+        return storages
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(part, tensor) of everything, several views of the same memory among them."""

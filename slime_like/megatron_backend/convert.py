@@ -130,16 +130,16 @@ def check(job: Conversion) -> tuple[ModelConfig, str]:
         raise ConfigError(problems)
     if job.dtype:
         return model, job.dtype
-    found = (
+    dtype = (
         HfReader(job.input).dtype()
         if job.origin_hf_dir is None
         else read_client_state(find(job.input, job.ckpt_step)).get("dtype")
     )
-    if found not in _DTYPES:
+    if dtype not in _DTYPES:
         raise CheckpointError(
-            f"{job.input} holds weights in {found or 'an unknown data type'}. Fix: --dtype {' or '.join(_DTYPES)}."
+            f"{job.input} holds weights in {dtype or 'an unknown data type'}. Fix: --dtype {' or '.join(_DTYPES)}."
         )
-    return model, found
+    return model, dtype
 
 
 def main(argv: list[str]) -> int:
@@ -245,13 +245,13 @@ def _torchrun_place() -> Place:
                 )
             ]
         )
-    found = {name: os.environ[variable] for name, variable in names.items()}
+    values = {name: os.environ[variable] for name, variable in names.items()}
     return Place(
-        rank=int(found["rank"]),
-        world_size=int(found["world_size"]),
-        local_rank=int(found["local_rank"]),
-        master_address=found["master_address"],
-        master_port=int(found["master_port"]),
+        rank=int(values["rank"]),
+        world_size=int(values["world_size"]),
+        local_rank=int(values["local_rank"]),
+        master_address=values["master_address"],
+        master_port=int(values["master_port"]),
     )
 
 

@@ -17,12 +17,12 @@ def sparkline(values: Sequence[float], *, width: int = 12, low: float | None = N
     low, high: the scale's ends; by default the values' own. Values that are not finite are left out.
     Example: [0, 1, 2, 3] -> "▁▃▆█"
     """
-    kept = [value for value in values if math.isfinite(value)]
-    if not kept:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return ""
-    count = min(width, len(kept))
-    edges = [round(i * len(kept) / count) for i in range(count + 1)]
-    means = [sum(kept[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    count = min(width, len(finite))
+    edges = [round(i * len(finite) / count) for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
     bottom = min(means) if low is None else low
     span = (max(means) if high is None else high) - bottom
     if span <= 0:

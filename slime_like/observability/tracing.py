@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class PhaseTrace:
-    """Appends one complete event a phase.
+    """Appends one complete event a phase; its args hold the step, and when it began in unix seconds.
 
     Each phase has a line of its own, so that phases which overlap are seen side by side.
 
@@ -19,7 +19,7 @@ class PhaseTrace:
 
     def __init__(self, path: str | os.PathLike):
         self._path = Path(path)
-        self._zero = time.monotonic()
+        self._zero, self._unix_zero = time.monotonic(), time.time()
         self._lines: dict[str, int] = {}
         self._path.write_text("[\n", encoding="utf-8")
 
@@ -32,7 +32,7 @@ class PhaseTrace:
             "dur": round((end - start) * 1e6),
             "pid": 0,
             "tid": self._lines.setdefault(name, len(self._lines)),
-            "args": {"step": step},
+            "args": {"step": step, "time": round(self._unix_zero + start - self._zero, 3)},
         }
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + ",\n")

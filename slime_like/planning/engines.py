@@ -67,12 +67,12 @@ def torn_engine(engines: Sequence[tuple[int, ...]], per_node: int) -> int | None
 def rollout_gpus(config: RunConfig, mode: str, trainer_gpus: int) -> tuple[int, list[str], list[str]]:
     """(GPUs of all engines, problems, notes). trainer_gpus: bundles of all training roles."""
     placement, per_engine = config.placement, config.placement.rollout_num_gpus_per_engine
-    given = placement.rollout_num_gpus
+    num_gpus = placement.rollout_num_gpus
     if mode == "train_only":
-        return 0, [], [] if given is None else [f"--rollout-num-gpus {given}: this run starts no engines"]
+        return 0, [], [] if num_gpus is None else [f"--rollout-num-gpus {num_gpus}: this run starts no engines"]
     if mode == "external":
         return _external_gpus(config)
-    if given is None:
+    if num_gpus is None:
         if mode != "colocate":
             beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
             return (
@@ -80,33 +80,33 @@ def rollout_gpus(config: RunConfig, mode: str, trainer_gpus: int) -> tuple[int, 
                 [f"--rollout-num-gpus is missing: how many GPUs the engines get{beside}. Fix: give it, or --colocate."],
                 [],
             )
-        given = trainer_gpus
-    if given < per_engine or given % per_engine:
+        num_gpus = trainer_gpus
+    if num_gpus < per_engine or num_gpus % per_engine:
         whose = "" if placement.rollout_num_gpus else " (by default the trainer's)"
         problem = (
-            f"{given} rollout GPUs do not divide into engines of {per_engine}: --rollout-num-gpus{whose},"
+            f"{num_gpus} rollout GPUs do not divide into engines of {per_engine}: --rollout-num-gpus{whose},"
             f" --rollout-num-gpus-per-engine {per_engine}. Fix: --rollout-num-gpus"
-            f" {max(1, given // per_engine) * per_engine}, or another engine size."
+            f" {max(1, num_gpus // per_engine) * per_engine}, or another engine size."
         )
-        return given, [problem], []
+        return num_gpus, [problem], []
     notes = []
-    if mode == "colocate" and given != trainer_gpus:
+    if mode == "colocate" and num_gpus != trainer_gpus:
         notes.append(
-            f"--colocate with {given} engine GPUs over {trainer_gpus} of the trainer: {abs(given - trainer_gpus)} GPUs"
-            " idle in one of the two phases"
+            f"--colocate with {num_gpus} engine GPUs over {trainer_gpus} of the trainer: {abs(num_gpus - trainer_gpus)}"
+            " GPUs idle in one of the two phases"
         )
-    return given, [], notes
+    return num_gpus, [], notes
 
 
 def _external_gpus(config: RunConfig) -> tuple[int, list[str], list[str]]:
     """GPUs behind the addresses. The servers themselves are asked when the run starts, not for a plan."""
     placement, per_engine = config.placement, config.placement.rollout_num_gpus_per_engine
-    given, engines = placement.rollout_num_gpus, len(placement.rollout_external_engine_addrs or [])
+    flag_gpus, engines = placement.rollout_num_gpus, len(placement.rollout_external_engine_addrs or [])
     derived, problems = engines * per_engine, []
-    if given is not None and given != derived:
+    if flag_gpus is not None and flag_gpus != derived:
         problems.append(
-            f"--rollout-num-gpus {given}, but {engines} external engines of --rollout-num-gpus-per-engine {per_engine}"
-            f" make {derived}. Fix: leave --rollout-num-gpus out; it is derived."
+            f"--rollout-num-gpus {flag_gpus}, but {engines} external engines of --rollout-num-gpus-per-engine"
+            f" {per_engine} make {derived}. Fix: leave --rollout-num-gpus out; it is derived."
         )
     if engines > placement.actor_num_gpus:
         problems.append(

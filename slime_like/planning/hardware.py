@@ -48,5 +48,5 @@ def card_bytes(placement: PlacementConfig) -> int:
 
 def bandwidths(placement: PlacementConfig) -> dict[str, float]:
     """Bytes a second by name: --plan-bandwidth over the defaults."""
-    given = {name: value for name, (value, _) in DEFAULT_BANDWIDTHS.items()} | placement.bandwidths()
-    return {name: value * 1e9 for name, value in given.items()}
+    gb_per_s = {name: value for name, (value, _) in DEFAULT_BANDWIDTHS.items()} | placement.bandwidths()
+    return {name: value * 1e9 for name, value in gb_per_s.items()}

@@ -118,29 +118,29 @@ def cannot_run_yet(plan: PlacementPlan) -> list[str]:
     pipeline stages.
     """
     held = [engine for engine in plan.engines if engine.bundles]
-    found = []
+    problems = []
     machines = sorted({plan.bundles[index].node for engine in held for index in engine.bundles})
     row = None if plan.transport is None else transport_of(plan.transport)
     if row is not None and row.one_machine and len(machines) > 1:
-        found.append(
+        problems.append(
             f"--colocate over {len(machines)} machines: weights sent by {row.name} reach only engines on the machine of"
             " the trainer's first rank. Fix: --update-weight-transport disk, with --update-weight-disk-dir on a file"
             " system that all machines share."
         )
     staged = [engine for engine in plan.engines if engine.pp > 1]
     if staged and row is not None and not row.reaches_stages:
-        found.append(
+        problems.append(
             f"engine {staged[0].index} has {staged[0].pp} pipeline stages (--sglang-pp-size): weights cannot be sent to"
             f" them by {row.name} yet. Fix: --update-weight-transport disk."
         )
     spread = [engine for engine in held if engine.num_nodes > 1]
     if spread and row is not None and not row.reaches_spread:
         fix = "--update-weight-mode full" if row.is_mode else "--update-weight-transport disk"
-        found.append(
+        problems.append(
             f"engine {spread[0].index} runs on {spread[0].num_nodes} machines: weights sent by {row.name} reach only"
             f" the first of them. Fix: {fix}."
         )
-    return found
+    return problems
 
 
 def _transport(config: RunConfig, mode: str) -> str | None:
@@ -179,10 +179,10 @@ def _bundles(roles: dict[str, RolePlan], swapped: set[str], num_gpus: int, per_n
     for name, role in roles.items():
         for index in role.bundles:
             names[index].append(name)
-    found = []
+    bundles = []
     for index, here in enumerate(names):
         holders = max(1, sum(name not in swapped for name in here))
         share = int(1e4 / holders) / 1e4  # Ray counts in ten-thousandths
         shares = {name: 0.0 if name in swapped else share for name in here}
-        found.append(Bundle(index=index, node=index // per_node, gpu=index % per_node, roles=shares))
-    return tuple(found)
+        bundles.append(Bundle(index=index, node=index // per_node, gpu=index % per_node, roles=shares))
+    return tuple(bundles)

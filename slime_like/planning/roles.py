@@ -65,10 +65,10 @@ def training_roles(config: RunConfig) -> tuple[list[RoleSize], list[str], list[s
     problems, notes = _switch_problems(config, exists)
     for name in TRAINING_ROLES[1:]:
         if not exists[name]:
-            given = [flag for flag in _given(config, name) if flag is not None]
-            if given:
+            flags = [flag for flag in _size_flags(config, name) if flag is not None]
+            if flags:
                 notes.append(
-                    f"{' and '.join(given)}: there is no {name} without {_NEEDS[name]}, so no GPU is planned for it"
+                    f"{' and '.join(flags)}: there is no {name} without {_NEEDS[name]}, so no GPU is planned for it"
                 )
             continue
         host, why = _host(config, name, exists)
@@ -148,7 +148,7 @@ def _host(config: RunConfig, name: str, exists: dict[str, bool]) -> tuple[str | 
     return None, ""
 
 
-def _given(config: RunConfig, name: str) -> tuple[str | None, str | None]:
+def _size_flags(config: RunConfig, name: str) -> tuple[str | None, str | None]:
     """The role's size flags as they were given, as text."""
     flags = []
     for part in ("num_nodes", "num_gpus_per_node"):

@@ -43,7 +43,7 @@ def encode_inputs(inputs: Sequence[RewardInput], tokenizer: Any) -> list[np.ndar
     without a template, and for plain prompts, prompt and response are joined, and the tokenizer adds the special tokens
     that it adds to any text. Raises RewardError naming the sample if the template refuses it.
     """
-    found = []
+    encoded = []
     for one in inputs:
         if one.messages is not None and tokenizer.chat_template:
             try:
@@ -57,5 +57,5 @@ def encode_inputs(inputs: Sequence[RewardInput], tokenizer: Any) -> list[np.ndar
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer(one.prompt + one.response)["input_ids"]
-        found.append(np.array(ids, dtype=np.int64))
-    return found
+        encoded.append(np.array(ids, dtype=np.int64))
+    return encoded

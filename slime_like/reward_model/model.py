@@ -110,11 +110,11 @@ class RewardModel:
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = torch.from_numpy(sequence)
             mask[row, : len(sequence)] = 1
-        given, self._config.pad_token_id = self._config.pad_token_id, pad
+        own_pad_id, self._config.pad_token_id = self._config.pad_token_id, pad
         try:
             logits = self._model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
         finally:
-            self._config.pad_token_id = given
+            self._config.pad_token_id = own_pad_id
         return logits[:, 0].double().cpu().numpy()
 
     def _pad_id(self, sequences: list[np.ndarray]) -> int:
@@ -138,7 +138,7 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise CheckpointError(f"--reward-load {folder}: has no config.json. {_FIX}")
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, loading_info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -147,7 +147,10 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
         raise CheckpointError(
             f"--reward-load {folder}: has {model.config.num_labels} outputs, and a reward is one. {_FIX}"
         )
-    missing, mismatched = sorted(found["missing_keys"]), sorted(str(key) for key in found["mismatched_keys"])
+    missing, mismatched = (
+        sorted(loading_info["missing_keys"]),
+        sorted(str(key) for key in loading_info["mismatched_keys"]),
+    )
     if missing or mismatched:
         names = ", ".join([*missing, *mismatched][:4])
         count = len(missing) + len(mismatched)

@@ -14,7 +14,7 @@ from slime_like.config.data import DataConfig, split_slice
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, DataError
 from slime_like.records import Prompt
-from slime_like.rollout.plugins import load_plugins
+from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.tokenizer import encode, end_of_turn_id, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     """The training prompts. Starts nothing, and raises what the user got wrong: DataError in tokenizer, training or
     evaluation data, PluginError in a function's path.
     """
-    load_plugins(config)
+    load_rollout_plugins(config)
     tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
     sources = load_eval_data(config, tokenizer)
     context = context_tokens(config)
@@ -206,12 +206,12 @@ def _read_objects(file: str, rows_wanted: slice) -> list[tuple[int, dict]]:
         raise DataError(f"{file} is no UTF-8 text (byte {error.start}). Fix: give a JSONL file.") from None
     if not lines:
         raise DataError(f"{file} is empty: it has no row.")
-    wanted = lines[rows_wanted]
-    if not wanted:
+    rows = lines[rows_wanted]
+    if not rows:
         raise DataError(
             f"{file}: the slice [{rows_wanted.start}:{rows_wanted.stop}] takes none of its {len(lines)} rows."
         )
-    return [(number, _parse(line, f"{file} line {number}")) for number, line in wanted]
+    return [(number, _parse(line, f"{file} line {number}")) for number, line in rows]
 
 
 def _parse(line: str, where: str) -> dict:
@@ -281,15 +281,15 @@ def _tools(record: dict, data: DataConfig, where: str) -> list[dict] | None:
 
     Many data sets keep them as JSON text, since their rows must be of one type.
     """
-    given = record.get(data.tool_key)
-    tools = given
-    if isinstance(given, str) and given.strip():
+    value = record.get(data.tool_key)
+    tools = value
+    if isinstance(value, str) and value.strip():
         try:
-            tools = json.loads(given)
+            tools = json.loads(value)
         except ValueError as error:
             raise DataError(
                 f"{where}: {data.tool_key!r} (--tool-key) is malformed JSON: {error}. It starts with"
-                f" {given.strip()[:60]!r}."
+                f" {value.strip()[:60]!r}."
             ) from None
     if not tools:
         return None

@@ -116,11 +116,11 @@ def _flatten(name: str, arrays: list[np.ndarray], dtype) -> dict[str, np.ndarray
 
 def _flatten_experts(experts: list[np.ndarray | None]) -> dict[str, np.ndarray]:
     """Nothing where no sample has routed experts; one without them has length 0."""
-    given = [array for array in experts if array is not None]
-    if not given:
+    arrays = [array for array in experts if array is not None]
+    if not arrays:
         return {}
     lengths = np.array([0 if array is None else len(array) for array in experts], dtype=np.int64)
-    return {"routed_experts": np.concatenate(given), "routed_experts_lengths": lengths}
+    return {"routed_experts": np.concatenate(arrays), "routed_experts_lengths": lengths}
 
 
 def _split_experts(arrays: dict[str, np.ndarray], count: int) -> list[np.ndarray | None]:

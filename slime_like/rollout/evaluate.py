@@ -22,13 +22,13 @@ def eval_sampling(config: RunConfig, name: str) -> Sampling:
     sampling = Sampling.for_training(
         config.rollout, max_context_tokens=context_tokens(config), seed=f"{config.data.rollout_seed}/eval/{name}"
     )
-    given: dict[str, Any] = {
+    flags: dict[str, Any] = {
         "temperature": config.eval.eval_temperature,
         "top_p": config.eval.eval_top_p,
         "top_k": config.eval.eval_top_k,
         "max_response_tokens": config.eval.eval_max_response_len,
     }
-    return dataclasses.replace(sampling, **{field: value for field, value in given.items() if value is not None})
+    return dataclasses.replace(sampling, **{field: value for field, value in flags.items() if value is not None})
 
 
 async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: RunConfig) -> dict[str, float]:

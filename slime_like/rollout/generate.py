@@ -191,7 +191,7 @@ class GenerationClient:
             raise EngineError(f"{self.url}/generate: finish reason {reason!r} is unknown. Known: {', '.join(_STATUS)}")
         version = _as_version(meta.get("weight_version"))
         # An aborted request may have been processed only in part; it is never trained on.
-        wanted = self.routing if _STATUS[reason] != ABORTED else None
+        routing = self.routing if _STATUS[reason] != ABORTED else None
         return Generation(
             tokens=tokens,
             logprobs=logprobs,
@@ -199,7 +199,7 @@ class GenerationClient:
             status=_STATUS[reason],
             weight_version=self._weight_version() if version is None else version,
             routed_experts=(
-                wanted.read(meta.get("routed_experts"), num_tokens=num_sent + len(tokens)) if wanted else None
+                routing.read(meta.get("routed_experts"), num_tokens=num_sent + len(tokens)) if routing else None
             ),
         )
 

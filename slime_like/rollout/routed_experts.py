@@ -56,22 +56,22 @@ class RoutingShape:
             )
         row = self.num_layers * self.topk
         try:
-            found = np.frombuffer(base64.b64decode(str(text), validate=True), dtype=np.int32)
+            numbers = np.frombuffer(base64.b64decode(str(text), validate=True), dtype=np.int32)
         except (binascii.Error, ValueError) as error:
             raise EngineError(f"the engine's routed experts are no base64 of 32-bit numbers: {error}") from error
-        if len(found) != (num_tokens - 1) * row:
+        if len(numbers) != (num_tokens - 1) * row:
             raise EngineError(
-                f"the engine reported {len(found)} routed experts for {num_tokens} tokens, but {num_tokens - 1} x"
+                f"the engine reported {len(numbers)} routed experts for {num_tokens} tokens, but {num_tokens - 1} x"
                 f" {self.num_layers} layers x {self.topk} (--moe-router-topk) belong to all but the last. Fix: an"
                 " engine that serves this model."
             )
-        if len(found) and not 0 <= found.min() <= found.max() < self.num_experts:
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.num_experts:
             raise EngineError(
-                f"the engine reported experts {found.min()} to {found.max()}, but the model has 0 to"
+                f"the engine reported experts {numbers.min()} to {numbers.max()}, but the model has 0 to"
                 f" {self.num_experts - 1}."
             )
         experts = self.unsaid(num_tokens)
-        experts[:-1] = found.reshape(num_tokens - 1, self.num_layers, self.topk)
+        experts[:-1] = numbers.reshape(num_tokens - 1, self.num_layers, self.topk)
         fault = routing_fault(experts, self.expert_layers, self.num_experts)
         if fault:
             raise EngineError(

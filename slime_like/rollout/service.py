@@ -12,18 +12,18 @@ from collections.abc import Iterable
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
-from slime_like.records import EngineEndpoint, Prompt, SampleGroup, WeightsRef
+from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import evaluate
 from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.group_stream import GroupStream, StreamLimits
 from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome
-from slime_like.rollout.plugins import load_plugins
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
 from slime_like.rollout.rollout_metrics import FILTERED, drop_metrics, ledger_metrics, sample_metrics
+from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
 
 
@@ -58,7 +58,7 @@ class RolloutService:
         self._config = config
         self.feed = PromptFeed(source)
         self.policy = Policy()
-        plugins, plugin_args = load_plugins(config), config.plugin_args()
+        plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
         self._eval_data = load_eval_data(config, source.tokenizer)
         self._scorer = RewardScorer(config.reward, plugins.reward, plugin_args, reward_model)
         self._client = self._make_client(access)
@@ -71,12 +71,13 @@ class RolloutService:
             custom_generate=plugins.generate,
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
-        self._maker, self._eval_maker = make(), make(evaluation=True)
+        self._eval_maker = make(evaluation=True)
         self._filter, self._plugin_args = plugins.group_filter, plugin_args
-        self._sampling = Sampling.for_training(
+        sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
         )
-        self.stream = GroupStream(self.feed, self._group, self._judge, self._limits())
+        group = functools.partial(make().group, num_samples=config.rollout.n_samples_per_prompt, sampling=sampling)
+        self.stream = GroupStream(self.feed, group, self._judge, self._limits())
 
     async def generate(self, step: int) -> RolloutResult:
         """The groups of rollout `step`; nothing is in flight afterwards."""
@@ -128,9 +129,6 @@ class RolloutService:
         await self.stream.stop()
         for part in (self._client, self._scorer):
             await part.close()
-
-    async def _group(self, prompt: Prompt) -> GroupOutcome:
-        return await self._maker.group(prompt, self._config.rollout.n_samples_per_prompt, self._sampling)
 
     def _judge(self, outcome: GroupOutcome) -> str | None:
         if self._filter is None:

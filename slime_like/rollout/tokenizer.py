@@ -44,8 +44,8 @@ def end_of_turn_id(tokenizer, chat_template_kwargs: dict | None) -> int:
     if chat_template_kwargs is not None and tokenizer.chat_template:
         messages = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": _PROBE}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, **chat_template_kwargs)
-        _, found, after = text.rpartition(_PROBE)
-        ids = encode(tokenizer, [after.lstrip()])[0] if found and after.strip() else []
+        _, separator, after = text.rpartition(_PROBE)
+        ids = encode(tokenizer, [after.lstrip()])[0] if separator and after.strip() else []
         if ids and tokenizer.convert_ids_to_tokens(ids[0]) in tokenizer.get_added_vocab():
             return ids[0]
     if tokenizer.eos_token_id is None:

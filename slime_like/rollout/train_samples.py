@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from slime_like.algorithms import group_advantages
-from slime_like.algorithms.plugins import load_loss_plugins
+from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.config.loss import LossConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
@@ -54,24 +54,24 @@ def to_train_samples(
     """
     train_samples = []
     dtype = np.float64 if loss.has_token_advantages else np.float32  # rounded once, after the last computation
-    left = [
+    usable = [
         SampleGroup(prompt=group.prompt, samples=tuple(sample for sample in group.samples if sample.status != FAILED))
         for group in groups
     ]
     deviation = (
-        group_advantages.batch_deviation(kept.rewards for kept in left if kept.samples)
+        group_advantages.batch_deviation(group.rewards for group in usable if group.samples)
         if loss.estimator.scale == "batch"
         else 0.0
     )
-    for kept in left:
-        if not kept.samples:
+    for group in usable:
+        if not group.samples:
             continue
         if custom is None:
-            advantages = group_advantages.normalize(kept.rewards, loss, group_size=group_size, deviation=deviation)
+            advantages = group_advantages.normalize(group.rewards, loss, group_size=group_size, deviation=deviation)
         else:
-            last = [segments[-1] for segments in kept.episodes]
+            last = [segments[-1] for segments in group.episodes]
             advantages = group_advantages.checked(custom(last), len(last), str(loss.custom_advantage_function_path))
-        for segments, reward, advantage in zip(kept.episodes, kept.rewards, advantages, strict=True):
+        for segments, reward, advantage in zip(group.episodes, group.rewards, advantages, strict=True):
             train_samples += [
                 _train_sample(sample, float(reward), float(advantage), mask_truncated, dtype) for sample in segments
             ]

@@ -25,15 +25,15 @@ cpu_compat.install()
 
 def model_modules(models_folder: str, architectures: list[str]) -> set[str]:
     """Names of the files in sglang/srt/models that define these architectures; empty if one is not found."""
-    found = {}
+    files = {}
     for file_name in os.listdir(models_folder):
         if file_name.endswith(".py"):
             with open(os.path.join(models_folder, file_name), encoding="utf-8") as file:
                 text = file.read()
             for architecture in architectures:
                 if re.search(rf"^class {re.escape(architecture)}\b", text, re.MULTILINE):
-                    found[architecture] = file_name[:-3]
-    return set(found.values()) if len(found) == len(architectures) else set()
+                    files[architecture] = file_name[:-3]
+    return set(files.values()) if len(files) == len(architectures) else set()
 
 
 def import_only_needed_models(model_path: str) -> None:

@@ -231,8 +231,11 @@ def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
         defaults["enable_memory_saver"] = True
     extra = dict(spec.extra_flags)
     if spec.custom_weight_loader and (spec.command or "custom_weight_loader" in known_arguments()):
-        given = extra.pop("custom_weight_loader", [])
-        fixed["custom_weight_loader"] = [*(given if isinstance(given, list) else [given]), spec.custom_weight_loader]
+        loaders = extra.pop("custom_weight_loader", [])
+        fixed["custom_weight_loader"] = [
+            *(loaders if isinstance(loaders, list) else [loaders]),
+            spec.custom_weight_loader,
+        ]
     return to_argv(fixed | merge_flags(defaults, extra))
 
 

@@ -140,24 +140,24 @@ def descendants(root: int, *, only_children: bool = False) -> list[int]:
         children.setdefault(parent, []).append(pid)
     if only_children:
         return children.get(root, [])
-    found, todo = [], [root]
+    pids, todo = [], [root]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        pids += below
         todo += below
-    return found
+    return pids
 
 
 def _processes() -> list[tuple[int, int, int]]:
     """(process id, parent, process group) of every process that can be seen."""
-    found = []
+    processes = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
                 # The command name, in parentheses, may itself hold spaces and parentheses.
                 fields = file.read().rpartition(")")[2].split()
-                found.append((int(name), int(fields[1]), int(fields[2])))
-    return found
+                processes.append((int(name), int(fields[1]), int(fields[2])))
+    return processes
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -271,11 +271,11 @@ def _watch(control: int, parent: int, child: subprocess.Popen, output: int, log:
 
 def _mapped_files(group: int, prefix: str) -> set[str]:
     """Files whose path begins with `prefix` that a process of the group has mapped."""
-    found: set[str] = set()
+    files: set[str] = set()
     for pid in group_members(group):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-            found.update(line.split()[-1] for line in maps if f" {prefix}" in line and not line.endswith("(deleted)\n"))
-    return found
+            files.update(line.split()[-1] for line in maps if f" {prefix}" in line and not line.endswith("(deleted)\n"))
+    return files
 
 
 def _end_group(child: subprocess.Popen, grace_s: float, output: int, log: _Log) -> None:

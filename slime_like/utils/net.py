@@ -176,7 +176,7 @@ def interface_of(address: str) -> str | None:
         return "lo"
     if ":" in address:
         return _interface_of_ipv6(address)
-    return next((name for name, found in _interfaces().items() if found == address), None)
+    return next((name for name, own in _interfaces().items() if own == address), None)
 
 
 def _interfaces() -> dict[str, str]:
@@ -184,13 +184,13 @@ def _interfaces() -> dict[str, str]:
     import fcntl
     import struct
 
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(packed[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(packed[20:24])
+    return addresses
 
 
 def address_of_interface(name: str) -> str:
@@ -198,9 +198,9 @@ def address_of_interface(name: str) -> str:
 
     Raises ConfigError listing those that have one.
     """
-    found = _interfaces()
-    if name not in found:
-        listed = ", ".join(f"{known} ({address})" for known, address in found.items())
+    addresses = _interfaces()
+    if name not in addresses:
+        listed = ", ".join(f"{known} ({address})" for known, address in addresses.items())
         raise ConfigError(
             [
                 (
@@ -209,16 +209,16 @@ def address_of_interface(name: str) -> str:
                 )
             ]
         )
-    return found[name]
+    return addresses[name]
 
 
 def _interface_of_ipv6(address: str) -> str | None:
-    wanted = ipaddress.ip_address(address.split("%")[0])
+    target = ipaddress.ip_address(address.split("%")[0])
     if os.path.exists("/proc/net/if_inet6"):
         with open("/proc/net/if_inet6") as file:
             for line in file:
                 digits, *_, name = line.split()
-                if int(digits, 16) == int(wanted):
+                if int(digits, 16) == int(target):
                     return name
     return None
 

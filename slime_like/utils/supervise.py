@@ -237,15 +237,15 @@ def _end_descendants() -> list[int]:
     Only to the heads: a guard (utils/guard.py) ends what it guards itself, and removes its files. Returns who is left
     all the same.
     """
-    started, told = time.monotonic(), set()
+    started, signalled = time.monotonic(), set()
     while left := _living_descendants():
         seconds = time.monotonic() - started
         if seconds > _LEAVE_S + _TERM_S + 5.0:
             return left
         must_die = seconds > _LEAVE_S + _TERM_S
         for pid in left if must_die else descendants(os.getpid(), only_children=True) if seconds > _LEAVE_S else []:
-            if must_die or pid not in told:
-                told.add(pid)
+            if must_die or pid not in signalled:
+                signalled.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if must_die else signal.SIGTERM)
         time.sleep(0.05)

@@ -83,7 +83,7 @@ class RankGroup:
         """
         lead = self._lead_rank()
         error: BaseException | None = None
-        told: Any = None
+        word: Any = None
         if self.place.is_lead:
             try:
                 run_together(
@@ -95,17 +95,17 @@ class RankGroup:
                 )
             except Exception as raised:  # noqa: BLE001 - raised below, once every rank was told
                 error = raised
-            told = self._tell(_portable(error))
+            word = self._tell(_portable(error))
         else:
-            while (told := self._tell(None)) == _BUSY:
+            while (word := self._tell(None)) == _BUSY:
                 pass
-        self._raise(what, error, {} if told is None else {lead: told})
+        self._raise(what, error, {} if word is None else {lead: word})
 
     def _tell(self, what: Any) -> Any:
         """The lead's word, on every rank."""
-        told = [what]
-        torch.distributed.broadcast_object_list(told, src=self._lead_rank())
-        return told[0]
+        shared = [what]
+        torch.distributed.broadcast_object_list(shared, src=self._lead_rank())
+        return shared[0]
 
     def _lead_rank(self) -> int:
         if self._lead is None:
@@ -123,8 +123,8 @@ class RankGroup:
         first = next(iter(failures.values()))
         if len(failures) == 1 and isinstance(first, SlimeLikeError):
             raise first
-        told = "; ".join(f"trainer rank {rank}: {_said(failure)}" for rank, failure in failures.items())
-        raise WeightSyncError(f"weight sync ({self._transport}, {what}) failed on {told}")
+        text = "; ".join(f"trainer rank {rank}: {_said(failure)}" for rank, failure in failures.items())
+        raise WeightSyncError(f"weight sync ({self._transport}, {what}) failed on {text}")
 
 
 def _portable(error: BaseException | None) -> SlimeLikeError | str | None:

@@ -22,7 +22,7 @@ from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions
 from slime_like.weight_sync.proof.receipt import Receipt, never_sent
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
 from slime_like.weight_sync.session import PublishOrder
-from slime_like.weight_sync.transform import Made, WeightTransform
+from slime_like.weight_sync.transform import TransformOutcome, WeightTransform
 from slime_like.weight_sync.transports.registry import make_publisher
 from slime_like.weight_sync.transports.sources import Sources
 
@@ -54,7 +54,7 @@ class _StageReport:
     names: list[str]
     delta: DeltaCount | None
     best_rate: float | None  # bytes a second
-    transformed: Made | None
+    transformed: TransformOutcome | None
 
 
 class WeightSender:
@@ -253,7 +253,7 @@ class WeightSender:
             best_rate=self._best_rate,
             transformed=None
             if transform is None
-            else transform.made(self._place.stage, is_source=self._place.is_source),
+            else transform.outcome(self._place.stage, is_source=self._place.is_source),
         )
 
     def _watched(self, tensors: Iterator[NamedTensor], names: list[str], digest: Digest) -> Iterator[NamedTensor]:

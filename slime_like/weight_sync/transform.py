@@ -16,7 +16,7 @@ import xxhash
 from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
-from slime_like.utils.plugins import load_function
+from slime_like.utils.user_functions import load_function
 
 if TYPE_CHECKING:  # the driver checks the path before anything heavy is imported
     import torch
@@ -46,7 +46,7 @@ def load_transform(sync: SyncConfig) -> Callable | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class TransformOutcome:
     """What one rank of a pipeline stage sends, or writes a share of."""
 
     stage: int
@@ -79,32 +79,32 @@ class WeightTransform:
         """
         self._names, self._summary = [], xxhash.xxh3_128()
         for name, tensor in tensors:
-            made = self._make(name, tensor)
+            pairs = self._make(name, tensor)
             del tensor
-            while made:
-                new_name, new = made.pop(0)
+            while pairs:
+                new_name, new = pairs.pop(0)
                 self._names.append(new_name)
                 self._summary.update(f"{new_name}|{new.dtype}|{list(new.shape)}\n".encode())
                 yield new_name, new
                 del new  # before the next one is gathered
 
-    def made(self, stage: int, *, is_source: bool) -> Made:
+    def outcome(self, stage: int, *, is_source: bool) -> TransformOutcome:
         """What came of the tensors of the last `over`."""
-        return Made(stage, tuple(self._names) if is_source else (), self._summary.hexdigest())
+        return TransformOutcome(stage, tuple(self._names) if is_source else (), self._summary.hexdigest())
 
-    def check(self, made: Sequence[Made]) -> None:
+    def check(self, outcomes: Sequence[TransformOutcome]) -> None:
         """All ranks of a stage must make the same, and no name twice; something must be left.
 
         Raises WeightSyncError.
         """
-        for stage in sorted({one.stage for one in made}):
-            if len({one.summary for one in made if one.stage == stage}) > 1:
+        for stage in sorted({one.stage for one in outcomes}):
+            if len({one.summary for one in outcomes if one.stage == stage}) > 1:
                 raise WeightSyncError(
                     f"{self._where}: ranks of pipeline stage {stage} made other names, types or shapes of the same"
                     " tensors, of which each writes a share. Fix: a function of nothing but its arguments."
                 )
         seen: set[str] = set()
-        for name in (name for one in made for name in one.names):
+        for name in (name for one in outcomes for name in one.names):
             if name in seen:
                 raise WeightSyncError(f"{self._where}: {name} was made twice; an engine would keep one of them.")
             seen.add(name)
@@ -124,7 +124,7 @@ class WeightTransform:
             with torch.no_grad():
                 answer = self._function(self._args, name, tensor)
                 # a generator raises here
-                made = answer if isinstance(answer, str) or not isinstance(answer, Iterable) else list(answer)
+                pairs = answer if isinstance(answer, str) or not isinstance(answer, Iterable) else list(answer)
         except Exception as error:
             raise WeightSyncError(f"{where}: the function raised {type(error).__name__}: {error}") from error
         if tensor._version != changes:
@@ -132,12 +132,12 @@ class WeightTransform:
                 f"{where}: the function changed the tensor in place, which may be the trainer's own. Fix: return"
                 " another one."
             )
-        if not isinstance(made, list):
+        if not isinstance(pairs, list):
             raise WeightSyncError(
-                f"{where}: the function gave a {type(made).__name__}, no iterable of (name, tensor). Fix: return"
+                f"{where}: the function gave a {type(pairs).__name__}, no iterable of (name, tensor). Fix: return"
                 " [(name, tensor)]."
             )
-        return [_checked(pair, where) for pair in made]
+        return [_checked(pair, where) for pair in pairs]
 
 
 def _checked(pair: object, where: str) -> NamedTensor:
@@ -153,13 +153,13 @@ def _checked(pair: object, where: str) -> NamedTensor:
         or not pair[0]
         or not isinstance(pair[1], torch.Tensor)
     ):
-        found = (
+        form = (
             f"({', '.join(type(part).__name__ for part in pair)})"
             if isinstance(pair, (tuple, list))
             else f"a {type(pair).__name__}"
         )
         raise WeightSyncError(
-            f"{where}: among what the function gave is {found} instead of (name, tensor). Fix: return [(name, tensor)]."
+            f"{where}: among what the function gave is {form} instead of (name, tensor). Fix: return [(name, tensor)]."
         )
     name, tensor = pair
     if tensor.layout != torch.strided or tensor.is_meta:

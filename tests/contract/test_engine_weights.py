@@ -20,7 +20,7 @@ from slime_like.weight_sync.session import EngineSide, abandon
 from slime_like.weight_sync.transports import broadcast
 from slime_like.weight_sync.transports.device_ipc import LOAD_FORMAT, handle_of
 from slime_like.weight_sync.transports.registry import make_publisher
-from slime_like.weight_sync.transports.slots import Sending, Slot, send_in_slots
+from slime_like.weight_sync.transports.slots import BucketSlot, Sending, send_in_slots
 from tests.contract.engines import hf_logprobs, largest_difference, options, order_of, prompt, sync, two_sources
 
 TRANSPORTS = ("ipc", "broadcast", "disk")
@@ -112,7 +112,7 @@ def test_engines_without_our_loader_get_a_request_for_every_bucket(tp1, tp2, mod
     """Two sources with many buckets each, in threads: without turns the two engines could begin with one of each, and
     wait for ever.
     """
-    monkeypatch.setattr(broadcast, "takes_streams", lambda client: False)
+    monkeypatch.setattr(broadcast, "takes_channels", lambda client: False)
     both = [tp1, tp2]
     publishers = [
         make_publisher(
@@ -189,7 +189,7 @@ def test_flat_bytes_with_their_description_as_a_gpu_would_send_them(served, mode
     client = served.client
     client.begin_weight_update()
     try:
-        slots = [Slot(), Slot()]
+        slots = [BucketSlot(), BucketSlot()]
 
         def send(slot, number):
             client.update_weights_from_tensor([handle_of(slot)], load_format=LOAD_FORMAT)

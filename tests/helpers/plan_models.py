@@ -60,10 +60,10 @@ def plan_config(
     model: ModelConfig, *, sglang: dict | None = None, optimizer: dict | None = None, **groups: dict
 ) -> RunConfig:
     """A bf16 run of `model`; `groups` are the flags of a group: placement={"colocate": True}."""
-    made = {name: _GROUPS[name](**flags) for name, flags in groups.items()}
+    config_groups = {name: _GROUPS[name](**flags) for name, flags in groups.items()}
     return RunConfig(
         model=model,
         engine=EngineConfig(sglang=sglang or {}),
         optimizer=OptimizerConfig(**({"bf16": True} | (optimizer or {}))),
-        **made,
+        **config_groups,
     )

@@ -31,19 +31,19 @@ class Fault:
 
     def apply(self, tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The changed tensors, in the same order. before: those of an older version."""
-        found = dict(tensors)
+        changed = dict(tensors)
         if self.kind == "dropped":
             for name in self.names:
-                del found[name]
+                del changed[name]
         elif self.kind == "exchanged":
             one, other = self.names
-            found[one], found[other] = tensors[other].clone(), tensors[one].clone()
+            changed[one], changed[other] = tensors[other].clone(), tensors[one].clone()
         elif self.kind == "stale":
-            found = {name: before[name].clone() for name in tensors}
+            changed = {name: before[name].clone() for name in tensors}
         else:
             for name in self.names:
-                found[name] = _CHANGES[self.kind](tensors[name].clone())
-        return found
+                changed[name] = _CHANGES[self.kind](tensors[name].clone())
+        return changed
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:

@@ -153,14 +153,16 @@ class SyncWorld:
 
     def rank_call(self, rank: int, function: Callable, *args):
         """function(worker, *args) in one trainer rank's process."""
-        ref = self.train.actors[rank].__ray_call__.remote(lambda actor, *given: function(actor._worker, *given), *args)
+        ref = self.train.actors[rank].__ray_call__.remote(
+            lambda actor, *values: function(actor._worker, *values), *args
+        )
         return Wait(TIMEOUT_S, whom=f"trainer rank {rank}", phase="test").gather({f"trainer rank {rank}": ref})[0]
 
     def each_rank(self, function: Callable, *args) -> list:
         """The same on both at once, as collectives need."""
         refs = {
             f"trainer rank {rank}": actor.__ray_call__.remote(
-                lambda actor, *given: function(actor._worker, *given), *args
+                lambda actor, *values: function(actor._worker, *values), *args
             )
             for rank, actor in enumerate(self.train.actors)
         }

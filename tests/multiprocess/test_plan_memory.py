@@ -212,7 +212,7 @@ def test_activations_are_estimated_within_the_stated_error(truths, number):
     sizes = ActivationSizes(model=layout.model, parallel=layout.parallel, width=width, transformer_engine=False)
     for rank, truth in enumerate(truths[len(LAYOUTS) + number]):
         stage = rank * layout.parallel.pipeline_model_parallel_size // layout.ranks
-        estimate = sizes.kept(stage)[0] * layout.tokens
+        estimate = sizes.kept_bytes(stage)[0] * layout.tokens
         error = estimate / truth["saved"] - 1
         print(f"{layout.name}, rank {rank}: {estimate:.0f} of {truth['saved']} bytes, {error:+.1%}")
         assert abs(error) <= ACTIVATION_ERROR

@@ -31,6 +31,8 @@ FENCES = {
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
     },
+    "aiohttp": {"rollout", "testing", "weight_sync.delta.receiver"},
+    "httpx": {"sglang_backend.client"},
     "fastapi": {"api_server"},
     "sqlalchemy": {"api_server.store"},
     "wandb": {"observability.metrics"},
@@ -66,6 +68,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
     "config.evaluation": ("unit/config/test_rollout.py",),
+    "config.loss": ("unit/config/test_loss.py",),
     "config.observability": ("unit/job/test_resolve.py",),
     "config.optimizer": ("unit/config/test_checkpoint.py",),
     "config.reward": ("unit/config/test_rollout.py",),
@@ -101,7 +104,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "megatron_backend.publish": ("multiprocess/test_publish.py",),
     "megatron_backend.step.routing_replay": ("multiprocess/test_routing_replay.py",),
-    "megatron_backend.checkpoint.start_weights": ("unit/megatron_backend/checkpoint/test_folder.py",),
     "megatron_backend.step.runner": ("multiprocess/test_algorithms.py",),
     "megatron_backend.verbs": ("multiprocess/test_verbs.py",),
     "megatron_backend.worker": (
@@ -116,11 +118,15 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sglang_backend.cpu_server": ("e2e/test_external.py",),
     "sglang_backend.router_server": ("contract/test_engine_router.py",),
     "weight_sync.in_engine.groups": ("unit/weight_sync/transports/test_broadcast.py",),
-    "weight_sync.in_engine.stream": ("unit/weight_sync/transports/test_ipc.py",),
+    "weight_sync.in_engine.intake": ("unit/weight_sync/transports/test_ipc.py",),
     "weight_sync.ranks": ("multiprocess/test_ranks.py",),
     "weight_sync.delta.receiver_client": ("unit/weight_sync/delta/test_receiver.py", "contract/test_delta_engine.py"),
     "weight_sync.transports.channel": ("unit/weight_sync/transports/test_ipc.py",),
 }
+
+#: Names that say what was done, not what the thing is; refused in these folders and at the top.
+VAGUE_NAMES = {"found", "told", "made"}
+NAMED_FOLDERS = ("slime_like", "scripts", "benchmarks", "tests")
 
 #: Never imported by `--help` or `--plan`: they answer at once.
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers")

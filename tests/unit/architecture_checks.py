@@ -43,51 +43,51 @@ def layer_violations(package_dir: Path) -> list[str]:
     """Imports that do not go strictly down, packages without a layer, and imports of what stands
     outside the package.
     """
-    found = []
+    violations = []
     for path in _modules(package_dir):
         module = module_name(path, package_dir)
         area = module.split(".")[0]
         if module and area not in LAYER_OF:
-            found.append(f"{module}: '{area}' has no layer. Fix: add it to LAYERS.")
+            violations.append(f"{module}: '{area}' has no layer. Fix: add it to LAYERS.")
             continue
         for line, target in imports_of(path, package_dir):
             top, _, rest = target.partition(".")
             other = rest.split(".")[0]
             if top in rules.OUTSIDE:
-                found.append(f"{module}:{line} imports {top}, which stands outside the package.")
+                violations.append(f"{module}:{line} imports {top}, which stands outside the package.")
             elif top == package_dir.name and other in LAYER_OF and other != area:
                 if not module or LAYER_OF[other] >= LAYER_OF[area]:
-                    found.append(f"{module or '__init__'}:{line} imports {other}, which is not below it.")
+                    violations.append(f"{module or '__init__'}:{line} imports {other}, which is not below it.")
                 elif other in rules.ONLY_FOR_TESTS:
-                    found.append(f"{module}:{line} imports {other}, which is for tests only.")
-    return found
+                    violations.append(f"{module}:{line} imports {other}, which is for tests only.")
+    return violations
 
 
 def fence_violations(package_dir: Path) -> list[str]:
     """Third-party imports outside the modules that they are reserved for."""
-    found = []
+    violations = []
     for path in _modules(package_dir):
         module = module_name(path, package_dir)
         for line, target in imports_of(path, package_dir):
             top = target.split(".")[0]
             allowed = rules.FENCES.get(top)
             if allowed is not None and not any(module == name or module.startswith(name + ".") for name in allowed):
-                found.append(f"{module}:{line} imports {top}; allowed only in {', '.join(sorted(allowed))}.")
-    return found
+                violations.append(f"{module}:{line} imports {top}; allowed only in {', '.join(sorted(allowed))}.")
+    return violations
 
 
 def size_violations(paths: Iterable[Path], root: Path) -> list[str]:
     """Files, functions and parameter lists that are too long."""
-    found = []
+    violations = []
     for path in paths:
         name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
         limit, lines = rules.MAX_LINES_OF.get(name, rules.MAX_FILE_LINES), len(text.splitlines())
         if lines > limit:
-            found.append(f"{name}: {lines} lines, limit {limit}. Fix: split by responsibility.")
+            violations.append(f"{name}: {lines} lines, limit {limit}. Fix: split by responsibility.")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found += _function_violations(node, name)
-    return found
+                violations += _function_violations(node, name)
+    return violations
 
 
 def import_cycles(package_dir: Path) -> list[str]:
@@ -103,6 +103,32 @@ def import_cycles(package_dir: Path) -> list[str]:
                 targets.add(rest if rest in paths else rest.rpartition(".")[0])
         graph[module] = (targets & paths.keys()) - {module, ""}
     return [f"import cycle: {' <-> '.join(sorted(group))}" for group in _strongly_connected(graph) if len(group) > 1]
+
+
+def name_violations(paths: Iterable[Path], root: Path) -> list[str]:
+    """Variables, parameters, attributes and functions with a vague name (architecture.VAGUE_NAMES), `_` before it or
+    not.
+    """
+    return [
+        f"{path.relative_to(root).as_posix()}:{line} {name}: says nothing of what it is. Fix: name the thing."
+        for path in paths
+        for line, name in sorted(_names_given(ast.parse(path.read_text(encoding="utf-8"))))
+        if name.strip("_") in rules.VAGUE_NAMES
+    ]
+
+
+def class_name_violations(package_dir: Path) -> list[str]:
+    """Public classes of different modules that have one name."""
+    modules: dict[str, list[str]] = {}
+    for path in _modules(package_dir):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(module_name(path, package_dir))
+    return [
+        f"{name} is a class of {' and '.join(homes)}. Fix: a name for each."
+        for name, homes in sorted(modules.items())
+        if len(homes) > 1
+    ]
 
 
 def mirror_violations(package_dir: Path, tests_dir: Path, elsewhere: Mapping[str, Sequence[str]]) -> list[str]:
@@ -167,6 +193,23 @@ def _helpers_of(test: Path, tests_dir: Path) -> list[Path]:
     return [path for name in sorted(names) if (path := tests_dir / "helpers" / f"{name}.py").is_file()]
 
 
+def _names_given(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that gets a name in this code; names that are only read are not among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, alias.asname) for alias in node.names if alias.asname)
+
+
 def _is_about(test: Path, module: str, package_dir: Path) -> bool:
     """Whether a test file imports this module (or package), or names it in its text."""
     name = f"{package_dir.name}.{module}"
@@ -184,21 +227,21 @@ def _modules(package_dir: Path) -> list[Path]:
 
 
 def _function_violations(node: ast.FunctionDef | ast.AsyncFunctionDef, file_name: str) -> list[str]:
-    found = []
+    violations = []
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
     if lines > rules.MAX_FUNCTION_LINES:
-        found.append(
+        violations.append(
             f"{file_name}:{node.lineno} {node.name}: {lines} lines, limit {rules.MAX_FUNCTION_LINES}. Fix: split by"
             " step."
         )
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     count = len([name for name in names if name not in ("self", "cls")])
     if count > rules.MAX_PARAMETERS:
-        found.append(
+        violations.append(
             f"{file_name}:{node.lineno} {node.name}: {count} parameters, limit {rules.MAX_PARAMETERS}. Fix: a"
             " dataclass."
         )
-    return found
+    return violations
 
 
 def _strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:

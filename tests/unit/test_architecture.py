@@ -49,6 +49,15 @@ def test_sizes(repo_root: Path):
     assert checks.size_violations(source_files(repo_root), repo_root) == []
 
 
+def test_names(repo_root: Path):
+    folders = [p for name in rules.NAMED_FOLDERS for p in sorted((repo_root / name).rglob("*.py"))]
+    assert checks.name_violations([*sorted(repo_root.glob("*.py")), *folders], repo_root) == []
+
+
+def test_one_meaning_a_class_name(repo_root: Path):
+    assert checks.class_name_violations(repo_root / PACKAGE) == []
+
+
 def test_test_files_are_short_too(repo_root: Path):
     long = {
         p.name: n
@@ -127,8 +136,8 @@ def test_a_wrong_import_is_found(tmp_path: Path, files: dict[str, str], message:
     ],
 )
 def test_a_broken_fence_is_found(tmp_path: Path, name: str, text: str):
-    (found,) = checks.fence_violations(write_tree(tmp_path, {name: text}))
-    assert "; allowed only in " in found
+    (violation,) = checks.fence_violations(write_tree(tmp_path, {name: text}))
+    assert "; allowed only in " in violation
 
 
 def test_a_fence_lets_its_own_modules_through(tmp_path: Path):
@@ -228,13 +237,54 @@ def test_a_package_with_logic_of_its_own_has_a_test_too(tmp_path: Path):
 )
 def test_too_much_is_found(tmp_path: Path, text: str, message: str):
     package = write_tree(tmp_path, {"a.py": text})
-    (found,) = checks.size_violations([package / "a.py"], tmp_path)
-    assert found.startswith(message)
+    (violation,) = checks.size_violations([package / "a.py"], tmp_path)
+    assert violation.startswith(message)
 
 
 def test_just_enough_is_not_too_much(tmp_path: Path):
     package = write_tree(tmp_path, {"a.py": "def f(a, b, c, d, e, f, g, h):\n" + "    x = 1\n" * 59 + "\n" * 340})
     assert checks.size_violations([package / "a.py"], tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "found = 1",
+        "x, *found = 1, 2",
+        "for told in (): pass",
+        "with open('x') as made: pass",
+        "x = [1 for found in ()]",
+        "if (found := 1): pass",
+        "class C:\n    made: int = 1",
+        "def f(told): ...",
+        "def f(*, made=1): ...",
+        "f = lambda *found: 1",
+        "x.told = 1",
+        "x._told = 1",
+        "def made(): ...",
+        "async def _made(): ...",
+        "import os as found",
+        "try: pass\nexcept OSError as told: pass",
+        "match 1:\n    case found: pass",
+    ],
+)
+def test_a_vague_name_is_found(tmp_path: Path, text: str):
+    (tmp_path / "a.py").write_text(text)
+    (violation,) = checks.name_violations([tmp_path / "a.py"], tmp_path)
+    assert violation.startswith("a.py:") and violation.endswith(": says nothing of what it is. Fix: name the thing.")
+
+
+def test_words_and_longer_names_are_no_vague_names(tmp_path: Path):
+    text = '"""What was found."""\nnot_found = "told"  # made\nprint(other.found, f"{not_found} made")\nf(found=1)\n'
+    (tmp_path / "a.py").write_text(text)
+    assert checks.name_violations([tmp_path / "a.py"], tmp_path) == []
+
+
+def test_two_classes_of_one_name_are_found(tmp_path: Path):
+    files = {"a.py": "class Slot: ...\nclass _Own: ...\n", "rollout/b.py": "class Slot: ...\nclass _Own: ...\n"}
+    assert checks.class_name_violations(write_tree(tmp_path, files)) == [
+        "Slot is a class of a and rollout.b. Fix: a name for each."
+    ]
 
 
 def test_the_entry_points_have_limits_of_their_own(tmp_path: Path):

@@ -24,35 +24,35 @@ _CUDA_ENGINE = {
 
 def notices(config: RunConfig) -> list[str]:
     """One sentence each, in the order of the flags' groups."""
-    found = []
+    lines = []
     if config.placement.rollout_external and config.placement.offload_rollout:
-        found.append("--offload-rollout is off: external engines are never asked to give memory back")
+        lines.append("--offload-rollout is off: external engines are never asked to give memory back")
     if config.rollout.filters_sampling and config.rollout.rollout_allow_filtered_sampling and config.uses_engines:
-        found.append(
+        lines.append(
             "--rollout-allow-filtered-sampling: responses are drawn from another distribution than the one that is"
             " trained; their gradient is biased"
         )
     if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
-        found.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
-    found += _loss(config)
+        lines.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
+    lines += _loss(config)
     if (
         config.loss.use_routing_replay
         and not config.loss.use_rollout_routing_replay
         and config.num_steps_per_rollout == 1
     ):
-        found.append(
+        lines.append(
             "--use-routing-replay changes nothing with one step per rollout: the ratio is taken against that step's own"
             " forward pass"
         )
     if config.model.moe_token_dispatcher_type != "alltoall":
-        given = f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}" + (
+        flags = f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}" + (
             " and --moe-enable-deepep" if config.model.moe_enable_deepep else ""
         )
-        found.append(
-            f"{given}: the trainer's tokens go to their experts by alltoall, which computes the same and takes packs of"
+        lines.append(
+            f"{flags}: the trainer's tokens go to their experts by alltoall, which computes the same and takes packs of"
             " any length"
         )
-    return found + _kernels(config)
+    return lines + _kernels(config)
 
 
 def _loss(config: RunConfig) -> list[str]:
@@ -60,31 +60,31 @@ def _loss(config: RunConfig) -> list[str]:
     loss = config.loss
     if loss.loss_type != "policy_loss":
         return []
-    found = []
+    lines = []
     alone = config.rollout.n_samples_per_prompt == 1 and loss.estimator.compares_with == "group"
     if alone and not (loss.disable_rewards_normalization or loss.custom_advantage_function_path):
-        found.append(
+        lines.append(
             f"--n-samples-per-prompt 1 leaves --advantage-estimator {loss.advantage_estimator} nothing to compare with:"
             " advantages are raw rewards"
         )
     if loss.use_kl_loss and loss.kl_loss_coef and loss.kl_loss_type == "k1" and not loss.use_unbiased_kl:
-        found.append(
+        lines.append(
             "--kl-loss-type k1 as a loss pulls nowhere on average, as its mean gradient is 0 on policy: low_var_kl, k2"
             " or --use-unbiased-kl do"
         )
     if loss.kl_loss_type != "k1" and not loss.use_kl_loss and not loss.kl_coef:
-        found.append(f"--kl-loss-type {loss.kl_loss_type} changes nothing without --use-kl-loss")
+        lines.append(f"--kl-loss-type {loss.kl_loss_type} changes nothing without --use-kl-loss")
     if (
         not loss.custom_policy_loss_function_path
         and loss.policy_loss_name == "kl_cov"
         and config.num_steps_per_rollout == 1
         and not loss.use_rollout_logprobs
     ):
-        found.append(
+        lines.append(
             "--policy-loss kl_cov holds nothing back with one step per rollout unless --use-rollout-logprobs is given:"
             " its penalty is flat at ratio 1"
         )
-    return found
+    return lines
 
 
 def _kernels(config: RunConfig) -> list[str]:
@@ -102,12 +102,12 @@ def _kernels(config: RunConfig) -> list[str]:
         for name, value in config.engine.sglang.items()
         if name in _CUDA_ENGINE and value not in _CUDA_ENGINE[name]
     ]
-    found = []
+    lines = []
     if trainer:
-        found.append(
+        lines.append(
             f"{', '.join(trainer)}: for GPU hosts; on a CPU host the trainer computes the same with torch's own"
             " attention and matrices"
         )
     if engine and config.uses_engines:
-        found.append(f"{', '.join(engine)}: for GPU hosts; engines on a CPU host do not start with it")
-    return found
+        lines.append(f"{', '.join(engine)}: for GPU hosts; engines on a CPU host do not start with it")
+    return lines

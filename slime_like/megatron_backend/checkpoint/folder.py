@@ -113,11 +113,11 @@ def read_client_state(path: str) -> dict:
         ) from None
     for name, size in sizes.items():
         file_path = os.path.join(path, name)
-        found = os.path.getsize(file_path) if os.path.isfile(file_path) else None
-        if found != size:
+        actual_size = os.path.getsize(file_path) if os.path.isfile(file_path) else None
+        if actual_size != size:
             raise CheckpointError(
-                f"{file_path} is {'missing' if found is None else f'{found} bytes long'}, but was written with {size}:"
-                f" the checkpoint is torn. Fix: write an older number into {TRACKER}, or restore the file."
+                f"{file_path} is {'missing' if actual_size is None else f'{actual_size} bytes long'}, but was written"
+                f" with {size}: the checkpoint is torn. Fix: write an older number into {TRACKER}, or restore the file."
             )
     return state
 

@@ -92,12 +92,12 @@ def checked_copy(path: str, sharded: dict) -> Iterator[str]:
             json.dump(_FORMAT, file)
         common = os.path.join(path, "common.pt")
         torch.save(_load(io.BytesIO(_read(common)), common), os.path.join(folder, "common.pt"))
-        asked = {leaf.unique_key for leaf in nested_values(sharded) if isinstance(leaf, ShardedObject)}
+        object_names = {leaf.unique_key for leaf in nested_values(sharded) if isinstance(leaf, ShardedObject)}
         with (
             open(os.path.join(folder, ".metadata"), "wb") as file,
             open(os.path.join(folder, _OBJECTS), "wb") as objects,
         ):
-            pickle.dump(_copy_index(path, _read_index(os.path.join(path, ".metadata")), asked, objects), file)
+            pickle.dump(_copy_index(path, _read_index(os.path.join(path, ".metadata")), object_names, objects), file)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -133,7 +133,7 @@ def _read_index(path: str) -> Metadata:
     return index
 
 
-def _copy_index(path: str, index: Metadata, asked: set[str], objects: io.BufferedWriter) -> Metadata:
+def _copy_index(path: str, index: Metadata, object_names: set[str], objects: io.BufferedWriter) -> Metadata:
     """The same places of the same tensors, made of checked names and numbers.
 
     What objects were asked for is copied into `objects`, others are left out.
@@ -143,7 +143,7 @@ def _copy_index(path: str, index: Metadata, asked: set[str], objects: io.Buffere
         entries = {
             name: entry
             for name, entry in index.state_dict_metadata.items()
-            if type(entry) is not BytesStorageMetadata or name in asked
+            if type(entry) is not BytesStorageMetadata or name in object_names
         }
         tensors = {_is(name, str): _entry(entry) for name, entry in entries.items()}
         places = {}
@@ -151,11 +151,11 @@ def _copy_index(path: str, index: Metadata, asked: set[str], objects: io.Buffere
             name = _is(_is(place, MetadataIndex).fqn, str)
             if name not in tensors:
                 continue
-            found = _storage(path, _is(info, _StorageInfo))
+            storage = _storage(path, _is(info, _StorageInfo))
             if type(tensors[name]) is BytesStorageMetadata:
-                found = _copy_object(name, found, objects)
+                storage = _copy_object(name, storage, objects)
             offset = None if place.offset is None else _sizes(place.offset)
-            places[MetadataIndex(name, offset, None if place.index is None else _is(place.index, int))] = found
+            places[MetadataIndex(name, offset, None if place.index is None else _is(place.index, int))] = storage
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{index_path} is no index of a checkpoint: {error}. {_FIX}") from None
     return Metadata(state_dict_metadata=tensors, storage_data=places)
@@ -225,11 +225,11 @@ def _load(data: io.BytesIO, what: str) -> Any:
 
 def _check_format(path: str) -> None:
     try:
-        found = json.loads(_read(path))
+        content = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if found != _FORMAT:
-        raise CheckpointError(f"{path} names the format {found}, known is {_FORMAT}.")
+    if content != _FORMAT:
+        raise CheckpointError(f"{path} names the format {content}, known is {_FORMAT}.")
 
 
 def _read(path: str, start: int = 0, length: int | None = None) -> bytes:

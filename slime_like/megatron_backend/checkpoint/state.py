@@ -144,13 +144,13 @@ def load(path: str, state: TrainState) -> dict:
     Random states are taken only under the layout that saved them (they belong to ranks). Raises CheckpointError.
     """
     saved = read_client_state(path)
-    wanted, found = _architecture(state.model_config), saved.get("architecture")
-    if found != wanted:
-        theirs = found or {}
+    ours, recorded = _architecture(state.model_config), saved.get("architecture")
+    if recorded != ours:
+        theirs = recorded or {}
         differing = [
-            f"{k}: checkpoint {theirs.get(k)}, flags {wanted.get(k)}"
-            for k in wanted | theirs
-            if theirs.get(k) != wanted.get(k)
+            f"{k}: checkpoint {theirs.get(k)}, flags {ours.get(k)}"
+            for k in ours | theirs
+            if theirs.get(k) != ours.get(k)
         ]
         raise CheckpointError(f"{path} is of another architecture: {'; '.join(differing)}.")
     from_policy = state.value_head and not saved.get("value_head", False)
@@ -242,10 +242,10 @@ def _set_rng(state: dict) -> None:
 
 
 def _architecture(model: ModelConfig) -> dict:
-    found = {name: getattr(model, name) for name in _ARCHITECTURE + (_EXPERTS if model.num_experts else ())}
+    fields = {name: getattr(model, name) for name in _ARCHITECTURE + (_EXPERTS if model.num_experts else ())}
     if model.num_experts and not all(model.expert_layers):
-        found["moe_layer_freq"] = "".join(str(int(has_experts)) for has_experts in model.expert_layers)
-    return found | {
+        fields["moe_layer_freq"] = "".join(str(int(has_experts)) for has_experts in model.expert_layers)
+    return fields | {
         name: getattr(model, name) for name in _FAMILY if getattr(model, name) != getattr(ModelConfig, name)
     }
 

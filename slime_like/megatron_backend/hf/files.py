@@ -58,10 +58,10 @@ class HfReader:
             raise CheckpointError(
                 f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together."
             ) from None
-        found = tuple(view.get_shape())
-        if found != shape:
+        actual_shape = tuple(view.get_shape())
+        if actual_shape != shape:
             raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {list(found)}, the architecture asks for {list(shape)}."
+                f"{path}: tensor {name!r} has shape {list(actual_shape)}, the architecture asks for {list(shape)}."
             )
         if dim is None:
             return view[:]
@@ -69,8 +69,8 @@ class HfReader:
 
     def dtype(self) -> str:
         """The widest data type among the weights, in torch's word: what holds all of them without loss."""
-        found = {self._file(path).get_slice(name).get_dtype() for name, path in self._file_of.items()}
-        return next((ours for theirs, ours in _TORCH_DTYPES.items() if theirs in found), ", ".join(sorted(found)))
+        types = {self._file(path).get_slice(name).get_dtype() for name, path in self._file_of.items()}
+        return next((ours for theirs, ours in _TORCH_DTYPES.items() if theirs in types), ", ".join(sorted(types)))
 
     def _find_tensors(self) -> dict[str, str]:
         index = os.path.join(self.folder, INDEX_NAME)

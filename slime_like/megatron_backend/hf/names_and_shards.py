@@ -17,7 +17,7 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf.files import HfReader
 from slime_like.megatron_backend.hf.tables import table_for
-from slime_like.megatron_backend.hf.tables.entry import GATE_UP, GATE_UP_JOINED, PLAIN, QKV
+from slime_like.megatron_backend.hf.tables.row import GATE_UP, GATE_UP_JOINED, PLAIN, QKV
 from slime_like.megatron_backend.model.stage_weights import named_weights
 from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT, has_value_head
 from slime_like.planning.memory.parameters import model_parameters
@@ -32,7 +32,7 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
+class ParameterShard:
     """One Megatron tensor of this rank and the HF tensors behind it."""
 
     parameter: torch.Tensor
@@ -62,30 +62,28 @@ class Shard:
         return parallel_state.get_expert_tensor_parallel_group()
 
 
-def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[Shard]:
+def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[ParameterShard]:
     """Every parameter of this pipeline stage's chunks; a critic's value head has no HF name and is left out.
 
     Raises CheckpointError for one that the family's table does not know.
     """
-    by_name = {name: entry for entry in table_for(model) for name in entry.megatron_names}
+    by_name = {name: row for row in table_for(model) for name in row.megatron_names}
     tied = not model.untie_embeddings_and_output_weights
     for chunk, name, parameter in ((part, *named) for part in stage for named in named_weights(part)):
         if name == OUTPUT_WEIGHT and has_value_head(chunk):
             continue
         layer, expert = _LAYER.search(name), _EXPERT.search(name)
-        entry = by_name.get(_EXPERT.sub("{expert}", _LAYER.sub("{layer}", name)))
-        if entry is None:
+        row = by_name.get(_EXPERT.sub("{expert}", _LAYER.sub("{layer}", name)))
+        if row is None:
             raise CheckpointError(f"parameter {name} is in no name table of the model's family.")
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
-        templates = tuple(
-            hf.format(layer=int(layer[0]) + offset, expert="{expert}") if layer else hf for hf in entry.hf
-        )
+        templates = tuple(hf.format(layer=int(layer[0]) + offset, expert="{expert}") if layer else hf for hf in row.hf)
         is_tied_copy = tied and templates == (_OUTPUT,)
-        yield Shard(
+        yield ParameterShard(
             parameter=parameter,
             templates=(_EMBEDDING,) if is_tied_copy else templates,
-            layout=entry.layout,
-            dim=_split_dim(parameter, entry.layout, is_expert=expert is not None),
+            layout=row.layout,
+            dim=_split_dim(parameter, row.layout, is_expert=expert is not None),
             is_tied_copy=is_tied_copy,
             expert=int(expert[0]) if expert else None,
             num_local_experts=model.num_experts // parallel_state.get_expert_model_parallel_world_size(),
@@ -175,10 +173,10 @@ def hf_names(model: ModelConfig) -> set[str]:
     """Names of all tensors that an HF folder of this architecture holds."""
     names = {
         hf.format(layer=layer, expert=expert)
-        for entry in table_for(model)
-        for hf in entry.hf
+        for row in table_for(model)
+        for hf in row.hf
         for layer, has_experts in enumerate(model.expert_layers)
-        if entry.is_in_layer(has_experts=has_experts)
+        if row.is_in_layer(has_experts=has_experts)
         for expert in (range(model.num_experts) if "{expert}" in hf else (0,))
     }
     return names if model.untie_embeddings_and_output_weights else names - {_OUTPUT}
@@ -212,7 +210,9 @@ def _split_dim(parameter: torch.nn.Parameter, layout: str, *, is_expert: bool) -
     return parameter.partition_dim if shared else None
 
 
-def _from_each_expert_rank(shard: Shard, index: int, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _from_each_expert_rank(
+    shard: ParameterShard, index: int, whole: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensor `index` of the expert in this place on every rank of the expert parallel group,
     one after another.
     """
@@ -227,7 +227,7 @@ def _from_each_expert_rank(shard: Shard, index: int, whole: torch.Tensor) -> Ite
 
 
 def _read_piece(
-    reader: HfReader, shard: Shard, name: str, piece: torch.Tensor, index: int, vocab_size: int
+    reader: HfReader, shard: ParameterShard, name: str, piece: torch.Tensor, index: int, vocab_size: int
 ) -> torch.Tensor:
     """What this rank holds of one HF tensor; `piece` has its shape.
 

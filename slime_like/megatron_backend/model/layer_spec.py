@@ -227,15 +227,15 @@ class CausalAttention(MegatronModule):
             torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=group
         )
         keys, values = gathered[torch.cat(parts).argsort()].split([key.size(-1), value.size(-1)], -1)
-        found, start, first = [], 0, 0
+        outputs, start, first = [], 0, 0
         for length in segments:
             here = slice(start, start + length // share.size)
             positions = parts[share.rank][here] - first
             visible = positions[:, None] >= torch.arange(length, device=query.device)
             end = first + length
-            found.append(self._attend(query[here], keys[first:end], values[first:end], visible))
+            outputs.append(self._attend(query[here], keys[first:end], values[first:end], visible))
             start, first = here.stop, end
-        return torch.cat(found)
+        return torch.cat(outputs)
 
     def _attend(self, query, key, value, visible=None):
         """[s, b, heads, d] each (fewer key/value heads with grouped queries) -> [s, b, heads, d].

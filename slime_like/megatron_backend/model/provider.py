@@ -32,11 +32,6 @@ def trains_in_bf16(optimizer: OptimizerConfig) -> bool:
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bool) -> TransformerConfig:
     """Megatron's description of the layers. Needs the process groups' sizes only through `parallel`."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    # With one stage the flags can only say what is so anyway.
-    uneven = parallel.pipeline_model_parallel_size > 1
-    interleaved = parallel.virtual_pipeline_size(model.num_layers) is not None
-    first_layers = parallel.decoder_first_pipeline_num_layers if uneven else None
-    last_layers = parallel.decoder_last_pipeline_num_layers if uneven else None
     return (MLATransformerConfig if model.multi_latent_attention else TransformerConfig)(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -61,25 +56,15 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         pipeline_dtype=dtype,
         bf16=bf16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_size(model.num_layers),
-        num_layers_in_first_pipeline_stage=first_layers,
-        num_layers_in_last_pipeline_stage=last_layers,
         sequence_parallel=parallel.sequence_parallel,
+        **_pipeline(model, parallel),
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
-        # Packs differ in length, so the stages tell each other the shape of what they send. Interleaved, two stages
-        # would exchange the shapes of both directions in one batch and take one for the other (0.16.1), so there packs
-        # have one length (packing.PackLayout.holding).
-        variable_seq_lengths=not interleaved,
-        # Megatron's rule: two stages must not exchange both directions in one batch either.
-        overlap_p2p_comm=interleaved,
         # The only dispatcher for variable lengths; 0.16.1 refuses its default even for models without experts.
         moe_token_dispatcher_type="alltoall",
         **_experts(model, parallel),
-        batch_p2p_comm=torch.cuda.is_available() and not interleaved,
         # Every rank draws the whole weight and keeps its part, so an unloaded tensor would not depend on the layout.
         use_cpu_initialization=not torch.cuda.is_available(),
         # These kernels need apex or a compiler; without them the same numbers come out on every host.
@@ -110,6 +95,27 @@ def _latent(model: ModelConfig) -> dict:
     )
     return {name: getattr(model, name) for name in same} | {
         "rope_type": "rope" if model.rotary_scaling_factor == 1.0 else "yarn"
+    }
+
+
+def _pipeline(model: ModelConfig, parallel: ParallelConfig) -> dict:
+    """Which layers a pipeline stage has, and how stages exchange what they send."""
+    num_chunks = parallel.virtual_pipeline_size(model.num_layers)
+    interleaved = num_chunks is not None
+    # With one stage the flags can only say what is so anyway.
+    uneven = parallel.pipeline_model_parallel_size > 1
+    return {
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": num_chunks,
+        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers if uneven else None,
+        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers if uneven else None,
+        # Packs differ in length, so the stages tell each other the shape of what they send. Interleaved, two stages
+        # would exchange the shapes of both directions in one batch and take one for the other (0.16.1), so there packs
+        # have one length (packing.PackLayout.holding).
+        "variable_seq_lengths": not interleaved,
+        # Megatron's rule: two stages must not exchange both directions in one batch either.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
     }
 
 
@@ -215,12 +221,12 @@ def _build_chunk(
 
 def unwrap(model: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
     """The GPTModels inside the data parallel and bf16 wrappers, in the order of `model`."""
-    found = torch.nn.ModuleList()
+    chunks = torch.nn.ModuleList()
     for chunk in model:
         while not isinstance(chunk, GPTModel):
             chunk = chunk.module
-        found.append(chunk)
-    return found
+        chunks.append(chunk)
+    return chunks
 
 
 def release_hooks(model: Iterable[torch.nn.Module]) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from slime_like.algorithms.covariance import Ranks, draws, picked
+from slime_like.algorithms.covariance import Collectives, draws, picked
 from slime_like.algorithms.token_advantages import sample_advantages
 from slime_like.config.loss import LossConfig
+from slime_like.megatron_backend.step.batch import Scores, StepBatch
 from slime_like.megatron_backend.step.packing import packed_rows, record_layout
-from slime_like.megatron_backend.step.runner import Scores, StepBatch
 from slime_like.records import TrainSample
 
 #: The samples of each train step; positions in them are those of PackedBatch.samples.
@@ -39,10 +39,10 @@ def rollout_advantages(parts: Parts, batches: Sequence[StepBatch], loss: LossCon
     """
     places = [(step, index) for step, batch in enumerate(batches) for pack_ in batch.packs for index in pack_.samples]
     advantages, returns = sample_advantages([parts[step][index] for step, index in places], loss, _sum_over_data_ranks)
-    found: list[tuple[Rows, Rows]] = [({}, {}) for _ in batches]
-    for (step, index), advantage, wanted in zip(places, advantages, returns, strict=True):
-        found[step][0][index], found[step][1][index] = advantage, wanted
-    return found
+    steps: list[tuple[Rows, Rows]] = [({}, {}) for _ in batches]
+    for (step, index), advantage, return_ in zip(places, advantages, returns, strict=True):
+        steps[step][0][index], steps[step][1][index] = advantage, return_
+    return steps
 
 
 def with_token_advantages(
@@ -55,15 +55,15 @@ def with_token_advantages(
     if not parallel_state.is_pipeline_last_stage():
         return list(batches)
     scored = [_with_scores(part, batch, loss, score) for part, batch, score in zip(parts, batches, scores, strict=True)]
-    found = []
+    new_batches = []
     for batch, (advantages, _) in zip(batches, rollout_advantages(scored, batches, loss), strict=True):
         rows = packed_rows(advantages, batch.packs)
         packs = tuple(
             dataclasses.replace(pack_, advantages=row[pack_.trained])
             for pack_, row in zip(batch.packs, rows, strict=True)
         )
-        found.append(dataclasses.replace(batch, packs=packs))
-    return found
+        new_batches.append(dataclasses.replace(batch, packs=packs))
+    return new_batches
 
 
 def with_picked_tokens(
@@ -75,15 +75,19 @@ def with_picked_tokens(
     """
     if not parallel_state.is_pipeline_last_stage():
         return list(batches)
-    found = []
+    new_batches = []
     for part, batch, score in zip(parts, batches, scores, strict=True):
         assert score.old is not None, "tokens are picked by the policy's own log-probs before the step"
         old = torch.cat([row[pack_.trained] for row, pack_ in zip(score.old, batch.packs, strict=True)])
         advantages = torch.cat([pack_.advantages for pack_ in batch.packs])
         ties = torch.as_tensor(np.concatenate([draws(part, pack_.samples) for pack_ in batch.packs]), device=old.device)
-        chosen = picked(old, advantages, ties, loss, Ranks(sum=_sum_over_data_ranks, gather=_gathered_over_data_ranks))
-        found.append(dataclasses.replace(batch, picked=chosen.split([len(pack_.trained) for pack_ in batch.packs])))
-    return found
+        chosen = picked(
+            old, advantages, ties, loss, Collectives(sum=_sum_over_data_ranks, gather=_gathered_over_data_ranks)
+        )
+        new_batches.append(
+            dataclasses.replace(batch, picked=chosen.split([len(pack_.trained) for pack_ in batch.packs]))
+        )
+    return new_batches
 
 
 def _with_scores(
@@ -93,7 +97,7 @@ def _with_scores(
 
     Others as they were.
     """
-    found = list(part)
+    samples = list(part)
     others = {"kl": scores.reference if loss.kl_in_trainer else None, "distillation": scores.teacher}
     for name, theirs in others.items():
         if theirs is None:
@@ -102,8 +106,8 @@ def _with_scores(
         for pack_, ours, other in zip(batch.packs, scores.old, theirs, strict=True):
             for index, row in zip(pack_.samples, record_layout(ours - other, pack_.lengths), strict=True):
                 change: dict[str, Any] = {name: row}
-                found[index] = dataclasses.replace(found[index], **change)
-    return found
+                samples[index] = dataclasses.replace(samples[index], **change)
+    return samples
 
 
 def _sum_over_data_ranks(tensor: torch.Tensor) -> torch.Tensor:

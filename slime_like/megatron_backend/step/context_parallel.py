@@ -43,11 +43,11 @@ class ContextShare:
         at_least: tokens of the whole pack, one that other lengths gave with the same multiple.
         Example: 2 ranks, lengths [5, 4], multiple 4 -> [8, 4, 4].
         """
-        found = [self.padded(length) for length in lengths]
+        sequences = [self.padded(length) for length in lengths]
         unit = self.unit(multiple)
-        total = sum(found)
+        total = sum(sequences)
         padding = max(-total % unit, 0 if total else unit, at_least - total)
-        return [*found, padding] if padding else found
+        return [*sequences, padding] if padding else sequences
 
     def unit(self, multiple: int) -> int:
         """What the tokens of all ranks together must divide by, so that each rank has equal chunks and a multiple of
@@ -75,8 +75,8 @@ class ContextShare:
         parts = np.concatenate([dataclasses.replace(self, rank=rank).local(segments) for rank in range(self.size)])
         place = np.argsort(parts)
         starts = np.cumsum([0, *segments[:-1]])
-        kept = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
-        return place[np.concatenate([np.zeros(0, dtype=np.int64), *kept])]
+        of_samples = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+        return place[np.concatenate([np.zeros(0, dtype=np.int64), *of_samples])]
 
 
 def zigzag_positions(length: int, size: int, rank: int) -> np.ndarray:

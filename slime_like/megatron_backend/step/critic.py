@@ -17,11 +17,12 @@ from slime_like.errors import DataError
 from slime_like.megatron_backend.checkpoint.folder import is_megatron_folder
 from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step
 from slime_like.megatron_backend.step.advantages import Parts, rollout_advantages
+from slime_like.megatron_backend.step.batch import StepBatch
 from slime_like.megatron_backend.step.context_parallel import whole
 from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.objective import LossParts
 from slime_like.megatron_backend.step.packing import PackedBatch, packed_rows
-from slime_like.megatron_backend.step.runner import StepBatch, StepRunner
+from slime_like.megatron_backend.step.runner import StepRunner
 from slime_like.records import TrainSample
 
 #: The critic's folder inside --save and --load.
@@ -66,12 +67,12 @@ class ValueRunner(StepRunner):
         values = scores["values"][pack_.trained]
         part = clipped_value_loss(values, old, target, value_clip=self.loss.value_clip)
         total = weighted_sum(part.loss, pack_.weights)
-        error, wanted = target.double() - values.detach().double(), target.double()
+        error, returns = target.double() - values.detach().double(), target.double()
         sums = {"train/value_loss": total.detach(), "train/value_clip_ratio": weighted_sum(part.clipped, pack_.weights)}
         sums |= {
             "values": values.detach().double().sum(),
-            "returns": wanted.sum(),
-            "returns squared": wanted.square().sum(),
+            "returns": returns.sum(),
+            "returns squared": returns.square().sum(),
         }
         sums |= {"error": error.sum(), "error squared": error.square().sum()}
         return LossParts(loss=total, sums={name: value.double() for name, value in sums.items()})

@@ -19,9 +19,11 @@ def run_model(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
     activations before it.
     """
     # Blocks of bf16 logits are made fp32 one after another; a whole fp32 copy would be twice as large as they are.
-    kept = {"fp32_output": False} if get_model_config(model).bf16 else {}
+    options = {"fp32_output": False} if get_model_config(model).bf16 else {}
     padding = _padding_for_routers(model, batch)
-    return model(batch.tokens, batch.positions, None, packed_seq_params=batch.sequences, padding_mask=padding, **kept)
+    return model(
+        batch.tokens, batch.positions, None, packed_seq_params=batch.sequences, padding_mask=padding, **options
+    )
 
 
 def _padding_for_routers(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor | None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from slime_like.algorithms.loss_plugins import LossPlugins
 from slime_like.algorithms.losses import kl_estimate, unbiased_kl_estimate
 from slime_like.algorithms.off_policy import importance_weights, mismatch, off_policy_sequence_mask, rejected_samples
-from slime_like.algorithms.plugins import LossPlugins
 from slime_like.algorithms.policy_losses import LOG_RATIO_LIMIT, POLICY_LOSSES, LossBatch, TokenLoss
 from slime_like.algorithms.reduce import weighted_sum
 from slime_like.config.base import PluginArgs
@@ -88,11 +88,11 @@ class Objective:
         sums = {"train/loss": loss, **sums, "train/logprob_abs_diff": difference.sum()}
         maxima = {"train/logprob_abs_diff_max": _largest(difference)}
         if self._loss.get_mismatch_metrics:
-            found = mismatch(
+            mismatches = mismatch(
                 batch.trainer_log_probs, batch.engine_log_probs, low=self._loss.tis_clip_low, high=self._loss.tis_clip
             )
-            sums |= {f"train/mismatch_{name}": values.sum() for name, values in found.items()}
-            maxima["train/mismatch_ratio_max"] = _largest(found["ratio"])
+            sums |= {f"train/mismatch_{name}": values.sum() for name, values in mismatches.items()}
+            maxima["train/mismatch_ratio_max"] = _largest(mismatches["ratio"])
         return LossParts(loss=loss, sums=_plain(sums), maxima=_plain(maxima))
 
     def _policy_loss(self, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -141,15 +141,15 @@ class Objective:
             policy_loss = policy_loss * (1.0 - rejected)
             sums["train/tis_rejected_ratio"] = weighted_sum(rejected, batch.weights)
         if options.use_opsm:
-            kept = off_policy_sequence_mask(
+            mask = off_policy_sequence_mask(
                 batch.log_probs,
                 batch.engine_log_probs,
                 batch.advantages,
                 batch.sample_of_token,
                 delta=options.opsm_delta,
             )
-            policy_loss = policy_loss * kept
-            sums["train/opsm_masked_ratio"] = weighted_sum(1.0 - kept, batch.weights)
+            policy_loss = policy_loss * mask
+            sums["train/opsm_masked_ratio"] = weighted_sum(1.0 - mask, batch.weights)
         return policy_loss, sums
 
     def _kl(self, batch: LossBatch, reference: torch.Tensor) -> torch.Tensor:
@@ -161,17 +161,17 @@ class Objective:
         self, function: Callable, policy_loss: torch.Tensor, batch: LossBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         where = f"--custom-tis-function-path {self._loss.custom_tis_function_path}"
-        given = function(
+        answer = function(
             self._args, policy_loss, batch.trainer_log_probs, batch.engine_log_probs, batch.sample_of_token
         )
-        corrected, metrics = _per_token(given, where, policy_loss.shape)
+        corrected, metrics = _per_token(answer, where, policy_loss.shape)
         return corrected, {name: weighted_sum(values, batch.weights) for name, values in metrics.items()}
 
     def _custom_loss(self, batch: LossBatch) -> LossParts:
         where = f"--custom-loss-function-path {self._loss.custom_loss_function_path}"
         assert self._plugins.loss is not None, "custom_loss needs its function; config.loss checks that"
-        given = self._plugins.loss(self._args, batch, lambda values: weighted_sum(values, batch.weights))
-        loss, metrics = _pair(given, where, "(loss, metrics)")
+        answer = self._plugins.loss(self._args, batch, lambda values: weighted_sum(values, batch.weights))
+        loss, metrics = _pair(answer, where, "(loss, metrics)")
         for name, value in {"loss": loss, **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.dim() != 0:
                 raise RunError(
@@ -193,12 +193,12 @@ def _plain(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().double() for name, value in values.items()}
 
 
-def _per_token(given: object, where: str, shape: torch.Size) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _per_token(answer: object, where: str, shape: torch.Size) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What a user's function of tokens gave: (loss [K], {"train/<name>": [K]}).
 
     Raises RunError if it is anything else.
     """
-    loss, metrics = _pair(given, where, "(pg_loss, metrics)")
+    loss, metrics = _pair(answer, where, "(pg_loss, metrics)")
     for name, values in {"pg_loss": loss, **metrics}.items():
         if not isinstance(values, torch.Tensor) or values.shape != shape:
             raise RunError(
@@ -207,10 +207,10 @@ def _per_token(given: object, where: str, shape: torch.Size) -> tuple[torch.Tens
     return loss, {f"train/{name}": values for name, values in metrics.items()}
 
 
-def _pair(given: object, where: str, wanted: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[1], dict):
-        raise RunError(f"{where}: gave {type(given).__name__}; it must give {wanted}, where metrics is a dict.")
-    return given
+def _pair(answer: object, where: str, form: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
+        raise RunError(f"{where}: gave {type(answer).__name__}; it must give {form}, where metrics is a dict.")
+    return answer
 
 
 def _shape(value: object) -> str:

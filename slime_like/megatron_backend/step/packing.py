@@ -40,10 +40,12 @@ class PackLayout:
 
     def holding(self, packs: Sequence[Sequence[int]], context: ContextShare) -> PackLayout:
         """The layout in which all these packs, given as lengths of their samples, have tensors of one shape."""
-        found = [self.segments(lengths, context) for lengths in packs]
+        segments = [self.segments(lengths, context) for lengths in packs]
         if self.padded:
-            return dataclasses.replace(self, min_rows=max(len(s) for s in found), min_tokens=max(s[0] for s in found))
-        return dataclasses.replace(self, min_tokens=max(sum(s) for s in found))
+            return dataclasses.replace(
+                self, min_rows=max(len(s) for s in segments), min_tokens=max(s[0] for s in segments)
+            )
+        return dataclasses.replace(self, min_tokens=max(sum(s) for s in segments))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,24 +106,11 @@ def pack(
     tokens = np.zeros(sum(segments), dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
     targets, padding = np.zeros_like(tokens), np.ones(len(tokens), dtype=bool)
-    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
-    start = first = 0  # of a sample among the scores, and among the padded sequences
-    for place, (index, sample) in enumerate(zip(indices, chosen, strict=True)):
-        length = len(sample.tokens)
-        tokens[first : first + length], padding[first : first + length] = sample.tokens, False
-        targets[first : first + length - 1] = sample.tokens[1:]
-        at = np.flatnonzero(sample.loss_mask[1:])
-        trained.append(at + start)
-        own_weights.append(sample.weights[1:][at])
-        weights.append(token_weights[index] * sample.weights[1:][at].astype(np.float64))
-        owners.append(np.full(len(at), place))
-        advantages.append(sample.advantages[1:][at])
-        engine.append(sample.engine_logprobs[1:][at])
-        start, first = start + length, first + segments[place]
-
-    def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
-
+    first = 0
+    for sample, segment in zip(chosen, segments, strict=False):  # segments of padding alone come last
+        end = first + len(sample.tokens)
+        tokens[first:end], targets[first : end - 1], padding[first:end] = sample.tokens, sample.tokens[1:], False
+        first += segment
     rows, longest = len(segments) if layout.padded else 1, max(segments)
     local, restoring = context.local(segments), context.restoring(lengths, segments)
     return PackedBatch(
@@ -131,17 +120,41 @@ def pack(
         positions=torch.as_tensor(positions[local], device=device).reshape(rows, -1),
         targets=torch.as_tensor(targets[local], device=device),
         sequences=None if layout.padded else _sequences(boundaries, longest),
-        trained=joined(trained, torch.int64),
-        weights=joined(weights, torch.float32),
-        own_weights=joined(own_weights, torch.float32),
-        sample_of_token=joined(owners, torch.int64),
-        advantages=joined(advantages, torch.float32),
-        engine_logprobs=joined(engine, torch.float32),
+        **_trained_columns(chosen, token_weights[list(indices)], device=device),
         restoring=None if restoring is None else torch.as_tensor(restoring, device=device),
         padding=torch.as_tensor(padding[local], device=device).reshape(rows, -1) if padding.any() else None,
         metadata=tuple(sample.metadata for sample in chosen),
         routed_experts=_routed_experts(chosen, segments, local, rows=rows, device=device),
     )
+
+
+def _trained_columns(
+    samples: Sequence[TrainSample], token_weights: np.ndarray, *, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The columns [K] of PackedBatch: one entry for each trained token. token_weights: [len(samples)]."""
+    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
+    start = 0  # of a sample among the scores
+    for place, sample in enumerate(samples):
+        at = np.flatnonzero(sample.loss_mask[1:])
+        trained.append(at + start)
+        own_weights.append(sample.weights[1:][at])
+        weights.append(token_weights[place] * sample.weights[1:][at].astype(np.float64))
+        owners.append(np.full(len(at), place))
+        advantages.append(sample.advantages[1:][at])
+        engine.append(sample.engine_logprobs[1:][at])
+        start += len(sample.tokens)
+
+    def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
+
+    return {
+        "trained": joined(trained, torch.int64),
+        "weights": joined(weights, torch.float32),
+        "own_weights": joined(own_weights, torch.float32),
+        "sample_of_token": joined(owners, torch.int64),
+        "advantages": joined(advantages, torch.float32),
+        "engine_logprobs": joined(engine, torch.float32),
+    }
 
 
 def _routed_experts(
@@ -175,14 +188,14 @@ def packed_rows(rows: Mapping[int, np.ndarray], packs: Sequence[PackedBatch]) ->
 
     rows: position of a sample in the train step's list -> its array [length]; its entry 0 belongs to no prediction.
     """
-    found = []
+    tensors = []
     for pack_ in packs:
         values, start = np.zeros(pack_.num_scores, dtype=np.float32), 0
         for index, length in zip(pack_.samples, pack_.lengths, strict=True):
             values[start : start + length - 1] = rows[index][1:]
             start += length
-        found.append(torch.as_tensor(values, device=pack_.tokens.device))
-    return found
+        tensors.append(torch.as_tensor(values, device=pack_.tokens.device))
+    return tensors
 
 
 def laid_out_as(
@@ -196,13 +209,13 @@ def laid_out_as(
     for pack_, values in zip(scored, scores, strict=True):
         parts = values[: sum(pack_.lengths)].split(pack_.lengths)
         rows.update(zip(pack_.samples, parts, strict=True))
-    found = []
+    tensors = []
     for pack_ in packs:
         values = torch.zeros(pack_.num_scores, dtype=torch.float32, device=pack_.tokens.device)
         if pack_.samples:
             values[: sum(pack_.lengths)] = torch.cat([rows[index] for index in pack_.samples])
-        found.append(values)
-    return found
+        tensors.append(values)
+    return tensors
 
 
 def record_layout(values: torch.Tensor, lengths: Sequence[int]) -> list[np.ndarray]:

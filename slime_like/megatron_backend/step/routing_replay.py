@@ -44,7 +44,7 @@ class _Place:
     """
 
     target: torch.Tensor | None = None  # [tokens of this rank, topk] int64
-    made: torch.Tensor | None = None
+    choice: torch.Tensor | None = None
     pending: collections.deque[torch.Tensor] = dataclasses.field(default_factory=collections.deque)
 
 
@@ -82,7 +82,7 @@ class RoutingReplay:
                 module.router_replay = _ReplayedRouter(self, self._places[layer])
 
     @classmethod
-    def wanted(cls, config: RunConfig, model: torch.nn.Module) -> RoutingReplay | None:
+    def for_policy(cls, config: RunConfig, model: torch.nn.Module) -> RoutingReplay | None:
         """For the policy's own processes, if --use-routing-replay or --use-rollout-routing-replay is given.
 
         A critic and a reference choose themselves.
@@ -122,16 +122,18 @@ class RoutingReplay:
         )
         for layer, place in self._places.items():
             place.target = None if replayed is None else replayed[:, layer].to(torch.int64)
-            place.made = None
+            place.choice = None
         self._inside, self._keeps = True, backward_follows
         try:
             yield recorded
             if routing is Routing.RECORD:
-                recorded.update((layer, place.made) for layer, place in self._places.items() if place.made is not None)
+                recorded.update(
+                    (layer, place.choice) for layer, place in self._places.items() if place.choice is not None
+                )
         finally:
             self._inside = self._keeps = False
             for place in self._places.values():
-                place.target = place.made = None
+                place.target = place.choice = None
 
     def check(self, samples: Sequence[TrainSample]) -> None:
         """Raise DataError if samples should bring the engine's choice, and one brings none, that of another model, or
@@ -199,7 +201,7 @@ class RoutingReplay:
         if not self._inside:
             return place.pending.popleft() if place.pending else own
         chosen = own if place.target is None else torch.where(place.target[:, :1] == OWN_CHOICE, own, place.target)
-        place.made = chosen
+        place.choice = chosen
         if self._keeps:
             place.pending.append(chosen)
         return chosen

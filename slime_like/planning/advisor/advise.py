@@ -49,7 +49,7 @@ def read_model(path: str) -> ModelConfig:
     return model
 
 
-def render(request: Request, found: list[Proposal], *, top: int) -> str:
+def render(request: Request, proposals: list[Proposal], *, top: int) -> str:
     """The answer as text."""
     size = model_parameters(request.model)
     lines = [
@@ -59,9 +59,9 @@ def render(request: Request, found: list[Proposal], *, top: int) -> str:
         ),
         "",
     ]
-    if not found:
+    if not proposals:
         return "\n".join([*lines, *request.why_nothing()])
-    for number, proposal in enumerate(found[:top], 1):
+    for number, proposal in enumerate(proposals[:top], 1):
         lines.append(f"{number}. {proposal.title}")
         lines += [f"   {reason}" for reason in proposal.reasons()]
         lines += ["   " + line for line in proposal.flag_lines()] + [""]
@@ -89,12 +89,12 @@ def main(argv: list[str]) -> int:
             max_tokens_per_gpu=options.max_tokens_per_gpu, max_response_tokens=options.max_response_len,
         )  # fmt: skip
         request.check()
-        found = propose(request)
+        proposals = propose(request)
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    print(render(request, found, top=options.top))
-    return 0 if found else 1
+    print(render(request, proposals, top=options.top))
+    return 0 if proposals else 1
 
 
 if __name__ == "__main__":

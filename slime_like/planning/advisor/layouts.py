@@ -62,11 +62,11 @@ class Request:
     def check(self) -> None:
         """Raises ConfigError for impossible numbers."""
         names = ("gpus", "gpu_memory_gib", "gpus_per_node", "max_tokens_per_gpu", "max_response_tokens")
-        found = [f"{name} {getattr(self, name)}: must be above 0." for name in names if not getattr(self, name) > 0]
-        if not found and self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            found.append(f"--gpus {self.gpus} are no whole machines of --gpus-per-node {self.gpus_per_node}.")
-        if found:
-            raise ConfigError(found)
+        problems = [f"{name} {getattr(self, name)}: must be above 0." for name in names if not getattr(self, name) > 0]
+        if not problems and self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            problems.append(f"--gpus {self.gpus} are no whole machines of --gpus-per-node {self.gpus_per_node}.")
+        if problems:
+            raise ConfigError(problems)
 
     def why_nothing(self) -> list[str]:
         """The arithmetic that forbids every layout."""
@@ -110,7 +110,7 @@ class Proposal:
         assert fullest is not None, "a proposal has GPUs"
         phase = max(fullest.phases, key=lambda p: p.total_bytes)
         cache = max(p.bytes.get("kv_cache", 0) for gpu in self.memory.per_gpu for p in gpu.phases)
-        found = [
+        reasons = [
             (
                 f"fullest GPU {phase.total_bytes / GIB:.1f} of {limit / GIB:.1f} GiB, in phase {phase.name}; KV cache"
                 f" {cache / GIB:.1f} GiB on each engine GPU"
@@ -118,34 +118,36 @@ class Proposal:
         ]
         if self.config.optimizer.optimizer_cpu_offload:
             host = max(gpu.host_bytes for gpu in self.memory.per_gpu) / GIB
-            found.append(
+            reasons.append(
                 f"slow steps: the optimizer is on the host ({host:.0f} GiB for each GPU), nothing else fits this split"
             )
         if self.config.parallel.recompute_granularity:
-            found.append("activations are computed twice (about a third more work in training)")
+            reasons.append("activations are computed twice (about a third more work in training)")
         if self.plan.roles["actor"].pp > 1:
-            found.append(f"{self.plan.roles['actor'].pp} pipeline stages: bubbles unless there are many micro-batches")
-        found.append(
+            reasons.append(
+                f"{self.plan.roles['actor'].pp} pipeline stages: bubbles unless there are many micro-batches"
+            )
+        reasons.append(
             "trainer and engines take turns on all GPUs"
             if self.plan.mode == "colocate"
             else "each side waits while the other works, in the sync loop"
         )
         if self.sync is not None:
-            found.append(
+            reasons.append(
                 f"weight sync {self.sync.bytes / 1e9:.1f} GB by {self.sync.transport}: at least"
                 f" {self.sync.bound_s:.2f} s"
             )
         missing = "; ".join(problem.split(": a real run")[0] for problem in self.config.not_yet())
-        return found + ([f"not in this version yet, only in its plan: {missing}"] if missing else [])
+        return reasons + ([f"not in this version yet, only in its plan: {missing}"] if missing else [])
 
     def flags(self) -> list[str]:
         """The command line of this config, beside MODEL_ARGS."""
-        found = []
+        flags = []
         for group, fields in self.settings.items():
             for name, value in fields.items():
                 flag = f"--{'sglang-' if group == 'engine' else ''}{name.replace('_', '-')}"
-                found += [flag] if value is True else [flag, str(value)]
-        return found
+                flags += [flag] if value is True else [flag, str(value)]
+        return flags
 
     def flag_lines(self) -> list[str]:
         """The flags, a few on each line."""
@@ -160,7 +162,7 @@ class Proposal:
 
 def propose(request: Request) -> list[Proposal]:
     """Every layout that fits, the cheapest by rules of thumb first; of one split only the best."""
-    found: list[Proposal] = []
+    proposals: list[Proposal] = []
     for trainer_gpus, engine_gpus in _shares(request):
         engine = engine_size(request, engine_gpus or trainer_gpus)
         if engine is None:
@@ -175,9 +177,9 @@ def propose(request: Request) -> list[Proposal]:
                     cost,
                 )
                 if proposal is not None:
-                    found.append(proposal)
+                    proposals.append(proposal)
                     break
-    return sorted(found, key=lambda p: (p.cost, p.title))
+    return sorted(proposals, key=lambda p: (p.cost, p.title))
 
 
 def _shares(request: Request) -> Iterator[tuple[int, int]]:
@@ -334,12 +336,12 @@ def _cost(request: Request, plan: PlacementPlan, cache: float) -> float:
     small caches queues.
     """
     actor, engine = plan.roles["actor"], len(plan.engines[0].bundles)
-    found = math.log2(actor.tp) + 1.2 * math.log2(actor.pp) + 0.3 * math.log2(actor.ep) + 0.5 * math.log2(engine)
-    found += max(0.0, 0.3 - cache) * 10
+    cost = math.log2(actor.tp) + 1.2 * math.log2(actor.pp) + 0.3 * math.log2(actor.ep) + 0.5 * math.log2(engine)
+    cost += max(0.0, 0.3 - cache) * 10
     if plan.mode != "colocate":
         # Trainer and engines idle in turns; least where both have the same.
         share = actor.num_gpus / plan.num_gpus
-        found += 1.5 + 2 * abs(share - 0.5)
+        cost += 1.5 + 2 * abs(share - 0.5)
     elif model_parameters(request.model) > 2e11:
-        found += 3.0  # the usual guideline for the largest models: engines and trainer apart
-    return found
+        cost += 3.0  # the usual guideline for the largest models: engines and trainer apart
+    return cost

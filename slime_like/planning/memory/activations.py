@@ -49,24 +49,24 @@ class ActivationSizes:
             return self._latent_attention()
         queries, keys = model.num_attention_heads * model.head_size / tp, model.num_kv_heads * model.head_size / tp
         heads = (model.num_attention_heads + model.num_kv_heads) / tp
-        found = _STATISTIC * model.num_attention_heads / tp
+        total = _STATISTIC * model.num_attention_heads / tp
         if model.qk_layernorm:
-            found += self.norm(queries) + self.norm(keys) + _STATISTIC * (heads - 2)
+            total += self.norm(queries) + self.norm(keys) + _STATISTIC * (heads - 2)
         if self.transformer_engine:
-            return found + width * (2 * queries + 2 * keys)
+            return total + width * (2 * queries + 2 * keys)
         # Keys and values are repeated for each query head, the output is joined to a copy, rope keeps its cosines and
         # sines twice.
-        return found + width * (5 * queries + 4 * model.head_size)
+        return total + width * (5 * queries + 4 * model.head_size)
 
     def _latent_attention(self) -> float:
         model, tp, width = self.model, self.parallel.tensor_model_parallel_size, self.width
         queries = model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) / tp
         values = model.num_attention_heads * model.v_head_dim / tp
-        found = _STATISTIC * model.num_attention_heads / tp + width * (2 * queries + 2 * values)
+        total = _STATISTIC * model.num_attention_heads / tp + width * (2 * queries + 2 * values)
         for rank in (model.q_lora_rank or 0, model.kv_lora_rank):
             # The compressed states go into the up projections: normed or not, they are kept once more.
-            found += (self.norm(rank) if model.qk_layernorm and rank else 0) + width * rank
-        return found if self.transformer_engine else found + width * (values + 4 * model.qk_pos_emb_head_dim)
+            total += (self.norm(rank) if model.qk_layernorm and rank else 0) + width * rank
+        return total if self.transformer_engine else total + width * (values + 4 * model.qk_pos_emb_head_dim)
 
     def layer(self, *, has_experts: bool) -> float:
         """One decoder layer."""
@@ -95,12 +95,12 @@ class ActivationSizes:
 
     def stage(self, stage: int) -> float:
         """What one micro-batch keeps on a stage until its backward pass, without recomputing, logits not counted."""
-        found = sum(self.layers(stage)) + (8 if stage == 0 else 0)
+        total = sum(self.layers(stage)) + (8 if stage == 0 else 0)
         if stage == self.parallel.pipeline_model_parallel_size - 1:
-            found += (self.norm(self.model.hidden_size) + self.width * self.model.hidden_size) / self._split
-        return found
+            total += (self.norm(self.model.hidden_size) + self.width * self.model.hidden_size) / self._split
+        return total
 
-    def kept(self, stage: int) -> tuple[float, float]:
+    def kept_bytes(self, stage: int) -> tuple[float, float]:
         """(bytes that every micro-batch in flight keeps, bytes that only the one in its backward pass needs on top)."""
         parallel, layers, whole = self.parallel, self.layers(stage), self.stage(stage)
         boundary = self.width * self.model.hidden_size / self._split

@@ -111,13 +111,13 @@ def memory_plan(config: RunConfig, plan: PlacementPlan) -> MemoryPlan:
     engine = None
     if cards.engine_bundles:
         engine = engine_bytes(config, limit, cards.beside_engines() if config.shares_cards else None)
-    found = _gpus(config, cards, engine, limit)
-    fullest = max(found, key=lambda gpu: (not gpu.fits, gpu.peak_bytes), default=None)
+    gpus = _gpus(config, cards, engine, limit)
+    fullest = max(gpus, key=lambda gpu: (not gpu.fits, gpu.peak_bytes), default=None)
     advice = () if fullest is None or fullest.fits else tuple(_advice(config, plan, fullest))
     derives = engine is not None and config.shares_cards and not has_share(config)
     return MemoryPlan(
         limit_bytes=limit,
-        per_gpu=found,
+        per_gpu=gpus,
         advice=advice,
         mem_fraction_static=engine.share if engine is not None and derives else None,
     )
@@ -165,7 +165,7 @@ class _Cards:
 
 def _gpus(config: RunConfig, cards: _Cards, engine: EngineBytes | None, limit: int) -> tuple[GpuMemory, ...]:
     known: dict[_Holders, tuple[tuple[PhaseMemory, ...], int, bool]] = {}
-    found = []
+    gpus = []
     for bundle, holders in zip(cards.plan.bundles, cards.holders, strict=True):
         if holders not in known:
             parts, fits = cards.role_phases(holders), True
@@ -174,10 +174,8 @@ def _gpus(config: RunConfig, cards: _Cards, engine: EngineBytes | None, limit: i
                 fits = engine.kv_cache > 0
             known[holders] = (_add(parts, cards.phases), cards.host_bytes(holders), fits)
         memory, host, fits = known[holders]
-        found.append(
-            GpuMemory(bundle=bundle.index, phases=memory, limit_bytes=limit, host_bytes=host, engine_fits=fits)
-        )
-    return tuple(found)
+        gpus.append(GpuMemory(bundle=bundle.index, phases=memory, limit_bytes=limit, host_bytes=host, engine_fits=fits))
+    return tuple(gpus)
 
 
 def _engine_phases(config: RunConfig, engine: EngineBytes) -> PhaseBytes:
@@ -199,22 +197,22 @@ def _engine_phases(config: RunConfig, engine: EngineBytes) -> PhaseBytes:
 
 def _add(parts: list[PhaseBytes], names: tuple[str, ...]) -> tuple[PhaseMemory, ...]:
     """Roles on one GPU are processes of their own: what they hold adds up; their allocators share nothing."""
-    found = []
+    phases = []
     for name in names:
         total: dict[str, int] = {}
         for part in parts:
             for what, size in part.get(name, {}).items():
                 total[what] = total.get(what, 0) + int(size)
-        found.append(PhaseMemory(name=name, bytes={what: size for what, size in total.items() if size}))
-    return tuple(found)
+        phases.append(PhaseMemory(name=name, bytes={what: size for what, size in total.items() if size}))
+    return tuple(phases)
 
 
 def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]:
     """Flags that lower the fullest phase of the fullest GPU, by how much each can give."""
     phase = max(gpu.phases, key=lambda p: p.total_bytes)
-    over, parts, found = phase.total_bytes - gpu.limit_bytes, phase.bytes, []
+    over, parts, advice = phase.total_bytes - gpu.limit_bytes, phase.bytes, []
     if not gpu.engine_fits:
-        found.append(
+        advice.append(
             "--rollout-num-gpus-per-engine: a larger engine, or a larger --sglang-mem-fraction-static; its weights do"
             " not fit in its share"
         )
@@ -222,39 +220,39 @@ def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]
     static = gpu.limit_bytes - sum(size for name, size in parts.items() if name not in ("engine weights", "kv_cache"))
     if parts.get("kv_cache", 0) > max(0, over) > 0 and static > 0:
         share = int(100 * static / gpu.limit_bytes) / 100
-        found.append(
+        advice.append(
             f"--sglang-mem-fraction-static {share:g}: {phase.name} is {over / GIB:.1f} GiB too full, the KV cache has"
             f" {gib['kv_cache']}"
         )
     if config.shares_cards and not config.offloads_train(on_gpu=True) and phase.name in ("start", "generate"):
-        found.append("--offload-train: the trainer leaves its GPUs while engines generate")
+        advice.append("--offload-train: the trainer leaves its GPUs while engines generate")
     if plan.mode == "colocate" and not config.offload_rollout and phase.name in ("score", "train"):
-        found.append("--offload-rollout: the engines give their memory back while training")
+        advice.append("--offload-rollout: the engines give their memory back while training")
     if parts.get("activations", 0) and config.parallel.recompute_granularity != "full":
-        found.append(
+        advice.append(
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: activations are"
             f" {gib['activations']}"
         )
     if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size == -1:
-        found.append(f"--log-probs-chunk-size 1024: what stands around the logits is {gib['logits']}")
+        advice.append(f"--log-probs-chunk-size 1024: what stands around the logits is {gib['logits']}")
     if parts.get("logits", 0) + parts.get("activations", 0) > 2 * GIB and config.batch.max_tokens_per_gpu:
-        found.append(
+        advice.append(
             f"a smaller --max-tokens-per-gpu than {config.batch.max_tokens_per_gpu}, and --sequence-parallel where"
             " there is tensor parallelism"
         )
     if parts.get("optimizer", 0):
         if not config.parallel.use_distributed_optimizer and config.data_parallel_size > 1:
-            found.append(
+            advice.append(
                 f"--use-distributed-optimizer: splits {gib['optimizer']} of optimizer state over"
                 f" {config.data_parallel_size} data parallel ranks"
             )
-        found.append(f"--optimizer-cpu-offload: moves {gib['optimizer']} of optimizer state to the host")
+        advice.append(f"--optimizer-cpu-offload: moves {gib['optimizer']} of optimizer state to the host")
     if parts.get("weights", 0):
         model = config.parallel.model_parallel_size
-        found.append(
+        advice.append(
             f"a larger --tensor-model-parallel-size or --pipeline-model-parallel-size than their product {model}, or"
             " more --actor-num-nodes"
         )
     if plan.mode == "colocate":
-        found.append("engines on GPUs of their own: --rollout-num-gpus instead of --colocate")
-    return found
+        advice.append("engines on GPUs of their own: --rollout-num-gpus instead of --colocate")
+    return advice

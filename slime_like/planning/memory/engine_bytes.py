@@ -44,9 +44,9 @@ class EngineBytes:
 
 def mem_fraction(config: RunConfig, card: int) -> float:
     """Share of the card for weights and KV cache: --sglang-mem-fraction-static, else SGLang's default."""
-    given = config.engine.sglang.get("mem_fraction_static")
-    if isinstance(given, str):
-        return float(given)
+    setting = config.engine.sglang.get("mem_fraction_static")
+    if isinstance(setting, str):
+        return float(setting)
     reserve = _RESERVE_BYTES if card > 60 * GIB else _RESERVE_SHARE * card
     return 1 - reserve / card
 

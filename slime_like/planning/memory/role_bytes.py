@@ -199,15 +199,15 @@ class RoleBytes:
         if chunks > 1:
             batches = max(batches, stages)  # filled up with empty ones
             in_flight = min(2 * (stages - key.stage - 1) + (chunks - 1) * stages + 1, batches * chunks) / chunks
-        every, once = self._sizes.kept(key.stage)
-        found = {
+        every, once = self._sizes.kept_bytes(key.stage)
+        sizes = {
             prefix + "activations": int(self.tokens * (in_flight * every + once)),
             prefix + "logits": self._logits(key, self.tokens),
         }
         # the step works on an fp32 copy of the owned gradients
         if self._precision.gradient == 2 and self._precision.state:
-            found[prefix + "gradient copy"] = held_elements(key.held, self._precision) * 4
-        return found
+            sizes[prefix + "gradient copy"] = held_elements(key.held, self._precision) * 4
+        return sizes
 
     def _syncing(self, key: RankKey) -> dict[str, int]:
         """A source gathers whole tensors up to a bucket and sends them as one flat copy.

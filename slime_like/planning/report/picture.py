@@ -44,10 +44,10 @@ def rows(plan: dict) -> list[tuple[str, dict]]:
     groups: dict[tuple, list[dict]] = {}
     for gpu in plan["memory"]["per_gpu"]:
         groups.setdefault((gpu["fits"], *(round(p["total_bytes"] / GIB, 2) for p in gpu["phases"])), []).append(gpu)
-    found = []
+    gpu_rows = []
     for group in sorted(groups.values(), key=lambda group: -group[0]["peak_bytes"])[:_ROWS]:
         first, more = group[0], f" and {len(group) - 1} more alike" if len(group) > 1 else ""
-        found.append(
+        gpu_rows.append(
             (
                 (
                     f"GPU {first['bundle']}{more}: peak {first['peak_bytes'] / GIB:.1f} GiB,"
@@ -56,7 +56,7 @@ def rows(plan: dict) -> list[tuple[str, dict]]:
                 first,
             )
         )
-    return found
+    return gpu_rows
 
 
 def _parts(phase: dict) -> list[tuple[str, int]]:
@@ -64,8 +64,8 @@ def _parts(phase: dict) -> list[tuple[str, int]]:
 
 
 def _names(plan: dict) -> list[str]:
-    found = {part for _, gpu in rows(plan) for phase in gpu["phases"] for part in phase["bytes"]}
-    return sorted(found, key=lambda part: (list(LETTERS).index(part.split(" ")[-1]), part))
+    names = {part for _, gpu in rows(plan) for phase in gpu["phases"] for part in phase["bytes"]}
+    return sorted(names, key=lambda part: (list(LETTERS).index(part.split(" ")[-1]), part))
 
 
 def as_html(plan: dict) -> str:

@@ -152,10 +152,10 @@ class RewardScorer:
         except RemoteFailure as error:
             raise self._error(str(error), sample) from error
 
-    async def _call(self, function: Callable, given: Sample | list[Sample], sample: Sample):
+    async def _call(self, function: Callable, argument: Sample | list[Sample], sample: Sample):
         """Run the user's function away from our event loop, so that one that blocks meets its deadline all the same.
 
-        given: its second argument, a sample or a group. sample: who is named if it fails.
+        argument: its second argument, a sample or a group. sample: who is named if it fails.
         """
         self._threads = self._threads or asyncio.Semaphore(_MOST_THREADS)
         async with self._threads:
@@ -165,9 +165,9 @@ class RewardScorer:
                 # should it end the process, the supervisor names it
                 with running(f"reward function {self.config.custom_rm_path} for {_name(sample)}"):
                     future = (
-                        self._start_coroutine(function, given)
+                        self._start_coroutine(function, argument)
                         if is_async
-                        else _start_thread(function, self.plugin_args, given)
+                        else _start_thread(function, self.plugin_args, argument)
                     )
                     return await asyncio.wait_for(future, self.config.reward_timeout_s)
             except TimeoutError as error:
@@ -179,12 +179,12 @@ class RewardScorer:
             except Exception as error:
                 raise self._error(f"raised {type(error).__name__}: {error}", sample) from error
 
-    def _start_coroutine(self, function: Callable, given: Sample | list[Sample]) -> asyncio.Future:
+    def _start_coroutine(self, function: Callable, argument: Sample | list[Sample]) -> asyncio.Future:
         if self._plugin_loop is None:
             self._plugin_loop = asyncio.new_event_loop()
             threading.Thread(target=self._plugin_loop.run_forever, name="reward-coroutines", daemon=True).start()
         return asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(function(self.plugin_args, given), self._plugin_loop)
+            asyncio.run_coroutine_threadsafe(function(self.plugin_args, argument), self._plugin_loop)
         )
 
     def _number(self, result: Any, sample: Sample, key: str | None) -> float:
@@ -218,7 +218,7 @@ class RewardScorer:
         return RewardError(f"{who} {what}: {about}")
 
 
-def _start_thread(function: Callable, plugin_args: Any, given: Sample | list[Sample]) -> asyncio.Future:
+def _start_thread(function: Callable, plugin_args: Any, argument: Sample | list[Sample]) -> asyncio.Future:
     """Run a plain function in a daemon thread: unlike an executor's, a stuck one does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
@@ -230,7 +230,7 @@ def _start_thread(function: Callable, plugin_args: Any, given: Sample | list[Sam
     def run() -> None:
         result, error = None, None
         try:
-            result = function(plugin_args, given)
+            result = function(plugin_args, argument)
         except BaseException as raised:  # noqa: BLE001 carried to the waiting task; StopIteration and SystemExit cannot travel in a future
             plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
             error = raised if plain else RuntimeError(f"{type(raised).__name__}: {raised}")

@@ -55,7 +55,7 @@ class TensorKey:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class FrameTensor:
     """One tensor of a frame. before: digest of what it is applied to; NO_DIGEST where nothing is needed."""
 
     key: TensorKey
@@ -83,7 +83,7 @@ class Frame:
     """
 
     place: FramePlace
-    entries: tuple[Entry, ...]
+    entries: tuple[FrameTensor, ...]
     payloads: tuple[memoryview, ...]
     damage: str | None
 
@@ -109,7 +109,7 @@ def write_frame(place: FramePlace, changes: Iterable[Change]) -> tuple[bytearray
             changed += encode(
                 change.new, change.old, itemsize=ITEM_BYTES[change.key.dtype], encoding=change.encoding, into=payloads
             )
-        entries.append(Entry(change.key, change.encoding, change.before, change.after, len(payloads) - start))
+        entries.append(FrameTensor(change.key, change.encoding, change.before, change.after, len(payloads) - start))
     tensors = [
         [e.key.name, e.key.dtype, list(e.key.shape), ENCODINGS.index(e.encoding), e.payload_bytes] for e in entries
     ]
@@ -130,8 +130,8 @@ def read_frame(data: bytes | bytearray) -> Frame:
     start = len(_MAGIC) + _SIZES.size
     if len(view) < start + _DIGEST_BYTES or bytes(view[: len(_MAGIC)]) != _MAGIC:
         raise DeltaError("it is no frame of a weight delta")
-    found, expected = xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]), bytes(view[-_DIGEST_BYTES:])
-    damage = None if found == expected else f"its digest is {found.hex()}, it must be {expected.hex()}"
+    actual, expected = xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]), bytes(view[-_DIGEST_BYTES:])
+    damage = None if actual == expected else f"its digest is {actual.hex()}, it must be {expected.hex()}"
     try:
         place, entries, at = _read_header(view, start)
     except DeltaError as error:
@@ -148,7 +148,7 @@ def read_frame(data: bytes | bytearray) -> Frame:
     return Frame(place, tuple(entries), tuple(payloads), damage)
 
 
-def _read_header(view: memoryview, start: int) -> tuple[FramePlace, list[Entry], int]:
+def _read_header(view: memoryview, start: int) -> tuple[FramePlace, list[FrameTensor], int]:
     """(place, tensors, where payloads begin)."""
     packed_bytes, text_bytes = _SIZES.unpack_from(view, start - _SIZES.size)
     room = len(view) - _DIGEST_BYTES - start - packed_bytes
@@ -183,7 +183,7 @@ def _read_header(view: memoryview, start: int) -> tuple[FramePlace, list[Entry],
     return FramePlace(version, base, source, shard), entries, at
 
 
-def _entry(values: Sequence, before: bytes, after: bytes) -> Entry:
+def _entry(values: Sequence, before: bytes, after: bytes) -> FrameTensor:
     if not isinstance(values, list) or len(values) != 5:
         raise DeltaError("its header is damaged (a tensor)")
     name, dtype, shape, encoding, payload_bytes = values
@@ -199,7 +199,7 @@ def _entry(values: Sequence, before: bytes, after: bytes) -> Entry:
     _check_integers([*shape, encoding, payload_bytes])
     if encoding >= len(ENCODINGS):
         raise DeltaError(f"{name}: encoding {encoding} is not known")
-    return Entry(TensorKey(name, dtype, tuple(shape)), ENCODINGS[encoding], before, after, payload_bytes)
+    return FrameTensor(TensorKey(name, dtype, tuple(shape)), ENCODINGS[encoding], before, after, payload_bytes)
 
 
 def _check_integers(values: Sequence) -> None:

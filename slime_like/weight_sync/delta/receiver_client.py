@@ -134,15 +134,15 @@ class ReceiverClient:
         except ValueError:
             answer = None
         if response.status_code != 200 or not isinstance(answer, dict):
-            told = answer.get("error") if isinstance(answer, dict) else response.text[:500]
-            raise ReceiverError(f"{what} was refused ({response.status_code}): {told}", response.status_code)
+            reason = answer.get("error") if isinstance(answer, dict) else response.text[:500]
+            raise ReceiverError(f"{what} was refused ({response.status_code}): {reason}", response.status_code)
         return answer
 
 
 def receivers_of(endpoints: Sequence[EngineEndpoint], timeout_s: float) -> dict[ReceiverClient, list[int]]:
     """Each receiver once, with the engines that load from it. Raises WeightSyncError for an engine that has none."""
     by_url: dict[str, ReceiverClient] = {}
-    found: dict[ReceiverClient, list[int]] = {}
+    engines_of: dict[ReceiverClient, list[int]] = {}
     for endpoint in endpoints:
         if endpoint.receiver_url is None:
             raise WeightSyncError(
@@ -151,8 +151,8 @@ def receivers_of(endpoints: Sequence[EngineEndpoint], timeout_s: float) -> dict[
             )
         if endpoint.receiver_url not in by_url:
             by_url[endpoint.receiver_url] = ReceiverClient(endpoint.receiver_url, endpoint.receiver_key, timeout_s)
-        found.setdefault(by_url[endpoint.receiver_url], []).append(endpoint.index)
-    return found
+        engines_of.setdefault(by_url[endpoint.receiver_url], []).append(endpoint.index)
+    return engines_of
 
 
 class RunningReceiver:

@@ -1,4 +1,4 @@
-"""Runs inside the engine: takes a stream of buckets (stream.py) from process groups, in each of which a trainer source
+"""Runs inside the engine: takes a stream of buckets (intake.py) from process groups, in each of which a trainer source
 is rank 0.
 
 For each bucket the source broadcasts a header of three numbers [bytes, where its table begins, what it has room for
@@ -35,8 +35,8 @@ STATUS_BYTES = 1024
 _SLACK_BYTES = 1 << 20
 
 
-def take_groups(loading, told: dict) -> None:
-    """Load from all groups until each has ended. loading: stream.Loading; told: see stream.take.
+def take_groups(loading, order: dict) -> None:
+    """Load from all groups until each has ended. loading: intake.Loading; order: see intake.take.
 
     Raises where nobody can be told.
     """
@@ -44,12 +44,12 @@ def take_groups(loading, told: dict) -> None:
 
     device = next(loading.model.parameters()).device
     arrived: queue.SimpleQueue = queue.SimpleQueue()
-    me = f"engine {told['engine']}, rank {told['rank']}"
-    sources = {name: _Source(name, device, arrived, me, told["timeout_s"]) for name in told["channels"]}
+    me = f"engine {order['engine']}, rank {order['rank']}"
+    sources = {name: _Source(name, device, arrived, me, order["timeout_s"]) for name in order["channels"]}
     failure = ""
     while any(source.is_open for source in sources.values()):
         try:
-            name, bucket = _next(arrived, sources.values(), told["timeout_s"])
+            name, bucket = _next(arrived, sources.values(), order["timeout_s"])
         except (TimeoutError, DistError):
             for source in sources.values():
                 source.stop()
@@ -60,7 +60,7 @@ def take_groups(loading, told: dict) -> None:
             continue
         if not failure:  # after one, what still comes is let go: sources cannot be stopped in the middle
             try:
-                _load(loading, told, name, *bucket)
+                _load(loading, order, name, *bucket)
             except Exception as error:  # noqa: BLE001 - told to every source
                 failure = f"{type(error).__name__}: {error}"
         sources[name].free.put(bucket[0])
@@ -69,7 +69,7 @@ def take_groups(loading, told: dict) -> None:
         source.tell({"error": failure[: STATUS_BYTES // 2]} if failure else {"digest": loading.digest(name)})
         for name, source in sources.items()
     ]
-    deadline = time.monotonic() + told["timeout_s"]
+    deadline = time.monotonic() + order["timeout_s"]
     with contextlib.suppress(DistError):  # the trainer has died
         while (
             any(thread.is_alive() for thread in telling)
@@ -101,11 +101,11 @@ def _next(arrived: queue.SimpleQueue, sources: Collection[_Source], timeout_s: f
                 raise TimeoutError from None
 
 
-def _load(loading, told: dict, channel: str, memory, size: int, start: int) -> None:
+def _load(loading, order: dict, channel: str, memory, size: int, start: int) -> None:
     import torch
 
     table = json.loads(bytes(memory[start:size].cpu().numpy()))
-    entries = [] if told["layout"] is None else table["digests"][told["layout"]][told["rank"]]
+    entries = [] if order["layout"] is None else table["digests"][order["layout"]][order["rank"]]
     loading.load(channel, shm_slots.views(memory, table["tensors"], start), entries)
     if memory.is_cuda:
         torch.cuda.synchronize(memory.device)  # before the memory is written to again

@@ -9,21 +9,21 @@ from __future__ import annotations
 import logging
 import os
 
+from slime_like.weight_sync.in_engine import intake
 from slime_like.weight_sync.in_engine import receipt as engine_receipt
-from slime_like.weight_sync.in_engine import stream as engine_stream
 from slime_like.weight_sync.in_engine.shm_slots import DIRECTORY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 
 def load(model, named_tensors) -> None:
-    """SGLang's interface of a custom loader: [(engine_stream.STREAM_NAME or engine_receipt.RECEIPT_NAME, JSON as
+    """SGLang's interface of a custom loader: [(intake.INTAKE_NAME or engine_receipt.RECEIPT_NAME, JSON as
     uint8)].
     """
     ((name, data),) = named_tensors
     request = bytes(data.cpu().numpy())
-    if name == engine_stream.STREAM_NAME:
-        engine_stream.take(model, request, os.environ.get(DIRECTORY_VARIABLE))
+    if name == intake.INTAKE_NAME:
+        intake.take(model, request, os.environ.get(DIRECTORY_VARIABLE))
     elif name == engine_receipt.RECEIPT_NAME:
         engine_receipt.take(model, request)
     else:

@@ -6,7 +6,7 @@ How one source uses it:
     publisher.send(receipt.watching(tensors), version, receipt)
     receipt.verify(timeout_s)        # once the engines have loaded everything, inside the update session
 
-A transport that streams (in_engine/stream.py) lets the engines digest each bucket when they have loaded it: if these
+A transport that streams (in_engine/intake.py) lets the engines digest each bucket when they have loaded it: if these
 agree, verify() asks nothing.
 
 What a source was to send but did not is not seen here: the names of all sources are compared with the model's by
@@ -31,8 +31,8 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.buckets import NamedTensor, raw_bytes
+from slime_like.weight_sync.in_engine.intake import new_hash
 from slime_like.weight_sync.in_engine.receipt import BUFFER, RECEIPT_NAME, digest, weighted_sum
-from slime_like.weight_sync.in_engine.stream import new_hash
 from slime_like.weight_sync.proof.engine_layout import Cut, Piece, pieces
 from slime_like.weight_sync.together import run_together
 
@@ -72,7 +72,7 @@ class Held:
         ]
 
 
-class _Asked:
+class _DigestRequest:
     """What one rank was asked to digest, and the digest that it must give."""
 
     def __init__(self) -> None:
@@ -97,23 +97,23 @@ class Receipt:
         self._layouts: dict[EngineClient, EngineLayout] = {}
         self.not_compared: dict[int, str] = {}  # engine -> why its digests cannot be compared
         for client in clients:
-            found = layout_of(client)
-            if isinstance(found, str):
+            layout = layout_of(client)
+            if isinstance(layout, str):
                 logger.warning(
-                    "engine %d at %s: weight digests are not compared: %s", client.endpoint.index, client.url, found
+                    "engine %d at %s: weight digests are not compared: %s", client.endpoint.index, client.url, layout
                 )
-                self.not_compared[client.endpoint.index] = found
+                self.not_compared[client.endpoint.index] = layout
             else:
-                self._layouts[client] = found
+                self._layouts[client] = layout
         self._cuts = {
             layout: [layout.cut(model, rank) for rank in range(layout.tp_size)]
             for layout in set(self._layouts.values())
         }
         self._held: dict[EngineLayout, list[list[Held]]] = {}
         self._of_name: dict[str, list[list[list[Held]]]] = {}  # what `entries` gives for a tensor
-        self._asked: dict[EngineLayout, list[_Asked]] = {}
+        self._requests: dict[EngineLayout, list[_DigestRequest]] = {}
         self._proven: set[tuple[int, int]] = set()  # (engine, rank) whose digests of the stream agreed
-        self._told = False  # whether the log knows of `unknown`
+        self._has_warned = False  # whether the log knows of `unknown`
         self.unknown: list[str] = []  # tensors of which it is not known where an engine keeps them
         self.names: list[str] = []
         self.content: bytes | None = None  # stream.content_digest of the tensor yielded last, if it was computed anyway
@@ -122,7 +122,7 @@ class Receipt:
         """The same tensors; each is taken in before it is passed on. Forgets what was watched before."""
         self.names, self.unknown = [], []
         self._held = {layout: [[] for _ in cuts] for layout, cuts in self._cuts.items()}
-        self._asked = {layout: [_Asked() for _ in cuts] for layout, cuts in self._cuts.items()}
+        self._requests = {layout: [_DigestRequest() for _ in cuts] for layout, cuts in self._cuts.items()}
         self._of_name, self._proven = {}, set()
         for name, tensor in tensors:
             self._take(name, tensor)
@@ -130,26 +130,28 @@ class Receipt:
 
     def layout_number(self, engine: int) -> int | None:
         """Which of the lists that `entries` gives is for this engine; None: its layout is not known."""
-        found = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
-        return None if found is None else list(self._cuts).index(found)
+        layout = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
+        return None if layout is None else list(self._cuts).index(layout)
 
     def entries(self, names: Iterable[str]) -> list[list[list[list]]]:
         """Of each layout, of each of its ranks: what to digest once these tensors are loaded.
 
         What is asked here must be asked of the engines.
         """
-        found: list[list[list[list]]] = [[[] for _ in cuts] for cuts in self._cuts.values()]
+        lists: list[list[list[list]]] = [[[] for _ in cuts] for cuts in self._cuts.values()]
         for name in names:
-            for layout, asked, of_layout in zip(self._of_name.get(name, ()), self._asked.values(), found, strict=False):
-                for held, one, entries in zip(layout, asked, of_layout, strict=True):
+            for layout, requests, of_layout in zip(
+                self._of_name.get(name, ()), self._requests.values(), lists, strict=False
+            ):
+                for held, one, entries in zip(layout, requests, of_layout, strict=True):
                     entries += [piece.entry() for piece in held]
                     one.add(held)
-        return found
+        return lists
 
     def heard(self, engine: int, rank: int, digest: str) -> None:
         """An engine's rank has told the digest (16 hex digits) of all that `entries` asked it for."""
         layout = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
-        if layout is not None and self._asked[layout][rank].agrees(digest, len(self._held[layout][rank])):
+        if layout is not None and self._requests[layout][rank].agrees(digest, len(self._held[layout][rank])):
             self._proven.add((engine, rank))
 
     def verify(self, timeout_s: float) -> int:
@@ -158,8 +160,8 @@ class Receipt:
         Raises WeightSyncError naming every engine that differs, its rank and its first tensor that does; EngineError or
         WaitTimeout.
         """
-        if self.unknown and not self._told:
-            self._told = True
+        if self.unknown and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%d tensors are not compared: it is not known where an engine keeps them, as %s",
                 len(self.unknown),
@@ -169,8 +171,8 @@ class Receipt:
             f"engine {client.endpoint.index} at {client.url}": functools.partial(self._difference, client, timeout_s)
             for client in self._layouts
         }
-        found = run_together(tasks, timeout_s=timeout_s, who=self._who, phase="verify weights")
-        different = [found[engine] for engine in tasks if found[engine]]
+        differences = run_together(tasks, timeout_s=timeout_s, who=self._who, phase="verify weights")
+        different = [differences[engine] for engine in tasks if differences[engine]]
         if different:
             raise WeightSyncError("; ".join(different) + ". Nothing was generated with these weights.")
         return len(tasks)
@@ -191,9 +193,9 @@ class Receipt:
         of_name = self._of_name[name] = [[[] for _ in ranks] for ranks in self._held.values()]
         for (layout, ranks), of_layout in zip(self._held.items(), of_name, strict=True):
             for rank, (held, mine) in enumerate(zip(ranks, of_layout, strict=True)):
-                found = pieces(name, tensor.shape, self._cuts[layout][rank])
-                known = known and bool(found or tensor.numel() == 0 or rank)
-                for piece in found:
+                parts = pieces(name, tensor.shape, self._cuts[layout][rank])
+                known = known and bool(parts or tensor.numel() == 0 or rank)
+                for piece in parts:
                     if piece.stop - piece.start == tensor.size(piece.dim):
                         if layout.on_cpu not in whole:
                             whole[layout.on_cpu] = _digest(tensor, layout.on_cpu)
@@ -218,8 +220,8 @@ class Receipt:
         low, high = 0, len(ranks[rank])  # the first difference lies in [low, high)
         while high - low > 1:
             middle = (low + high) // 2
-            asked = [held[low:middle] if number == rank else [] for number, held in enumerate(ranks)]
-            low, high = (low, middle) if rank in _wrong_ranks(client, asked, timeout_s) else (middle, high)
+            half = [held[low:middle] if number == rank else [] for number, held in enumerate(ranks)]
+            low, high = (low, middle) if rank in _wrong_ranks(client, half, timeout_s) else (middle, high)
         piece = ranks[rank][low].piece
         return (
             f"engine {client.endpoint.index} at {client.url}, rank {rank}: {piece.name} is not what was sent (in the"
@@ -288,16 +290,16 @@ def _wrong_ranks(client: EngineClient, ranks: Sequence[Sequence[Held]], timeout_
     client.update_weights_from_tensor(
         loader_request(RECEIPT_NAME, requests), load_format=WEIGHT_LOADER, timeout_s=timeout_s
     )
-    found = client.buffer_checksums(BUFFER, timeout_s)
-    if sorted(found) != list(range(len(ranks))):
+    checksums = client.buffer_checksums(BUFFER, timeout_s)
+    if sorted(checksums) != list(range(len(ranks))):
         raise EngineError(
-            f"engine {client.endpoint.index} at {client.url}: digests of ranks {sorted(found)} instead of 0 to"
+            f"engine {client.endpoint.index} at {client.url}: digests of ranks {sorted(checksums)} instead of 0 to"
             f" {len(ranks) - 1}"
         )
     return [
         rank
         for rank, entries in enumerate(ranks)
-        if entries and found[rank] != _checksum(b"".join(held.digest for held in entries))
+        if entries and checksums[rank] != _checksum(b"".join(held.digest for held in entries))
     ]
 
 

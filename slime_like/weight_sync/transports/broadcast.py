@@ -31,8 +31,8 @@ from slime_like.weight_sync.group_abort import abort_group
 from slime_like.weight_sync.in_engine.groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.stores import serve_store
 from slime_like.weight_sync.together import run_together
-from slime_like.weight_sync.transports.channel import LAST_WORDS_S, Reader, Stream, engine_name, takes_streams
-from slime_like.weight_sync.transports.slots import Sending, Slot, send_in_slots, slot_bytes
+from slime_like.weight_sync.transports.channel import LAST_WORDS_S, Channel, Reader, engine_name, takes_channels
+from slime_like.weight_sync.transports.slots import BucketSlot, Sending, send_in_slots, slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ class BroadcastPublisher:
         self._clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
-        self._streams = False  # whether all engines have our loader
+        self._uses_channels = False  # whether all engines have our loader
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._slots = [Slot(self._device), Slot(self._device)]
+        self._slots = [BucketSlot(self._device), BucketSlot(self._device)]
 
     @property
     def _who(self) -> str:
@@ -85,7 +85,7 @@ class BroadcastPublisher:
             offset += client.endpoint.tp_size
         tasks["itself"] = lambda: _join_group(backend, listener, world_size, self._group_name, options.timeout_s)
         with listener, _gloo_interface(options.interface or interface_of(options.address)):
-            self._streams = all(takes_streams(client) for client in self._clients)
+            self._uses_channels = all(takes_channels(client) for client in self._clients)
             self._group = run_together(
                 tasks, timeout_s=options.timeout_s, who=self._who, phase="connect for weight sync"
             )["itself"]
@@ -97,8 +97,8 @@ class BroadcastPublisher:
         """Broadcast bucket by bucket, one while the next is gathered."""
         self.connect()
         try:
-            if self._streams:
-                return self._stream(tensors, version, proof)
+            if self._uses_channels:
+                return self._send_over_channel(tensors, version, proof)
             if self._options.sources is not None:
                 self._options.sources.new_round()
             return send_in_slots(tensors, self._slots, self._sending(self._broadcast_in_turn, version))
@@ -135,7 +135,7 @@ class BroadcastPublisher:
             except SlimeLikeError as error:
                 logger.warning("%s: leaving the weight sync group: %s", self._who, error)
 
-    def _sending(self, send: Callable[[Slot, str], None], version: int) -> Sending:
+    def _sending(self, send: Callable[[BucketSlot, str], None], version: int) -> Sending:
         options = self._options
         # An engine has two buckets of every source.
         most = slot_bytes(options.buffer_bytes) * 2 // max(2, options.num_sources)
@@ -146,19 +146,21 @@ class BroadcastPublisher:
             timeout_s=options.timeout_s * (1 if options.sources is None else 2),
         )
 
-    def _stream(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
+    def _send_over_channel(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
         assert self._group is not None, "connected"
-        with GroupStream(self._options, self._clients, proof, self._group, self._group_name, self._device) as stream:
-            report = send_in_slots(tensors, self._slots, self._sending(stream.load, version))
-            stream.end()
+        with ProcessGroupChannel(
+            self._options, self._clients, proof, self._group, self._group_name, self._device
+        ) as channel:
+            report = send_in_slots(tensors, self._slots, self._sending(channel.load, version))
+            channel.end()
         return report
 
-    def _broadcast_in_turn(self, slot: Slot, phase: str) -> None:
+    def _broadcast_in_turn(self, slot: BucketSlot, phase: str) -> None:
         sources = self._options.sources
         with contextlib.nullcontext() if sources is None else sources.turn(phase):
             self._broadcast(slot, phase)
 
-    def _broadcast(self, slot: Slot, phase: str) -> None:
+    def _broadcast(self, slot: BucketSlot, phase: str) -> None:
         request = {
             "names": [entry.name for entry in slot.entries],
             "dtypes": [entry.dtype for entry in slot.entries],
@@ -177,7 +179,7 @@ class BroadcastPublisher:
         run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
 
 
-class GroupStream(Stream):
+class ProcessGroupChannel(Channel):
     """Buckets over the process group, in whose other ranks engines receive and load until the end
     (in_engine/groups.py).
     """
@@ -195,10 +197,10 @@ class GroupStream(Stream):
         self._group, self._name, self._device = group, name, device
         self._everyone = ", ".join(engine_name(client) for client in clients)
         self._is_in_flight = False  # something that may wait for an engine for good
-        self._all_told = False
+        self._all_answered = False
         self._readers = [(client.endpoint.index, rank) for client in clients for rank in range(client.endpoint.tp_size)]
 
-    def __enter__(self) -> GroupStream:
+    def __enter__(self) -> ProcessGroupChannel:
         try:
             self.start("group", self._name)
         except BaseException as error:
@@ -211,15 +213,15 @@ class GroupStream(Stream):
             return
         self.fail(error)
         try:
-            if not self._is_in_flight and not self._all_told:
+            if not self._is_in_flight and not self._all_answered:
                 self.has_ended = True
                 self._end(GAVE_UP, _GIVE_UP_S)
         except (SlimeLikeError, RuntimeError) as late:
             logger.warning("%s: engines were not told that this weight sync is over: %s", self.who, late)
-        if not self._all_told:  # engines look there while nothing comes
+        if not self._all_answered:  # engines look there while nothing comes
             store_of(self._group).set(OVER, f"{self.who}: {type(error).__name__}: {error}")
 
-    def load(self, slot: Slot, phase: str) -> None:
+    def load(self, slot: BucketSlot, phase: str) -> None:
         """One bucket."""
         self._watch()
         digests = [] if self.proof is None else self.proof.entries([entry.name for entry in slot.entries])
@@ -236,9 +238,9 @@ class GroupStream(Stream):
     def end(self) -> None:
         """Everything was sent; hear of what was digested. Raises WeightSyncError with what an engine says."""
         self.has_ended = True
-        told = self._end(END, self.options.timeout_s)
+        answers = self._end(END, self.options.timeout_s)
         self.finish()
-        for (engine, rank), answer in told.items():
+        for (engine, rank), answer in answers.items():
             if "error" in answer:
                 self.check()  # it may be another source's failure that the engine complains about
                 raise WeightSyncError(
@@ -249,17 +251,17 @@ class GroupStream(Stream):
 
     def _end(self, how: int, timeout_s: float) -> dict[Reader, dict]:
         mine = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=self._device)
-        told = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
+        statuses = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
 
         def send() -> None:
             self._broadcast_header(how, 0, 0)
-            dist.all_gather(told, mine, group=self._group)
+            dist.all_gather(statuses, mine, group=self._group)
 
         self._together(send, "end weight sync", timeout_s, self._watch if how == END else self.check_engines)
-        self._all_told = True
+        self._all_answered = True
         return {
             reader: json.loads(bytes(status.cpu().numpy()))
-            for reader, status in zip(self._readers, told[1:], strict=True)
+            for reader, status in zip(self._readers, statuses[1:], strict=True)
         }
 
     def _broadcast_header(self, size: int, start: int, room: int) -> None:

@@ -1,10 +1,10 @@
-"""The trainer's side of in_engine/stream.py: the one request to every engine that lasts as long as the weights come in,
+"""The trainer's side of in_engine/intake.py: the one request to every engine that lasts as long as the weights come in,
 and the sockets beside it.
 
 How a publisher uses it:
-    with SocketStream(options, clients, proof, path) as stream:       # or broadcast.GroupStream
-        report = send_in_slots(tensors, slots, how)                   # how.send calls stream.load(slot)
-        stream.end()
+    with SocketChannel(options, clients, proof, path) as channel:  # or broadcast.ProcessGroupChannel
+        report = send_in_slots(tensors, slots, how)                # how.send calls channel.load(slot)
+        channel.end()
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.buckets import Proof, PublisherOptions
-from slime_like.weight_sync.in_engine.stream import STREAM_NAME
+from slime_like.weight_sync.in_engine.intake import INTAKE_NAME
 from slime_like.weight_sync.proof.receipt import loader_request
 from slime_like.weight_sync.together import run_together
 
@@ -45,7 +45,7 @@ def engine_name(client: EngineClient) -> str:
     return f"engine {client.endpoint.index} at {client.url}"
 
 
-def takes_streams(client: EngineClient) -> bool:
+def takes_channels(client: EngineClient) -> bool:
     """Whether this engine was started with our weight loader."""
     return WEIGHT_LOADER in (client.server_info().get("custom_weight_loader") or [])
 
@@ -56,16 +56,16 @@ class EngineRequests:
     def __init__(
         self,
         clients: Sequence[EngineClient],
-        told: Callable[[EngineClient, int], dict],
+        order_of: Callable[[EngineClient, int], dict],
         timeout_s: float,
         who: str,
         phase: str,
     ):
-        """told(client, rank): what that rank is told, see in_engine.stream.take."""
+        """order_of(client, rank): what that rank is told, see in_engine.intake.take."""
         self._failure: BaseException | None = None
         self._done = threading.Event()
         self._who, self._whom, self._phase = who, ", ".join(engine_name(client) for client in clients), phase
-        tasks = {engine_name(client): functools.partial(_ask, client, told, timeout_s) for client in clients}
+        tasks = {engine_name(client): functools.partial(_ask, client, order_of, timeout_s) for client in clients}
         threading.Thread(
             target=self._run, args=(tasks, timeout_s, who, phase), name=f"{who}: {phase}", daemon=True
         ).start()
@@ -96,17 +96,18 @@ class EngineRequests:
         self.check()
 
 
-def _ask(client: EngineClient, told: Callable[[EngineClient, int], dict], timeout_s: float) -> None:
+def _ask(client: EngineClient, order_of: Callable[[EngineClient, int], dict], timeout_s: float) -> None:
     by_rank = [
-        json.dumps(told(client, rank) | {"timeout_s": timeout_s}).encode() for rank in range(client.endpoint.tp_size)
+        json.dumps(order_of(client, rank) | {"timeout_s": timeout_s}).encode()
+        for rank in range(client.endpoint.tp_size)
     ]
     # Longer than a bucket may take, so that a wait for a bucket, which names the rank, ends first.
     client.update_weights_from_tensor(
-        loader_request(STREAM_NAME, by_rank), load_format=WEIGHT_LOADER, timeout_s=2 * timeout_s
+        loader_request(INTAKE_NAME, by_rank), load_format=WEIGHT_LOADER, timeout_s=2 * timeout_s
     )
 
 
-class Stream:
+class Channel:
     """One source's part of one sync: of the first source also the requests.
 
     Knows when one of them or another source fails.
@@ -135,11 +136,11 @@ class Stream:
         if options.sources is not None:
             channels = options.sources.channels(options.num_sources)
 
-        def told(client: EngineClient, rank: int) -> dict:
+        def order_of(client: EngineClient, rank: int) -> dict:
             layout = None if self.proof is None else self.proof.layout_number(client.endpoint.index)
             return {"kind": kind, "channels": channels, "engine": client.endpoint.index, "rank": rank, "layout": layout}
 
-        self._requests = EngineRequests(self._clients, told, options.timeout_s, self.who, "load weights")
+        self._requests = EngineRequests(self._clients, order_of, options.timeout_s, self.who, "load weights")
 
     def check(self) -> None:
         """Raise if the sync is lost already: an engine refused, or another source failed."""
@@ -170,7 +171,7 @@ class Stream:
             self.options.sources.fail(f"{type(error).__name__}: {error}")
 
 
-class SocketStream(Stream):
+class SocketChannel(Channel):
     """Buckets in shared memory, which engines are told of through a socket file at `path`.
 
     It exists as long as this is open.
@@ -186,7 +187,7 @@ class SocketStream(Stream):
             for client in clients
         }
 
-    def __enter__(self) -> SocketStream:
+    def __enter__(self) -> SocketChannel:
         try:
             self.start("socket", self._listener.path)
         except BaseException as error:
@@ -202,7 +203,7 @@ class SocketStream(Stream):
             self._connected.close()
 
     def load(self, where: list, names: Sequence[str], phase: str) -> None:
-        """One bucket. where: as engine_stream finds it, [path, start of the table, its end]."""
+        """One bucket. where: as intake finds it, [path, start of the table, its end]."""
         entries = [] if self.proof is None else self.proof.entries(names)
 
         def message(reader: Reader) -> dict:

@@ -12,7 +12,7 @@ import pickle
 import torch
 
 from slime_like.weight_sync.buckets import PublisherOptions
-from slime_like.weight_sync.transports.slots import Slot
+from slime_like.weight_sync.transports.slots import BucketSlot
 
 #: SGLang's name of {"flattened_tensor": uint8 [bytes], "metadata": [FlattenedTensorMetadata]}.
 LOAD_FORMAT = "flattened_bucket"
@@ -27,7 +27,7 @@ def is_possible(options: PublisherOptions) -> bool:
     return torch.cuda.is_available() and options.num_sources == 1 and len(options.endpoints) == 1
 
 
-def handle_of(slot: Slot) -> str:
+def handle_of(slot: BucketSlot) -> str:
     """The request's text for one rank, base64. The slot must not change until the engine has answered.
 
     An engine answers after it has let go of the handle, and torch waits for the device's copies before that.

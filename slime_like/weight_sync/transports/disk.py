@@ -21,7 +21,7 @@ from safetensors import safe_open
 from slime_like.errors import WaitTimeout, WeightSyncError
 from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, SentReport, num_bytes
 from slime_like.weight_sync.session import version_directory
-from slime_like.weight_sync.transports.slots import Sending, Slot, send_in_slots, slot_bytes
+from slime_like.weight_sync.transports.slots import BucketSlot, Sending, send_in_slots, slot_bytes
 
 #: torch's name of a type -> the format's.
 TYPES = {
@@ -45,7 +45,7 @@ class DiskPublisher:
         self._root = os.path.abspath(options.directory)
         self._is_first = options.source_index == options.writer_index == 0
         self._is_alone = options.num_sources * options.num_writers == 1
-        self._slots = [Slot(), Slot()]
+        self._slots = [BucketSlot(), BucketSlot()]
         self._removal: threading.Thread | None = None  # of older versions, while engines load the new one
 
     def connect(self) -> None:
@@ -130,7 +130,7 @@ class DiskPublisher:
     def _partial(self, version: int) -> str:
         return os.path.join(self._root, f".{os.path.basename(version_directory(self._root, version))}.partial")
 
-    def _write(self, slot: Slot, path: str) -> None:
+    def _write(self, slot: BucketSlot, path: str) -> None:
         with self._explaining("cannot be written to"), open(path, "wb", buffering=0) as file:
             for part in (_header(slot), slot.filled().numpy()):
                 rest = memoryview(part)
@@ -176,7 +176,7 @@ def _share(tensors: Iterable[NamedTensor], writer: int, num_writers: int) -> Ite
             yield name, tensor
 
 
-def _header(slot: Slot) -> bytes:
+def _header(slot: BucketSlot) -> bytes:
     """The beginning of a safetensors file: 8 bytes with the length of the JSON that follows, which is padded so that
     the tensors are aligned.
     """

@@ -1,7 +1,7 @@
 """Weights between processes of one host, for engines that share the trainer's GPUs (--colocate).
 
 Two files in shared memory, which only we can read, are kept between buckets and syncs: tensors are copied into one
-while engines load from the other. One request to each engine lasts as long (in_engine/stream.py); buckets are announced
+while engines load from the other. One request to each engine lasts as long (in_engine/intake.py); buckets are announced
 through a socket beside the files. A trainer on a GPU whose only engine sees that GPU sends CUDA IPC handles instead, so
 that the bytes stay on the device (device_ipc); with several engines or pipeline stages the host's memory is in between.
 """
@@ -26,8 +26,8 @@ from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions,
 from slime_like.weight_sync.in_engine.shm_slots import SharedFile
 from slime_like.weight_sync.together import run_together
 from slime_like.weight_sync.transports import device_ipc
-from slime_like.weight_sync.transports.channel import SocketStream, engine_name
-from slime_like.weight_sync.transports.slots import SLACK_BYTES, Sending, Slot, send_in_slots, slot_bytes
+from slime_like.weight_sync.transports.channel import SocketChannel, engine_name
+from slime_like.weight_sync.transports.slots import SLACK_BYTES, BucketSlot, Sending, send_in_slots, slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _HOST_SLOT_BYTES = 64 << 20
 
 
-class SharedSlot(Slot):
+class SharedBucketSlot(BucketSlot):
     """A slot whose bytes lie in a file in shared memory."""
 
     def __init__(self, path: str):
@@ -44,7 +44,7 @@ class SharedSlot(Slot):
         self._file = SharedFile(path)
 
     def reserve(self, size: int) -> None:
-        """As Slot.reserve. Raises WeightSyncError where shared memory is full."""
+        """As BucketSlot.reserve. Raises WeightSyncError where shared memory is full."""
         if size <= self.memory.numel():
             return
         try:
@@ -84,7 +84,7 @@ class IpcPublisher:
         self._on_device = device_ipc.is_possible(options)
         self._who = f"trainer source {options.source_index}"
         self._directory: str | None = None
-        self._slots: list[Slot] = []
+        self._slots: list[BucketSlot] = []
 
     def connect(self) -> None:
         """Make this source's private folder and files. Raises WeightSyncError if an engine is on another host."""
@@ -97,12 +97,12 @@ class IpcPublisher:
                     " --update-weight-transport disk."
                 )
         if self._on_device:
-            self._slots = [Slot("cuda"), Slot("cuda")]
+            self._slots = [BucketSlot("cuda"), BucketSlot("cuda")]
             return
         root = make_shared_directory()
         remove_dead_sources()
         self._directory = tempfile.mkdtemp(prefix=f"{os.getpid()}-source-{self._options.source_index}-", dir=root)
-        self._slots = [SharedSlot(f"{self._directory}/slot-{number}") for number in range(2)]
+        self._slots = [SharedBucketSlot(f"{self._directory}/slot-{number}") for number in range(2)]
 
     def begin(self, version: int) -> None:
         """Nothing to do."""
@@ -111,7 +111,7 @@ class IpcPublisher:
         """Copy and load bucket by bucket, one while engines load the other."""
         self.connect()
         if not self._on_device:
-            return self._stream(tensors, version, proof)
+            return self._send_over_channel(tensors, version, proof)
         try:
             return send_in_slots(tensors, self._slots, self._sending(self._load_on_device, version))
         finally:
@@ -127,7 +127,7 @@ class IpcPublisher:
     def close(self) -> None:
         """Remove files and folder."""
         for slot in self._slots:
-            if isinstance(slot, SharedSlot):
+            if isinstance(slot, SharedBucketSlot):
                 slot.close()
         self._slots = []
         if self._directory is not None:
@@ -136,7 +136,7 @@ class IpcPublisher:
             drop_shared_directory()
             self._directory = None
 
-    def _sending(self, load: Callable[[Slot, str], None], version: int) -> Sending:
+    def _sending(self, load: Callable[[BucketSlot, str], None], version: int) -> Sending:
         options, most = self._options, slot_bytes(self._options.buffer_bytes)
         return Sending(
             send=lambda slot, number: load(slot, f"load bucket {number} of version {version}"),
@@ -145,18 +145,18 @@ class IpcPublisher:
             timeout_s=options.timeout_s,
         )
 
-    def _stream(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
-        with SocketStream(self._options, self._clients, proof, f"{self._directory}/channel") as stream:
+    def _send_over_channel(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
+        with SocketChannel(self._options, self._clients, proof, f"{self._directory}/channel") as channel:
 
-            def load(slot: Slot, phase: str) -> None:
-                assert isinstance(slot, SharedSlot)
-                stream.load(slot.with_table(), [entry.name for entry in slot.entries], phase)
+            def load(slot: BucketSlot, phase: str) -> None:
+                assert isinstance(slot, SharedBucketSlot)
+                channel.load(slot.with_table(), [entry.name for entry in slot.entries], phase)
 
             report = send_in_slots(tensors, self._slots, self._sending(load, version))
-            stream.end()
+            channel.end()
         return report
 
-    def _load_on_device(self, slot: Slot, phase: str) -> None:
+    def _load_on_device(self, slot: BucketSlot, phase: str) -> None:
         text = device_ipc.handle_of(slot)
         timeout_s = self._options.timeout_s
         tasks = {

@@ -22,7 +22,7 @@ SLACK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class PlacedTensor:
     """One tensor in a slot: bytes start to stop (exclusive)."""
 
     name: str
@@ -36,7 +36,7 @@ class Entry:
         return [self.name, self.dtype, self.shape, self.start, self.stop]
 
 
-class Slot:
+class BucketSlot:
     """Bytes of one bucket.
 
     Kept for the next one: memory that was never touched before costs more than copying into it.
@@ -45,7 +45,7 @@ class Slot:
     def __init__(self, device: str = "cpu"):
         self._device = device
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self.entries: list[Entry] = []
+        self.entries: list[PlacedTensor] = []
         self.used = 0
 
     def reserve(self, size: int) -> None:
@@ -61,7 +61,9 @@ class Slot:
         self.reserve(stop)
         if stop > self.used:
             self.memory[self.used : stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self.entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.used, stop))
+        self.entries.append(
+            PlacedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.used, stop)
+        )
         self.used = stop
 
     def append(self, data: bytes) -> int:
@@ -93,13 +95,13 @@ class Sending:
     send(slot, number): called in a thread of its own, one after another; what it raises ends the sync.
     """
 
-    send: Callable[[Slot, int], None]
+    send: Callable[[BucketSlot, int], None]
     max_bytes: int  # of one slot
     who: str
     timeout_s: float  # deadline of one send
 
 
-def send_in_slots(tensors: Iterable[NamedTensor], slots: Sequence[Slot], how: Sending) -> SentReport:
+def send_in_slots(tensors: Iterable[NamedTensor], slots: Sequence[BucketSlot], how: Sending) -> SentReport:
     """Fill the slots in turn with all tensors and send each. Raises what `send` raises, and what the stream does.
 
     Alive at a time are the two slots and the tensor that is being copied. Returns when the last bucket was sent.
@@ -117,7 +119,7 @@ def slot_bytes(buffer_bytes: int) -> int:
 class _Run:
     """One send_in_slots."""
 
-    def __init__(self, slots: Sequence[Slot], how: Sending):
+    def __init__(self, slots: Sequence[BucketSlot], how: Sending):
         self._how = how
         self._free: queue.SimpleQueue = queue.SimpleQueue()
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
@@ -158,7 +160,7 @@ class _Run:
             self._ready.put(slot)
         return SentReport(count, size)
 
-    def _next_slot(self) -> Slot:
+    def _next_slot(self) -> BucketSlot:
         try:
             slot = self._free.get(timeout=self._how.timeout_s + _GRACE_S)
         except queue.Empty:

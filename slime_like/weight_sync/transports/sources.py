@@ -1,7 +1,7 @@
 """What several trainer sources that send to the same engines know of each other: their channels, that one failed, and
 whose turn it is.
 
-Engines that take streams (in_engine/stream.py) serve all sources at once: the first source asks them to, naming
+Engines that take streams (in_engine/intake.py) serve all sources at once: the first source asks them to, naming
 everyone's channel. Other engines get one request a bucket, for which sources take turns: a broadcast needs all engines
 at once, and an engine works on one request at a time. If one engine began with a bucket of the first source and another
 with one of the second, each would wait inside its broadcast for the other: for good. So only one source at a time has

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from slime_like.cluster.bundles import Slot, check_engines, slot_sort_key
+from slime_like.cluster.bundles import ReservedGpu, check_engines, gpu_sort_key
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import PlacementError
@@ -13,9 +13,9 @@ from slime_like.planning.placement import make_plan
 
 
 def ordered(*places):
-    slots = [Slot(i, address, address, gpu) for i, (address, gpu) in enumerate(places)]
+    slots = [ReservedGpu(i, address, address, gpu) for i, (address, gpu) in enumerate(places)]
     random.Random(0).shuffle(slots)
-    return [(s.address, s.gpu_id) for s in sorted(slots, key=slot_sort_key)]
+    return [(s.address, s.gpu_id) for s in sorted(slots, key=gpu_sort_key)]
 
 
 def test_ipv4_addresses_sort_as_numbers():
@@ -40,10 +40,10 @@ def test_gpu_names_sort_after_numbers():
 
 def test_nodes_that_share_an_address_keep_their_gpus_together():
     slots = [
-        Slot(i, node, "127.0.0.1", gpu)
+        ReservedGpu(i, node, "127.0.0.1", gpu)
         for i, (gpu, node) in enumerate((gpu, node) for gpu in "01" for node in ("b", "a"))
     ]
-    assert [(s.node_id, s.gpu_id) for s in sorted(slots, key=slot_sort_key)] == [
+    assert [(s.node_id, s.gpu_id) for s in sorted(slots, key=gpu_sort_key)] == [
         ("a", "0"),
         ("a", "1"),
         ("b", "0"),
@@ -53,9 +53,9 @@ def test_nodes_that_share_an_address_keep_their_gpus_together():
 
 def engines_on(nodes: str, **placement):
     """Check a plan whose bundle i lies on the node named nodes[i]."""
-    made = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(**placement)))
-    assert not made.problems
-    check_engines(made, [Slot(i, node, f"10.0.0.{node}", str(i)) for i, node in enumerate(nodes)])
+    plan = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(**placement)))
+    assert not plan.problems
+    check_engines(plan, [ReservedGpu(i, node, f"10.0.0.{node}", str(i)) for i, node in enumerate(nodes)])
 
 
 def test_engines_must_lie_where_the_plan_put_them():

@@ -63,8 +63,8 @@ def test_card_needs_memory():
 
 
 def test_sync_flags_that_belong_to_another_transport():
-    def problems(**given) -> str:
-        return "\n".join(SyncConfig(**given).problems())
+    def problems(**options) -> str:
+        return "\n".join(SyncConfig(**options).problems())
 
     assert "--update-weight-disk-keep-files needs --update-weight-transport disk" in problems(
         update_weight_disk_keep_files=True

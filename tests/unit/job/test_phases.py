@@ -113,10 +113,10 @@ class Run:
                 "state_dict": {"data": {}},
             },
         }
-        made = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}
-        if "engines" in made:
-            made["engines"].num_members = 1
-        self.job = Job(resolved=resolved, **made)
+        doubles = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}
+        if "engines" in doubles:
+            doubles["engines"].num_members = 1
+        self.job = Job(resolved=resolved, **doubles)
         self.log = MetricsLog(run, tensorboard=False)
 
     def go(self) -> list[str]:

@@ -255,10 +255,10 @@ def test_an_order_as_the_flags_say():
     first = PublishOrder.of(config, "delta", endpoints([]), WeightsRef(version=3))
     assert (first.timeout_s, first.pause_mode, first.directory) == (9.0, "retract", "/run/weights")
     assert first.compares_digests and first.finds_unsent
-    given = dataclasses.replace(
+    probed = dataclasses.replace(
         config, sync=dataclasses.replace(sync, update_weight_disk_dir="/shared", verify_weight_sync="probe")
     )
-    second = PublishOrder.of(given, "disk", endpoints([]), WeightsRef(version=4))
+    second = PublishOrder.of(probed, "disk", endpoints([]), WeightsRef(version=4))
     assert second.directory == "/shared" and not second.compares_digests and not second.finds_unsent
     assert first.route == dataclasses.replace(first, weights=WeightsRef(version=8)).route != second.route
 

@@ -7,13 +7,15 @@ import importlib
 from slime_like.config.families import FAMILIES, family_of
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
-from slime_like.megatron_backend.hf.tables.entry import Entry
+from slime_like.megatron_backend.hf.tables.row import WeightRow
 
 #: A module beside this one for each family.
-TABLES: dict[str, tuple[Entry, ...]] = {name: importlib.import_module(f"{__name__}.{name}").TABLE for name in FAMILIES}
+TABLES: dict[str, tuple[WeightRow, ...]] = {
+    name: importlib.import_module(f"{__name__}.{name}").TABLE for name in FAMILIES
+}
 
 
-def table_for(model: ModelConfig) -> tuple[Entry, ...]:
+def table_for(model: ModelConfig) -> tuple[WeightRow, ...]:
     """The table of the model's family, without what this member of the family does not have.
 
     Raises CheckpointError if it is of none.
@@ -22,7 +24,7 @@ def table_for(model: ModelConfig) -> tuple[Entry, ...]:
     if family is None:
         raise CheckpointError(f"the model's flags describe no known family: {', '.join(TABLES)}.")
     missing = _missing_parts(model)
-    return tuple(entry for entry in TABLES[family] if not any(part in entry.megatron for part in missing))
+    return tuple(row for row in TABLES[family] if not any(part in row.megatron for part in missing))
 
 
 def _missing_parts(model: ModelConfig) -> list[str]:

@@ -2,4 +2,4 @@
 
 from slime_like.megatron_backend.hf.tables import deepseek_v3, qwen2, qwen3
 
-TABLE = (*qwen3.TABLE, *(entry for entry in qwen2.TABLE if entry not in qwen3.TABLE), *deepseek_v3.EXPERTS)
+TABLE = (*qwen3.TABLE, *(row for row in qwen2.TABLE if row not in qwen3.TABLE), *deepseek_v3.EXPERTS)

@@ -32,16 +32,16 @@ def model_file(tmp_path):
 
 
 def best(gpus, mode, **more):
-    found = [p for p in propose(Request(model=LLAMA_70B, gpus=gpus, **more)) if p.plan.mode == mode]
-    return found[0] if found else None
+    proposals = [p for p in propose(Request(model=LLAMA_70B, gpus=gpus, **more)) if p.plan.mode == mode]
+    return proposals[0] if proposals else None
 
 
 @pytest.mark.parametrize("gpus", [8, 32, 64])
 @pytest.mark.slow
 def test_every_proposal_passes_the_plan_and_leaves_room(gpus):
-    found = propose(Request(model=LLAMA_70B, gpus=gpus))
-    assert found
-    for proposal in found:
+    proposals = propose(Request(model=LLAMA_70B, gpus=gpus))
+    assert proposals
+    for proposal in proposals:
         assert proposal.config.problems() == []
         plan = make_plan(proposal.config)
         assert plan.problems == () and plan.num_gpus == gpus

@@ -73,7 +73,7 @@ def test_recomputing_keeps_less_of_every_micro_batch_and_more_of_one(recompute: 
 
     92: gradients of a layer's input, twice, and of the MLP's three parts.
     """
-    assert sizes(**recompute).kept(0) == (every, once)
+    assert sizes(**recompute).kept_bytes(0) == (every, once)
 
 
 def test_experts_keep_each_tokens_copies():

@@ -224,10 +224,10 @@ def test_recompute_keeps_only_the_boundaries():
         parallel=dataclasses.replace(plan_config(LLAMA_70B).parallel, **flags), width=2) for name, flags in {
         "all": {}, "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }.items()}  # fmt: skip
-    every, once = sizes["full"].kept(0)
+    every, once = sizes["full"].kept_bytes(0)
     assert every == pytest.approx(80 * 2 * 8192, rel=0.05)  # one hidden state a layer, and the last norm
-    assert once > sizes["all"].kept(0)[1]
-    assert sizes["all"].kept(0)[0] > 20 * every
+    assert once > sizes["all"].kept_bytes(0)[1]
+    assert sizes["all"].kept_bytes(0)[0] > 20 * every
 
 
 def test_early_stages_hold_several_micro_batches():
@@ -263,7 +263,8 @@ def test_the_work_of_a_671b_report_grows_with_the_gpus_and_no_faster():
     operations = [count_operations(functools.partial(report, nodes)) for nodes in (64, 128, 256)]
     of_a_node = [(operations[1] - operations[0]) / 64, (operations[2] - operations[1]) / 128]
     assert of_a_node[1] < 1.1 * of_a_node[0]
-    assert 1280 * of_a_node[1] < 6_500_000  # about 0.8 s of Python
+    # 23,400 a node are 30 million for 10240 GPUs, which took 0.7 s; a fifth more would be 0.85 s
+    assert 1280 * of_a_node[1] < 36_000_000
 
 
 def test_logits_are_cut_into_chunks():

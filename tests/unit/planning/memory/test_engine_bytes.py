@@ -51,9 +51,9 @@ def test_the_share_for_weights_and_cache(sglang: dict, card_gib: int, share: flo
 
 def test_the_cache_gets_what_the_weights_leave():
     config = plan_config(TINY, sglang={"mem_fraction_static": "0.5", "chunked_prefill_size": "100"})
-    found = engine_bytes(config, 4 * GIB)
-    assert (found.weights, found.kv_cache) == (2 * WHOLE, 2 * GIB - 2 * WHOLE)
-    assert found.work == GIB + 100 * 2 * (3 * 8 + 4 * 10)  # graphs, and a chunk of prompts in one layer
+    sizes = engine_bytes(config, 4 * GIB)
+    assert (sizes.weights, sizes.kv_cache) == (2 * WHOLE, 2 * GIB - 2 * WHOLE)
+    assert sizes.work == GIB + 100 * 2 * (3 * 8 + 4 * 10)  # graphs, and a chunk of prompts in one layer
 
 
 def test_beside_a_trainer_the_share_is_of_what_is_free_at_the_start_and_fits_every_phase():

@@ -15,7 +15,7 @@ from slime_like.errors import ConfigError, RewardError
 from slime_like.records import COMPLETED, TRUNCATED, Prompt, Sample
 from slime_like.rollout.rewards.math_answers import SCORERS
 from slime_like.rollout.rewards.scorer import IN_PROCESS, IN_WORKER, REMOTE, RewardScorer
-from slime_like.utils.plugins import load_function
+from slime_like.utils.user_functions import load_function
 
 PROMPT = Prompt(index=7, text="What is 6 x 7?", tokens=np.array([1, 2], dtype=np.int32))
 

@@ -12,32 +12,32 @@ from slime_like.weight_sync.in_engine.receipt import BUFFER, digest, take, weigh
 
 def model():
     torch.manual_seed(0)
-    found = torch.nn.Module()
-    found.matrix = torch.nn.Parameter(torch.randn(6, 4))
-    found.stack = torch.nn.Parameter(torch.randn(3, 6, 4))
-    found.register_buffer("bias", torch.randn(3))
-    return found
+    module = torch.nn.Module()
+    module.matrix = torch.nn.Parameter(torch.randn(6, 4))
+    module.stack = torch.nn.Parameter(torch.randn(3, 6, 4))
+    module.register_buffer("bias", torch.randn(3))
+    return module
 
 
-def answers(found, *entries):
-    take(found, json.dumps(entries).encode())
-    whole = bytes(found.get_buffer(BUFFER).tolist())
+def answers(module, *entries):
+    take(module, json.dumps(entries).encode())
+    whole = bytes(module.get_buffer(BUFFER).tolist())
     return [whole[i : i + 8] for i in range(0, len(whole), 8)]
 
 
 def test_rows_columns_experts_and_buffers():
-    found = model()
+    module = model()
     rows, columns, expert, bias = answers(
-        found,
+        module,
         ["matrix", None, 0, 2, 3, "float32"],
         ["matrix", None, 1, 1, 2, "float32"],
         ["stack", 2, 0, 0, 6, "float32"],
         ["bias", None, 0, 0, 3, "float32"],
     )
-    expected = [found.matrix[2:5], found.matrix[:, 1:3].contiguous(), found.stack[2], found.bias]
+    expected = [module.matrix[2:5], module.matrix[:, 1:3].contiguous(), module.stack[2], module.bias]
     assert [rows, columns, expert, bias] == [xxhash.xxh3_64_digest(t.detach().numpy().tobytes()) for t in expected]
     # a shorter answer replaces the longer one
-    assert answers(found, ["matrix", None, 0, 0, 6, "float32"]) == [digest(found.matrix.detach())]
+    assert answers(module, ["matrix", None, 0, 0, 6, "float32"]) == [digest(module.matrix.detach())]
 
 
 def test_what_the_model_does_not_have():
@@ -52,9 +52,9 @@ def test_what_the_model_does_not_have():
 
 def test_a_wider_parameter_is_compared_in_the_type_that_was_sent():
     sent = torch.randn(4).bfloat16()
-    found = torch.nn.Module()
-    found.router = torch.nn.Parameter(sent.float())
-    assert answers(found, ["router", None, 0, 0, 4, "bfloat16"]) == [digest(sent)]
+    module = torch.nn.Module()
+    module.router = torch.nn.Parameter(sent.float())
+    assert answers(module, ["router", None, 0, 0, 4, "bfloat16"]) == [digest(sent)]
 
 
 def test_weighted_sum_sees_values_places_and_single_bits():

@@ -1,6 +1,6 @@
 """Shared memory: what is written, that it is removed, and what the engine's loader refuses."""
 
-# Covers slime_like.weight_sync.in_engine.stream too, which it does not import itself.
+# Covers slime_like.weight_sync.in_engine.intake too, which it does not import itself.
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def engine_of(*models, seen=None):
 
 
 def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
-    ranks, told, files = [Model(), Model()], [], []
+    ranks, requests, files = [Model(), Model()], [], []
     find = shm_slots.tensors
     monkeypatch.setattr(shm_slots, "tensors", lambda path, *rest: files.append(path) or find(path, *rest))
     flat = torch.arange(12.0)
@@ -97,7 +97,7 @@ def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
         ("d", torch.zeros(0, 2)),
         ("e", flat[:1].bfloat16()),
     ]
-    with serve(engine_of(*ranks, seen=told)) as server:
+    with serve(engine_of(*ranks, seen=requests)) as server:
         sender = publisher(server.url, buffer_bytes=32)
         sender.connect()
         for version in (1, 2):
@@ -106,8 +106,8 @@ def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
             for model in ranks:
                 for name, tensor in tensors:
                     assert torch.equal(model.got[name], tensor)
-        assert len(told) == 2 and told[0]["kind"] == "socket"
-        folder = os.path.dirname(told[0]["channels"][0])
+        assert len(requests) == 2 and requests[0]["kind"] == "socket"
+        folder = os.path.dirname(requests[0]["channels"][0])
         assert sorted(os.listdir(folder)) == ["slot-0", "slot-1"]
         assert sorted({os.path.basename(path) for path in files}) == ["slot-0", "slot-1"] and len(files) == 2 * 2 * 4
         sender.close()
@@ -174,9 +174,9 @@ def test_what_one_rank_cannot_load_is_told_and_ends_it_everywhere():
 
 def test_an_engine_that_goes_away_is_named():
     def leaves(body):
-        told = json.loads(bytes(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][1].tolist()))
+        request = json.loads(bytes(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][1].tolist()))
         with socket.socket(socket.AF_UNIX) as line:
-            line.connect(told["channels"][0])
+            line.connect(request["channels"][0])
             line.sendall(b'{"engine": 0, "rank": 0}\n')
             line.recv(10)
         return 500, {"message": "the scheduler died"}

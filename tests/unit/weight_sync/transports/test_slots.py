@@ -9,7 +9,7 @@ import torch
 from weight_sync.alive_bytes import Alive
 
 from slime_like.errors import EngineError
-from slime_like.weight_sync.transports.slots import Sending, Slot, send_in_slots, slot_bytes
+from slime_like.weight_sync.transports.slots import BucketSlot, Sending, send_in_slots, slot_bytes
 
 
 def sending(send, max_bytes: int = 16) -> Sending:
@@ -23,18 +23,18 @@ def test_slots_hold_the_bytes_of_every_tensor_in_order():
         ("c", torch.ones(5, dtype=torch.bool)),
         ("d", torch.zeros(0)),
     ]
-    found = {}
+    received = {}
 
     def send(slot, number):
         for entry in slot.entries:
-            found[entry.name] = (
+            received[entry.name] = (
                 slot.filled()[entry.start : entry.stop].clone().view(getattr(torch, entry.dtype)).view(entry.shape)
             )
 
-    report = send_in_slots(tensors, [Slot(), Slot()], sending(send))
+    report = send_in_slots(tensors, [BucketSlot(), BucketSlot()], sending(send))
     assert (report.num_tensors, report.num_bytes) == (4, 16 + 2 + 5)
-    assert list(found) == ["a", "b", "c", "d"]
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+    assert list(received) == ["a", "b", "c", "d"]
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors)
 
 
 def test_the_next_bucket_is_filled_while_one_is_sent():
@@ -53,7 +53,7 @@ def test_the_next_bucket_is_filled_while_one_is_sent():
         assert gathered.wait(5)
         order.append([entry.name for entry in slot.entries])
 
-    send_in_slots(stream(), [Slot(), Slot()], sending(send))
+    send_in_slots(stream(), [BucketSlot(), BucketSlot()], sending(send))
     assert order == [["t0"], ["t1"], ["t2"]]
 
 
@@ -66,10 +66,10 @@ def test_a_failed_send_is_raised_and_nothing_is_sent_behind_it():
             raise EngineError("engine 0 is gone")
 
     with pytest.raises(EngineError, match="engine 0 is gone"):
-        send_in_slots(((f"t{i}", torch.zeros(4)) for i in range(9)), [Slot(), Slot()], sending(send))
+        send_in_slots(((f"t{i}", torch.zeros(4)) for i in range(9)), [BucketSlot(), BucketSlot()], sending(send))
     assert sent == [0, 1]
     with pytest.raises(EngineError, match="engine 0 is gone"):  # in the last bucket
-        send_in_slots(((f"t{i}", torch.zeros(4)) for i in range(2)), [Slot(), Slot()], sending(send))
+        send_in_slots(((f"t{i}", torch.zeros(4)) for i in range(2)), [BucketSlot(), BucketSlot()], sending(send))
 
 
 def test_what_the_stream_raises_comes_out():
@@ -78,7 +78,7 @@ def test_what_the_stream_raises_comes_out():
         raise RuntimeError("a neighbour died")
 
     with pytest.raises(RuntimeError, match="a neighbour died"):
-        send_in_slots(stream(), [Slot(), Slot()], sending(lambda slot, number: None))
+        send_in_slots(stream(), [BucketSlot(), BucketSlot()], sending(lambda slot, number: None))
 
 
 @pytest.mark.parametrize("sizes", [[100] * 200, [500] * 30, [499, 1] * 40, [300] * 50], ids=str)
@@ -87,7 +87,7 @@ def test_no_more_than_two_buckets_are_alive(sizes):
     --update-weight-buffer-size.
     """
     buffer_bytes = 1000
-    slots = [Slot(), Slot()]
+    slots = [BucketSlot(), BucketSlot()]
     alive = Alive(slots)
     report = send_in_slots(alive.stream(sizes), slots, sending(lambda slot, number: None, slot_bytes(buffer_bytes)))
     assert report.num_bytes == sum(sizes)
@@ -97,7 +97,7 @@ def test_no_more_than_two_buckets_are_alive(sizes):
 
 def test_room_for_a_tensor_that_is_larger_than_a_bucket_is_given_back(monkeypatch):
     monkeypatch.setattr("slime_like.weight_sync.transports.slots.SLACK_BYTES", 0)
-    slots = [Slot(), Slot()]
+    slots = [BucketSlot(), BucketSlot()]
     alive = Alive(slots)
     sizes = [100] * 20 + [5000] + [100] * 40
     send_in_slots(alive.stream(sizes), slots, sending(lambda slot, number: None, 500))
@@ -110,7 +110,7 @@ def test_buckets_begin_small_and_grow_fourfold_up_to_a_slot():
     tensors = ((f"t{number}", torch.empty(4 * megabyte, dtype=torch.uint8)) for number in range(40))
     send_in_slots(
         tensors,
-        [Slot(), Slot()],
+        [BucketSlot(), BucketSlot()],
         sending(lambda slot, number: sizes.append(slot.used // megabyte), max_bytes=48 * megabyte),
     )
     assert sizes == [8, 32, 48, 48, 24]

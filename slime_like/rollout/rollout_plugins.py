@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from slime_like.config.run import RunConfig
-from slime_like.utils.plugins import load_function
+from slime_like.utils.user_functions import load_function
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class RolloutPlugins:
     generate: Callable | None  # async (args, prompt, sampling_params, engine) -> Sample
 
 
-def load_plugins(config: RunConfig) -> RolloutPlugins:
+def load_rollout_plugins(config: RunConfig) -> RolloutPlugins:
     """Import all of them. Raises PluginError naming the flag, the path and what was found."""
     rollout = config.rollout
     return RolloutPlugins(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.megatron_backend.hf.tables.entry import Entry
+from slime_like.megatron_backend.hf.tables.row import WeightRow
 
 
 def test_transformer_engines_name_is_another_one():
-    assert Entry("a", ("b",)).megatron_names == ("a",)
-    assert Entry("a", ("b",), transformer_engine="c").megatron_names == ("a", "c")
+    assert WeightRow("a", ("b",)).megatron_names == ("a",)
+    assert WeightRow("a", ("b",), transformer_engine="c").megatron_names == ("a", "c")
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_transformer_engines_name_is_another_one():
     ],
 )
 def test_which_layers_have_it(name: str, dense: bool, experts: bool):
-    entry = Entry(name, ("x",))
-    assert (entry.is_in_layer(has_experts=False), entry.is_in_layer(has_experts=True)) == (dense, experts)
+    row = WeightRow(name, ("x",))
+    assert (row.is_in_layer(has_experts=False), row.is_in_layer(has_experts=True)) == (dense, experts)

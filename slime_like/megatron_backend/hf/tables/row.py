@@ -11,13 +11,13 @@ _MLP = "decoder.layers.{layer}.mlp."
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class WeightRow:
     """One Megatron tensor and the HF tensors that it is made of.
 
     `{layer}` stands for the layer's number; `{expert}` for the expert's, in `hf` among all, in `megatron` among this
     rank's.
 
-    Example: Entry("decoder.layers.{layer}.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_proj.weight",
+    Example: WeightRow("decoder.layers.{layer}.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_proj.weight",
     "…up_proj.weight"), GATE_UP)
     """
 

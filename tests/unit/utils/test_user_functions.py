@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime_like.errors import PluginError
-from slime_like.utils.plugins import load_function
+from slime_like.utils.user_functions import load_function
 
 USER = "tests.unit.rollout.user_functions"
 

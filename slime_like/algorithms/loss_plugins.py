@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from slime_like.config.loss import LossConfig
-from slime_like.utils.plugins import load_function
+from slime_like.utils.user_functions import load_function
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from slime_like.weight_sync.in_engine.receipt import digest_of_entries, held_by
 logger = logging.getLogger(__name__)
 
 #: Name of the one "tensor" of the request.
-STREAM_NAME = "__stream__"
+INTAKE_NAME = "__stream__"
 #: Bytes of one line, at most.
 _MOST = 1 << 26
 
@@ -36,13 +36,13 @@ def take(model, request: bytes, directory: str | None) -> None:
     group, …], "engine": its index, "rank", "layout": which of the lists of digests is for this engine (groups),
     "timeout_s": the longest wait for a bucket}.
     """
-    told = json.loads(request)
+    order = json.loads(request)
     loading = Loading(model)
     try:
-        if told["kind"] == "group":
-            take_groups(loading, told)
+        if order["kind"] == "group":
+            take_groups(loading, order)
         else:
-            _take_sockets(loading, told, directory)
+            _take_sockets(loading, order, directory)
     except Exception:
         logger.exception("weights were not taken in")
 
@@ -76,24 +76,24 @@ class Loading:
         return self._hashes.setdefault(channel, new_hash())
 
 
-def _take_sockets(loading: Loading, told: dict, directory: str | None) -> None:
+def _take_sockets(loading: Loading, order: dict, directory: str | None) -> None:
     lines: list[_Line] = []  # of sources that have not ended
     with contextlib.ExitStack() as stack:
         try:
-            for path in told["channels"]:
+            for path in order["channels"]:
                 lines.append(
                     stack.enter_context(
-                        _Line(shm_slots.checked_path(path, directory, stat.S_ISSOCK), told["timeout_s"])
+                        _Line(shm_slots.checked_path(path, directory, stat.S_ISSOCK), order["timeout_s"])
                     )
                 )
-                lines[-1].say({"engine": told["engine"], "rank": told["rank"]})
+                lines[-1].say({"engine": order["engine"], "rank": order["rank"]})
             selector = stack.enter_context(selectors.DefaultSelector())
             for line in lines:
                 selector.register(line.socket, selectors.EVENT_READ, line)
             while lines:
-                ready = selector.select(told["timeout_s"])
+                ready = selector.select(order["timeout_s"])
                 if not ready:
-                    raise TimeoutError(f"no weights came for {told['timeout_s']} s")
+                    raise TimeoutError(f"no weights came for {order['timeout_s']} s")
                 for key, _ in ready:
                     if _next_bucket(loading, key.data, directory):
                         selector.unregister(key.fileobj)

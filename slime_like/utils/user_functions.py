@@ -23,8 +23,8 @@ def load_function(path: str, *, num_positional: int, flag: str) -> Callable:
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4) or sorted(functions)[:5]
-        found = f"It has: {', '.join(close)}." if close else "It has no functions."
-        raise PluginError(f"{flag} {path}: module {module_path} has no {name!r}. {found}")
+        hint = f"It has: {', '.join(close)}." if close else "It has no functions."
+        raise PluginError(f"{flag} {path}: module {module_path} has no {name!r}. {hint}")
     function = getattr(module, name)
     if not callable(function):
         raise PluginError(f"{flag} {path}: {name!r} is a {type(function).__name__}, not a function.")

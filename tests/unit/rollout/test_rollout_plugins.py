@@ -6,20 +6,20 @@ import pytest
 
 from slime_like.errors import PluginError
 from slime_like.rollout.filters import reward_nonzero_std
-from slime_like.rollout.plugins import load_plugins
+from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from tests.unit.rollout import user_functions
 
 USER = "tests.unit.rollout.user_functions."
 
 
 def test_nothing_is_loaded_where_no_flag_is_given(make_config):
-    plugins = load_plugins(make_config())
+    plugins = load_rollout_plugins(make_config())
     assert (plugins.reward, plugins.group_filter, plugins.generate) == (None, None, None)
 
 
 def test_each_flag_loads_its_function(make_config):
     path = "slime_like.rollout.filters.reward_nonzero_std"
-    plugins = load_plugins(
+    plugins = load_rollout_plugins(
         make_config(rm_type=None, custom_rm_path=USER + "length_reward", dynamic_sampling_filter_path=path)
     )
     assert (plugins.reward, plugins.group_filter) == (user_functions.length_reward, reward_nonzero_std)
@@ -36,5 +36,5 @@ def test_each_flag_loads_its_function(make_config):
 )
 def test_a_mistake_names_the_flag_and_the_path(make_config, flag: str, path: str):
     with pytest.raises(PluginError) as raised:
-        load_plugins(make_config(**({"rm_type": None} if flag == "custom_rm_path" else {}), **{flag: path}))
+        load_rollout_plugins(make_config(**({"rm_type": None} if flag == "custom_rm_path" else {}), **{flag: path}))
     assert f"--{flag.replace('_', '-')}" in str(raised.value) and path in str(raised.value)

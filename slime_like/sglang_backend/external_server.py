@@ -115,28 +115,28 @@ def disagreements(
     """
     ours = read_hf_config(hf_checkpoint)
     who = f"the external engine at {server.url}"
-    found = [
+    differences = [
         _other_network(who, server, hf_checkpoint, difference) for difference in _network_differences(server, ours)
     ]
     theirs = _served_dtype(server.dtype, ours)
     if dtype is not None and theirs is not None and theirs != _dtype(dtype):
         left_out = " (its --dtype was left out, and SGLang chose it)" if server.dtype == "auto" else ""
-        found.append(
+        differences.append(
             f"{who} computes in {theirs}{left_out}, the trainer in {_dtype(dtype)}: their log-probs would differ. "
             f"Fix: start the engine with --dtype {_dtype(dtype)}, or change --bf16."
         )
     if server.context_length is not None and server.context_length < needed_context:
-        found.append(
+        differences.append(
             f"{who} takes {server.context_length} tokens of prompt and response, but {needed_context} are needed:"
             " --rollout-max-prompt-len, --rollout-max-response-len, --rollout-max-context-len. Fix: start the engine"
             f" with --context-length {needed_context}, or ask for less."
         )
     if routed_experts and not server.returns_routed_experts:
-        found.append(
+        differences.append(
             f"{who} does not report the experts that it chose, which --use-rollout-routing-replay needs. Fix: start it"
             " with --enable-return-routed-experts (on a GPU host), or drop the flag."
         )
-    return found
+    return differences
 
 
 class HealthWatch:
@@ -178,7 +178,7 @@ class HealthWatch:
         client = EngineClient(endpoint, timeout_s=max(1.0, self._interval_s))
         missed, last_answer, since, took = 0, time.time(), 0.0, 0.0
         while not self._stopped.wait(max(0.0, self._interval_s - took)):
-            asked = time.monotonic()
+            started = time.monotonic()
             try:
                 client.model_info()
             except (EngineError, WaitTimeout) as error:
@@ -190,7 +190,7 @@ class HealthWatch:
                     return
             else:
                 missed, last_answer = 0, time.time()
-            took = time.monotonic() - asked
+            took = time.monotonic() - started
 
 
 def _death(endpoint: EngineEndpoint, since: float, last_answer: float, missed: int, error: Exception) -> str:
@@ -264,7 +264,7 @@ def _network_differences(server: ExternalServer, ours: dict) -> list[str]:
     for name in _SHAPE:
         pairs[name] = ((server.hf_config or {}).get(name), ours.get(name))
     known = {name: pair for name, pair in pairs.items() if pair[0] not in (None, []) and pair[1] not in (None, [])}
-    return [f"{name} {theirs}, not {wanted}" for name, (theirs, wanted) in known.items() if theirs != wanted]
+    return [f"{name} {theirs}, not {expected}" for name, (theirs, expected) in known.items() if theirs != expected]
 
 
 def _other_network(who: str, server: ExternalServer, hf_checkpoint: str, difference: str) -> str:

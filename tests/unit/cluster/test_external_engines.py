@@ -8,7 +8,7 @@ import json
 import pytest
 from sglang_backend.fake_http import serve
 
-from slime_like.cluster.external import with_servers
+from slime_like.cluster.external_engines import with_servers
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, EngineError

@@ -12,7 +12,7 @@ from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.planning.placement import PlacementPlan, cannot_run_yet
 from slime_like.rollout.data_source import DataSource, context_tokens
-from slime_like.sglang_backend.external import ExternalServer, disagreements, inspect_server
+from slime_like.sglang_backend.external_server import ExternalServer, disagreements, inspect_server
 from slime_like.sglang_backend.launcher import host_has_cuda
 
 #: Deadline of one question to a server, in seconds.
@@ -34,12 +34,12 @@ def with_servers(config: RunConfig, plan: PlacementPlan, data: DataSource | None
         for engine in plan.engines
     ]
     problems = [problem for server in servers for problem in _problems(config, server, data)]
-    num_gpus, given = sum(server.num_gpus for server in servers), config.placement.rollout_num_gpus
-    if given is not None and given != num_gpus:
+    num_gpus, flag_gpus = sum(server.num_gpus for server in servers), config.placement.rollout_num_gpus
+    if flag_gpus is not None and flag_gpus != num_gpus:
         sizes = ", ".join(f"{server.num_gpus} at {server.url}" for server in servers)
         problems.append(
-            f"--rollout-num-gpus {given}, but the external engines have {num_gpus} GPUs: {sizes}. Fix: leave it out; it"
-            " is taken from them."
+            f"--rollout-num-gpus {flag_gpus}, but the external engines have {num_gpus} GPUs: {sizes}. Fix: leave it"
+            " out; it is taken from them."
         )
     engines = tuple(
         dataclasses.replace(engine, tp=server.tp_size, pp=server.pp_size, dp=server.dp_size)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from slime_like.algorithms.plugins import LossPlugins, load_loss_plugins
+from slime_like.algorithms.loss_plugins import LossPlugins, load_loss_plugins
 from slime_like.config.loss import LossConfig
 from slime_like.errors import PluginError
 
