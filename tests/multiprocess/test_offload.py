@@ -59,34 +59,34 @@ def run(place, port, folders, layout, *, offloads):
         dataclasses.replace(config, placement=placement), **(place | {"world_size": ranks, "master_port": port})
     )
     worker.start()
-    recipe, samples, found = recipe_of(worker), make_samples(8), {"reports": []}
+    recipe, samples, seen = recipe_of(worker), make_samples(8), {"reports": []}
     for step in range(3):
         worker.release_memory(("weights",))
-        found["published"] = {name: tensor.float().clone().numpy() for name, tensor in worker.export(BASE)}
-        found["probe"] = recipe.probe(samples)
+        seen["published"] = {name: tensor.float().clone().numpy() for name, tensor in worker.export(BASE)}
+        seen["probe"] = recipe.probe(samples)
         held = worker._card.held_bytes()
         before = tensor_bytes()
         worker.release_memory()
         # the copies on the host are what is left, here where the card is the host
         copies = sum(copy.numel() for copy in worker._card._copies.values())
-        found["held"], found["after"] = held, worker._card.held_bytes()
-        found["shrunk"], found["copies"] = before - tensor_bytes(), copies
-        found["reports"].append(recipe.train(step, samples).metrics)
-    found["reference"] = recipe.log_probs(samples, weights=REFERENCE)
-    found["full"] = worker._card.held_bytes()
+        seen["held"], seen["after"] = held, worker._card.held_bytes()
+        seen["shrunk"], seen["copies"] = before - tensor_bytes(), copies
+        seen["reports"].append(recipe.train(step, samples).metrics)
+    seen["reference"] = recipe.log_probs(samples, weights=REFERENCE)
+    seen["full"] = worker._card.held_bytes()
     worker.close()
-    return found
+    return seen
 
 
 def in_world(place, folders, ports):
     """(layout, offloads) -> what the rank saw."""
-    found, ports = {}, list(ports)
+    runs, ports = {}, list(ports)
     for layout, (ranks, *_) in LAYOUTS.items():
         for offloads in (False, True):
             port = ports.pop(0)
             if place["rank"] < ranks:
-                found[layout, offloads] = run(place, port, folders, layout, offloads=offloads)
-    return found
+                runs[layout, offloads] = run(place, port, folders, layout, offloads=offloads)
+    return runs
 
 
 @pytest.fixture(scope="module")
