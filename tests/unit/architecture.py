@@ -97,6 +97,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "megatron_backend.hf.save": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
+    "megatron_backend.model.attention": ("pretend_gpu/test_attention.py",),
     "megatron_backend.model.layer_spec": ("multiprocess/test_plan_memory.py",),
     "megatron_backend.model.provider": (
         "multiprocess/test_plan_memory.py",
