@@ -4,6 +4,7 @@ was sent.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
@@ -164,7 +165,10 @@ def content_digest(tensor: torch.Tensor) -> bytes:
     GPU.
     """
     flat = raw_bytes(tensor)
-    return weighted_sum(flat) if flat.is_cuda else xxhash.xxh3_64_digest(flat.numpy())
+    if flat.is_cuda:
+        return weighted_sum(flat)
+    # Not as a numpy array: torch never again resizes memory that numpy has been shown, and --offload-train does.
+    return xxhash.xxh3_64_digest((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else b"")
 
 
 class Digest:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Collection
 
+from slime_like.weight_sync.group_abort import abort_group
 from slime_like.weight_sync.in_engine import shm_slots
 
 #: In the header: the source has sent everything, or cannot.
@@ -77,6 +78,9 @@ def take_groups(loading, order: dict) -> None:
         ):
             for thread in telling:
                 thread.join(_LOOK_S)
+    if any(thread.is_alive() for thread in telling):
+        for source in sources.values():
+            source.stop()
 
 
 def store_of(group):
@@ -130,9 +134,10 @@ class _Source:
         threading.Thread(target=self._receive, args=(name, arrived), name=f"weights from {name}", daemon=True).start()
 
     def stop(self) -> None:
-        """Take in no more, and let go of the memory."""
+        """Take in no more, let go of the memory, and end what waits on the device for a source that never sends."""
         self._is_stopped = True
         self.free.put(None)  # should it be waiting there
+        abort_group(self._group, self._me)
 
     def is_over(self) -> bool:
         """Whether its source has said that nothing more will come, in no other way than through the store."""

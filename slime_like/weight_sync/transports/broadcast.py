@@ -27,6 +27,7 @@ from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import interface_of, listen_at
 from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, SentReport
+from slime_like.weight_sync.group_abort import abort_group
 from slime_like.weight_sync.in_engine.groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.stores import serve_store
 from slime_like.weight_sync.together import run_together
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 _FLAT = "flattened_bucket"
 #: Without CUDA: larger ones gain nothing, and an engine needs memory for two.
 _HOST_SLOT_BYTES = 32 << 20
+#: How many of our deadlines torch's watchdog of an NCCL group waits.
+_WATCHDOG_LATER = 3
 #: After a failure: how long engines that are well may take to hear of it.
 _GIVE_UP_S = 5.0
 
@@ -100,8 +103,9 @@ class BroadcastPublisher:
                 self._options.sources.new_round()
             return send_in_slots(tensors, self._slots, self._sending(self._broadcast_in_turn, version))
         except BaseException:
-            # The group may be in the middle of a broadcast for good: let go of it, so that the next use makes a new
-            # one. It is not destroyed, because our own thread may still be waiting in it.
+            # The group may be in the middle of a broadcast for good: end it, or where that cannot be let go of it (not
+            # destroyed, because our own thread may still be waiting in it), so that the next use makes a new one.
+            abort_group(self._group, self._who)
             self._tell_engines_to_leave()
             self._group = None
             raise
@@ -313,7 +317,8 @@ def _join_group(
     """
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-    timeout = datetime.timedelta(seconds=timeout_s)
+    # The watchdog of NCCL ends the process at the group's deadline: ours, which aborts the group only, must come first.
+    timeout = datetime.timedelta(seconds=timeout_s * (_WATCHDOG_LATER if backend == "nccl" else 1))
     store = serve_store(listener, timeout_s=timeout_s, world_size=world_size)
     group, _ = _new_process_group_helper(
         world_size,

@@ -78,3 +78,14 @@ def test_tokens_of_a_micro_batch():
         ).tokens
         == 100
     )
+
+
+def test_logits_are_worked_on_1024_tokens_at_a_time_unless_the_flag_says_otherwise():
+    """11 columns: logits of 5000 tokens in bf16, and two fp32 tensors of those that are worked on."""
+
+    def logits(**batch) -> int:
+        actor = role("actor", batch={"use_dynamic_batch_size": True, "max_tokens_per_gpu": 5000} | batch)
+        return actor.phases(actor.key(0))["train"]["logits"]
+
+    assert logits() == 11 * (5000 * 2 + 1024 * 8)
+    assert logits(log_probs_chunk_size=-1) == 11 * (5000 * 2 + 5000 * 8)
