@@ -1,6 +1,6 @@
 """Package metadata: dependency ranges and extras.
 
-The exact versions of a CPU host are in scripts/requirements/constraints-cpu.txt.
+The exact versions of each set of packages are in scripts/requirements/ (sets.toml).
 """
 
 from pathlib import Path
@@ -68,7 +68,7 @@ EXTRAS = {
         "uvloop",
         "xgrammar",
     ],
-    "gpu": ["sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.0"],
+    "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",
         "pytest>=9,<10",

@@ -93,7 +93,8 @@ class ModelConfig:
     attention_backend: str = flag(
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
-        help="Transformer-engine attention; on a CPU host torch SDPA is used and this is only noted.",
+        help="Transformer-engine attention (flash needs flash-attn); local: torch's own layers even beside it, as auto"
+        " where it does not work. On a CPU host torch SDPA is used and this is only noted.",
     )
 
     rope_fusion: bool = flag(False, help="Fused rope kernel; never used, so that every host computes the same numbers.")

@@ -1,5 +1,5 @@
-"""Layer parts: transformer-engine's where it is usable, otherwise ours on plain torch, with the same parameter names in
-checkpoints.
+"""Layer parts: transformer-engine's where it is usable and --attention-backend is not local, otherwise ours on plain
+torch, with the same parameter names in checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from slime_like.megatron_backend.compat import megatron as compat
+from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
 from slime_like.megatron_backend.model.attention import CausalAttention
 
 
@@ -30,10 +30,14 @@ def block_spec(config: TransformerConfig, chunk: int = 0, *, post_norms: bool = 
     post_norms: see PostNormLayer.
     """
     options = {"normalization": config.normalization, "vp_stage": chunk}
-    if compat.has_transformer_engine():
+    if uses_transformer_engine(config.attention_backend.name):
         block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **options)
         norm = gpt_layer_specs.TENorm
     else:
+        # multi_latent_attention.py:58 (0.16.1) takes its own stand-in for transformer-engine as the real one, and then
+        # asks isinstance(…, a mock); and MLASelfAttention passes a matrix as whole only to TELinear. A process makes
+        # models of one kind of layers. Goes when it asks the spec.
+        multi_latent_attention.HAVE_TE, multi_latent_attention.TELinear = False, ReplicatedLinear
         # get_gpt_decoder_block_spec (0.16.1) takes no provider, so ours stands in while it runs. Goes when it takes
         # one.
         stock = gpt_layer_specs.LocalSpecProvider, gpt_layer_specs.LNImpl
@@ -122,12 +126,6 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[…, input] -> ([…, output], no bias)."""
         return functional.linear(hidden, self.weight), None
-
-
-if not compat.has_transformer_engine():
-    # multi_latent_attention.py:58 (0.16.1) takes its own stand-in for transformer-engine as the real one, and then asks
-    # isinstance(…, a mock); and MLASelfAttention passes a matrix as whole only to TELinear. Goes when it asks the spec.
-    multi_latent_attention.HAVE_TE, multi_latent_attention.TELinear = False, ReplicatedLinear
 
 
 class Norm:

@@ -19,7 +19,8 @@ from megatron.core.utils import get_model_config
 from slime_like.config.model import ModelConfig
 from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
-from slime_like.megatron_backend.compat import megatron as compat
+from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
+from slime_like.megatron_backend.hf.names_and_shards import mark_duplicated
 from slime_like.megatron_backend.model.attention import CausalAttention
 from slime_like.megatron_backend.model.layer_spec import block_spec
 from slime_like.megatron_backend.model.packed import take_packs_as_rows
@@ -130,7 +131,7 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict:
     """
     if not model.num_experts:
         return {}
-    fast = compat.has_transformer_engine()
+    fast = uses_transformer_engine(model.attention_backend)
     return {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.mlp_size,
@@ -214,6 +215,7 @@ def _build_chunk(
     )
     if value_head:
         put_value_head(stage)
+    mark_duplicated(stage, model)
     if any(isinstance(module, CausalAttention) for module in stage.modules()):
         take_packs_as_rows(stage)
     if torch.cuda.is_available():

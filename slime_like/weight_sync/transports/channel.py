@@ -24,6 +24,7 @@ from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.buckets import Proof, PublisherOptions
+from slime_like.weight_sync.device import on_this_device
 from slime_like.weight_sync.in_engine.intake import INTAKE_NAME
 from slime_like.weight_sync.proof.receipt import loader_request
 from slime_like.weight_sync.together import run_together
@@ -67,7 +68,7 @@ class EngineRequests:
         self._who, self._whom, self._phase = who, ", ".join(engine_name(client) for client in clients), phase
         tasks = {engine_name(client): functools.partial(_ask, client, order_of, timeout_s) for client in clients}
         threading.Thread(
-            target=self._run, args=(tasks, timeout_s, who, phase), name=f"{who}: {phase}", daemon=True
+            target=on_this_device(self._run), args=(tasks, timeout_s, who, phase), name=f"{who}: {phase}", daemon=True
         ).start()
 
     def _run(self, tasks: Mapping[str, Callable], timeout_s: float, who: str, phase: str) -> None:

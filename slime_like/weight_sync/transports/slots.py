@@ -11,6 +11,7 @@ import torch
 
 from slime_like.errors import WaitTimeout
 from slime_like.weight_sync.buckets import Cutter, NamedTensor, SentReport, num_bytes
+from slime_like.weight_sync.device import on_this_device
 
 #: Beyond the deadline that each send has by itself.
 _GRACE_S = 5.0
@@ -129,7 +130,7 @@ class _Run:
             self._free.put(slot)
 
     def all_of(self, tensors: Iterable[NamedTensor]) -> SentReport:
-        sender = threading.Thread(target=self._send_ready, name=f"{self._how.who}: send", daemon=True)
+        sender = threading.Thread(target=on_this_device(self._send_ready), name=f"{self._how.who}: send", daemon=True)
         sender.start()
         try:
             report = self._fill(tensors)
