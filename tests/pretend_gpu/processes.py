@@ -118,7 +118,10 @@ class Pretender:
         environment = os.environ | {
             "LD_PRELOAD": str(guard_library()),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
+            # as pyproject.toml's pythonpath
+            "PYTHONPATH": os.pathsep.join(
+                [str(_ROOT), str(_ROOT / "tests" / "unit"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         }
         try:
             with Listener(os.path.join(folder, "line"), family="AF_UNIX") as listener:

@@ -115,7 +115,7 @@ class CausalAttention(MegatronModule):
     def _attend_spans(self, kernel: Callable, query, key, value, spans: Spans):
         """[s, 1, heads, d] -> the same, all spans at once."""
         width, padded = value.size(-1), _kernel_width(query, value)
-        query, key, value = (functional.pad(x.squeeze(1), (0, padded - x.size(-1))) for x in (query, key, value))
+        query, key, value = (_widened(x.squeeze(1), padded) for x in (query, key, value))
         attended = kernel(
             query, key, value, spans.queries, spans.keys, spans.most_queries, spans.most_keys, scale=self.scale
         )
@@ -134,6 +134,12 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor) -> Callable | None:
 def _kernel_width(*heads: torch.Tensor) -> int:
     """The size of a head that the kernel is given: the same for queries and values, and a multiple of 8."""
     return -(-max(x.size(-1) for x in heads) // _HEAD_SIZE_UNIT) * _HEAD_SIZE_UNIT
+
+
+def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:
+    """With zeros, which add nothing to a product; as it is where nothing is missing."""
+    missing = width - heads.size(-1)
+    return functional.pad(heads, (0, missing)) if missing else heads
 
 
 @functools.cache
