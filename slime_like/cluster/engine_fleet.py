@@ -23,6 +23,7 @@ from slime_like.cluster.members import Member, Membership, MemberState
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
 from slime_like.errors import EngineError, RunError, WeightSyncError
+from slime_like.planning.cards import cards_of
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
@@ -236,7 +237,8 @@ class EngineFleet:
     def _publish(self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes) -> SyncReceipt:
         endpoints = [member.endpoint for member in members if member.endpoint is not None]
         assert self._plan.transport is not None, "a run with trainer and engines has a transport"
-        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights)
+        cards = cards_of(self._plan, [self._plans.get(endpoint.index) for endpoint in endpoints])
+        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards)
         try:
             return trainer.publish(order, self.check_watch)
         except BaseException:
