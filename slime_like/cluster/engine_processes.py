@@ -131,6 +131,7 @@ class EngineProcesses:
             extra_flags=config.engine.sglang
             | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {}),
             memory_saver=config.offload_rollout,
+            shares_gpus=config.shares_cards,
             log_level=config.observability.log_level,
             log_path=f"{self._run_dir}/logs/engine-{engine.index}{suffix}.log",
         )

@@ -223,6 +223,10 @@ class TrainGroup:
         """Score with the weights of an HF folder from now on."""
         self._follow("take_weights", "load", folder)
 
+    def release_memory(self, keep: Sequence[str] = ()) -> None:
+        """Give the engines on these GPUs what is not in `keep` (megatron_backend/card_memory.py)."""
+        self._all("release_memory", "release memory", tuple(keep))
+
     def _follow(self, method: str, phase: str, *args) -> list:
         """What a method of the recipe gives on each rank."""
         return self._gather(phase, [actor.follow.remote(method, *args) for actor in self.actors])

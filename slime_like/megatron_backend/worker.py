@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from slime_like.config.run import RunConfig
+from slime_like.megatron_backend.card_memory import TRAIN_STATE, CardMemory
 from slime_like.megatron_backend.checkpoint import start_weights
 from slime_like.megatron_backend.checkpoint import state as checkpoint
 from slime_like.megatron_backend.checkpoint.async_save import Saver
@@ -41,6 +42,7 @@ from slime_like.observability.metrics import timed
 from slime_like.records import BASE, REFERENCE, SyncReceipt, WeightsRef
 from slime_like.weight_sync.sender import WeightSender
 from slime_like.weight_sync.session import PublishOrder, run_session
+from slime_like.weight_sync.transports.slots import slot_bytes
 
 
 class TrainWorker:
@@ -85,7 +87,7 @@ class TrainWorker:
         """Join the other ranks, build everything, load the first weights.
 
         Returns {"num_rollouts_done", "client_state" (of the checkpoint, else {}), "num_parameters" (whole model),
-        "seconds": {part: s}}.
+        "card_bytes" (the GPU's memory), "seconds": {part: s}}.
         """
         config = self.config
         seconds: dict[str, float] = {}
@@ -107,6 +109,8 @@ class TrainWorker:
             )
             self.stage = unwrap(self.model)
             self._held = HeldWeights(self.stage)
+            offloads = config.offloads_train(on_gpu=device_of(self.stage).type == "cuda")
+            self._card = CardMemory(self.stage, self.model if self._trains else (), offloads=offloads)
         source = start_weights.start_source(config.checkpoint)
         with timed(seconds, "weights"):
             self._load_first_weights(source)
@@ -115,6 +119,7 @@ class TrainWorker:
             with timed(seconds, "optimizer"):
                 self._sync = GradientSync(self.model)
                 self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel)
+                self._card.add_optimizer(self.optimizer)
                 total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout
                 self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
             with timed(seconds, "resume"):
@@ -129,6 +134,7 @@ class TrainWorker:
             **resumed,
             "num_parameters": hf_convert.num_parameters(config.model),
             "bf16": trains_in_bf16(config.optimizer),
+            "card_bytes": torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None,
             "seconds": seconds,
         }
 
@@ -144,6 +150,12 @@ class TrainWorker:
         """Give back what would outlive this process, before it is killed."""
         if self._sender is not None:
             self._sender.remove_files()
+
+    def release_memory(self, keep: Sequence[str] = ()) -> None:
+        """Give the engines on this card what is not in `keep`, of TRAIN_STATE: to the host with --offload-train, else
+        cached memory only. Verbs bring back what they need.
+        """
+        self._card.release(keep)
 
     # ------------------------------------------------------------------ passes and steps
 
@@ -216,11 +228,13 @@ class TrainWorker:
 
         Raises ValueError for ones that are not here.
         """
+        self._card.need("weights")
         with self._held.using(weights):
             yield
 
     def copy_weights(self, source: WeightsRef, target: WeightsRef) -> None:
         """Keep the present `source` as the frozen weights `target`: how a reference follows the policy."""
+        self._card.need("weights")
         self._held.copy(source, target)
 
     def export(self, weights: WeightsRef) -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,6 +251,7 @@ class TrainWorker:
         Raises on every rank; engines then stay paused.
         The connection is made at the first call and kept; it is made anew when the order's route is another.
         """
+        self._card.need("weights")
         if self._sender is not None and self._sender.route != order.route:
             self._sender.close()
             self._sender = None
@@ -244,7 +259,12 @@ class TrainWorker:
             self._sender = WeightSender(
                 self.config,
                 order,
-                gathering(self.config.model, lambda: self.export(BASE), master_address=self.master_address),
+                gathering(
+                    self.config.model,
+                    lambda: self.export(BASE),
+                    master_address=self.master_address,
+                    whole_bytes=slot_bytes(self.config.sync.update_weight_buffer_size) if order.cards else None,
+                ),
             )
         try:
             return run_session(order, self._sender)
@@ -302,12 +322,14 @@ class TrainWorker:
         Frozen weights of a new name are held from now on. Returns the checkpoint's client_state.json, {} for weights
         alone. Raises CheckpointError.
         """
+        self._card.need(*TRAIN_STATE)
         if weights.name != BASE.name:
             assert not (optimizer or schedule or rng), "frozen weights have no more than themselves"
             self._held.keep(
                 weights, lambda: start_weights.load_weights(self.model, self.config.model, folder, step=step)
             )
             return {}
+        self._held.base_changes()
         saved: dict = {}
         if optimizer or schedule or rng:
             state = checkpoint.TrainState(
@@ -362,6 +384,8 @@ class TrainWorker:
                 f"weights {weights.name!r} are not trained here (role {self.config.role}): they can be scored with,"
                 " loaded and exported."
             )
+        self._card.need(*TRAIN_STATE)
+        self._held.base_changes()  # in a pass, too: routers learn their bias there
 
     def _clear_gradients(self) -> None:
         for chunk in self.model:

@@ -61,6 +61,7 @@ class EngineSpec:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)  # over this process's own
     log_level: str | None = None  # None: SGLang's default, info
     memory_saver: bool = False  # release and resume really free memory; CUDA only
+    shares_gpus: bool = False  # a trainer takes turns with it
     log_path: str
     custom_weight_loader: str | None = WEIGHT_LOADER
     command: tuple[str, ...] | None = None  # instead of SGLang's server, before its arguments
@@ -287,6 +288,11 @@ def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:
     if cuda:
         if spec.gpu_ids:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpu_ids))
+        if spec.shares_gpus:
+            # What a trainer holds differs from card to card, which SGLang takes for foreign processes, and ends. The
+            # older name must not be there: 0.5.17 copies its value to the new one, so that "1" to disable enables.
+            env.pop("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK", None)
+            env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     else:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["OMP_NUM_THREADS"] = env.get("SLIME_LIKE_ENGINE_OMP_THREADS", "1")

@@ -95,8 +95,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
         "multiprocess/test_interleaved.py",
         "unit/megatron_backend/hf/test_tables.py",
     ),
+    "megatron_backend.hf.stages": ("multiprocess/test_own_card.py",),
     "megatron_backend.hf.save": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
+    "megatron_backend.model.attention": ("pretend_gpu/test_attention.py",),
     "megatron_backend.model.layer_spec": ("multiprocess/test_plan_memory.py",),
     "megatron_backend.model.provider": (
         "multiprocess/test_plan_memory.py",
@@ -117,6 +119,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sglang_backend.cpu_compat": ("contract/test_engine_server_args.py",),
     "sglang_backend.cpu_server": ("e2e/test_external.py",),
     "sglang_backend.router_server": ("contract/test_engine_router.py",),
+    "weight_sync.in_engine.devices": ("pretend_gpu/test_weight_sync.py",),
     "weight_sync.in_engine.groups": ("unit/weight_sync/transports/test_broadcast.py",),
     "weight_sync.in_engine.intake": ("unit/weight_sync/transports/test_ipc.py",),
     "weight_sync.ranks": ("multiprocess/test_ranks.py",),

@@ -21,7 +21,9 @@ from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
 from slime_like.megatron_backend.hf.names_and_shards import mark_duplicated
+from slime_like.megatron_backend.model.attention import CausalAttention
 from slime_like.megatron_backend.model.layer_spec import block_spec
+from slime_like.megatron_backend.model.packed import take_packs_as_rows
 from slime_like.megatron_backend.model.value_head import put_value_head
 
 
@@ -214,6 +216,8 @@ def _build_chunk(
     if value_head:
         put_value_head(stage)
     mark_duplicated(stage, model)
+    if any(isinstance(module, CausalAttention) for module in stage.modules()):
+        take_packs_as_rows(stage)
     if torch.cuda.is_available():
         stage = stage.cuda()
     if config.bf16:

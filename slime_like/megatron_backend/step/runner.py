@@ -41,14 +41,13 @@ class StepRunner:
         self.loss = config.loss
         self._objective = Objective(config.loss, load_loss_plugins(config.loss), config.plugin_args())
         self._replay = replay
-        chunk = config.batch.log_probs_chunk_size if config.batch.log_probs_chunk_size > 0 else None
+        self._device = device_of(unwrap(model))
         self._scoring = Scoring(
             vocab_size=config.model.vocab_size,
             # supervised answers were not sampled
             temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
-            chunk_tokens=chunk,
+            chunk_tokens=config.batch.log_probs_chunk_tokens(on_gpu=self._device.type == "cuda"),
         )
-        self._device = device_of(unwrap(model))
         self._balanced_model = config.model if has_balancing_loss(config.model) else None
 
     @contextlib.contextmanager
