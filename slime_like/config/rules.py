@@ -137,7 +137,13 @@ def _sampling_problems(config: ConfigTree) -> list[str]:
             )
         ]
     if not config.uses_engines:
-        return []
+        extra = [
+            name
+            for name in ("passrate", "multi_turn", "correct_samples")
+            if getattr(config.observability, f"log_{name}")
+        ]
+        flags = ", ".join(f"--log-{name.replace('_', '-')}" for name in extra)
+        return [f"{flags}: about sampled responses, and this run samples none. Fix: leave it out."] if extra else []
     problems, rollout, buffer = [], config.rollout, config.reward.overlong_buffer_len
     if (
         rollout.filters_sampling

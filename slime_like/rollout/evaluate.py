@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from slime_like.config.run import RunConfig
-from slime_like.records import FAILED, TRUNCATED, SampleGroup
+from slime_like.records import TRUNCATED
 from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.rollout.generate import Sampling
 from slime_like.rollout.groups import GroupMaker, refuse_if_all_failed
+from slime_like.rollout.pass_rates import pass_rates
 from slime_like.rollout.rollout_metrics import part_means
 
 
@@ -55,29 +54,3 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
             ).items()
         },
     }
-
-
-def pass_rates(groups: Sequence[SampleGroup], threshold: float) -> dict[str, float]:
-    """pass@1, pass@2, pass@4, … up to the samples of a prompt, each the mean over the prompts.
-
-    A sample passes with a reward of at least `threshold`.
-    """
-    passed = [
-        [
-            segments[-1].status != FAILED and reward >= threshold
-            for segments, reward in zip(group.episodes, group.rewards, strict=True)
-        ]
-        for group in groups
-    ]
-    fewest = min(map(len, passed))
-    sizes = [2**power for power in range(fewest.bit_length())]
-    return {f"pass@{k}": float(np.mean([pass_at_k(len(flags), sum(flags), k) for flags in passed])) for k in sizes}
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """How likely at least one of k samples passes: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq.
-
-    1).
-    1 - C(n - c, k) / C(n, k) of n samples of which c passed; needs k <= n. Example: 4, 1, 2 -> 1 - 3/6 = 0.5
-    """
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

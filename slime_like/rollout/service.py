@@ -22,7 +22,7 @@ from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
-from slime_like.rollout.rollout_metrics import FILTERED, drop_metrics, ledger_metrics, sample_metrics
+from slime_like.rollout.rollout_metrics import FILTERED, detail_metrics, drop_metrics, ledger_metrics, sample_metrics
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
 
@@ -91,6 +91,7 @@ class RolloutService:
         metrics = sample_metrics(taken.groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(
             taken.outcomes, taken.dropped
         )
+        metrics |= detail_metrics(taken.groups, self._config.observability, self._config.eval.eval_pass_threshold)
         metrics |= ledger_metrics(self.feed.ledger)
         metrics |= {
             "rollout/seconds": seconds,
