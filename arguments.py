@@ -9,6 +9,7 @@ import dataclasses
 import os
 
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
+from slime_like.config.custom import read_custom_config
 from slime_like.config.file import config_paths, read_config_files
 from slime_like.config.hf_model import disagreements, hf_notes, model_from_hf, read_hf_config
 from slime_like.config.run import GROUPS, RunConfig
@@ -73,6 +74,9 @@ def parse_args(argv: list[str]) -> Command:
     sglang_flags, renamed = present_names(merge_flags(files.sglang, sglang_flags))
     groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
     config, problems, notes = _with_architecture(RunConfig(**groups))
+    if (path := config.rollout.custom_config_path) and (namespace.plan is None or os.path.isfile(path)):
+        custom, custom_problems = read_custom_config(path)
+        config, problems = dataclasses.replace(config, custom=custom), problems + custom_problems
     sglang_problems, sglang_notes = check_flags(sglang_flags)
     problems += refused + config.problems() + sglang_problems
     if namespace.plan is None:

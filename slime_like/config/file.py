@@ -116,7 +116,9 @@ def _given_back(path: str, tables: dict, settings: FileSettings) -> dict:
     ):
         return tables
     tables = {
-        name: dict(table) if isinstance(table, dict) else table for name, table in tables.items() if name != "role"
+        name: dict(table) if isinstance(table, dict) else table
+        for name, table in tables.items()
+        if name not in ("role", "custom")  # the latter is read again from --custom-config-path
     }
     sync, old = tables["sync"], tables["observability"].pop("run_dir", None)
     if old and "run_dir" not in settings.values:

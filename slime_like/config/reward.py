@@ -27,6 +27,13 @@ class RewardConfig:
             " rewards."
         ),
     )
+    custom_reward_post_process_path: str | None = flag(
+        None,
+        help=(
+            "module.function(args, samples) -> as many numbers: what all answers of a rollout are pushed by, in place"
+            " of rewards normalised within each group."
+        ),
+    )
     rm_url: str | None = flag(
         None,
         help=(

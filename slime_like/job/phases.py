@@ -17,7 +17,7 @@ from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.sample_log import SampleLog
 from slime_like.rollout.supervised import supervised_samples
-from slime_like.rollout.train_samples import custom_advantages, to_train_samples
+from slime_like.rollout.train_samples import train_samples_of
 
 if TYPE_CHECKING:
     from slime_like.cluster.sample_batch import SampleBatch
@@ -94,14 +94,7 @@ class Phases:
             return samples, {}
         path = config.observability.load_debug_rollout_data
         groups, metrics = (load_rollout(path, step), {}) if path else self.generate(step)
-        samples = to_train_samples(
-            groups,
-            config.loss,
-            custom_advantages(config),
-            group_size=config.rollout.n_samples_per_prompt,
-            mask_truncated=config.rollout.mask_truncated_samples,
-        )
-        return samples, metrics
+        return train_samples_of(config, groups), metrics
 
     def train(self, step: int, samples: list[TrainSample]) -> tuple[StepReport, dict[str, float]]:
         """Train on one rollout's samples."""

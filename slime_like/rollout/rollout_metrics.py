@@ -70,7 +70,7 @@ def _turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _correct_metrics(groups: Sequence[SampleGroup], threshold: float) -> dict[str, float]:
-    """Of the answers that pass: their share, length, and the engines' mean log-prob of a token. No means if none does."""
+    """Of the answers that pass: their share, length, and the engines' mean log-prob of a token."""
     episodes = [
         (segments[-1], segments[-1].status != FAILED and reward >= threshold)
         for group in groups

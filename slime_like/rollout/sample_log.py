@@ -1,4 +1,4 @@
-"""What a run's answers look like: a few of every rollout as JSON lines, and the best and worst of them for the console."""
+"""What a run's answers look like: a few of every rollout as JSON lines, the best and worst of them for the console."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def pick(groups: Sequence[SampleGroup], count: int) -> list[Episode]:
 
 
 def spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
-    """(begin, end) of the stretches in which the loss mask is the same. Example: [0, 0, 1, 0] -> (0, 2) (2, 3) (3, 4)"""
+    """(begin, end) of the stretches of equal loss mask. Example: [0, 0, 1, 0] -> (0, 2) (2, 3) (3, 4)"""
     if not len(loss_mask):
         return []
     changes = np.flatnonzero(np.diff(np.asarray(loss_mask) != 0)) + 1

@@ -20,18 +20,6 @@ REFUSED = {
         " --post-self-attn-layernorm --post-mlp-layernorm."
     ),
     "--model-name": "the family is read from config.json of --hf-checkpoint. Fix: leave it out.",
-    "--rollout-function-path": (
-        "the rollout loop is built in. Fix: --custom-generate-function-path for how a response is made, --loss-type"
-        " sft_loss for supervised data."
-    ),
-    "--custom-reward-post-process-path": (
-        "rewards are normalised within one prompt's group. Fix: --custom-advantage-function-path for another way;"
-        " --custom-rm-path with --group-rm to change rewards by what the group's others got."
-    ),
-    "--custom-convert-samples-to-train-data-path": (
-        "what trainers get of a sample is one record with a fixed set of arrays. Fix: --custom-generate-function-path"
-        " for tokens and loss masks, --custom-rm-path for rewards, --custom-advantage-function-path for advantages."
-    ),
     "--use-rollout-entropy": (
         "entropy is always computed where the loss is. Fix: leave it out; train/entropy reports it, a custom loss gets"
         " batch.entropy."

@@ -69,8 +69,9 @@ def make_config(write_rows):
         built = {}
         for name, group in groups.items():
             built[name] = group(**{key: values.pop(key) for key in list(values) if key in group.__dataclass_fields__})
+        custom = values.pop("custom", {})
         assert not values, f"no group has {list(values)}"
-        return RunConfig(**built)
+        return RunConfig(**built, custom=custom)
 
     return make
 

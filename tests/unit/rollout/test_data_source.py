@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from slime_like.errors import DataError, PluginError
-from slime_like.rollout.data_source import check_data, load_eval_data
+from slime_like.rollout.check_data import check_data
+from slime_like.rollout.data_source import load_eval_data
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.tokenizer import load_tokenizer
 from tests.unit.rollout.rows import digits_row
