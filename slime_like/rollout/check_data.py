@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from slime_like.config.data import split_slice
+from slime_like.config.reward import needs_label, reward_type_problem
 from slime_like.config.run import RunConfig
 from slime_like.errors import DataError
 from slime_like.rollout.data_source import (
@@ -52,8 +53,8 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
                 one.num_filtered,
                 one.num_filtered + len(one.rows),
             )
-        if config.uses_engines and config.reward.needs_label:
-            _require_labels(one, str(config.reward.rm_type))
+        if config.uses_engines and config.reward.rm_type:
+            _check_rewards(one, config)
     return source
 
 
@@ -74,11 +75,16 @@ def _user_data(config: RunConfig, tokenizer, limit: int, context: int) -> UserDa
     return source
 
 
-def _require_labels(source: DataSource, rm_type: str) -> None:
+def _check_rewards(source: DataSource, config: RunConfig) -> None:
+    """Every row has a reward that there is, and the label that it compares with. Raises DataError naming the line."""
     for row in source.rows:
-        if row.label is None:
+        where, kind = f"{split_slice(source.path)[0]} line {row.line}", row.metadata.get("rm_type")
+        if kind is not None and (problem := reward_type_problem(kind)):
+            raise DataError(f"{where}: its rm_type: {problem}")
+        kind = str(kind or config.reward.rm_type)
+        if not needs_label(kind):
+            if not config.reward.rm_url:
+                raise DataError(f"{where}: its rm_type {kind} needs --rm-url, where the samples are sent to.")
+        elif row.label is None:
             fix = "the row, or --label-key" if source.data.label_key else "--label-key"
-            raise DataError(
-                f"{split_slice(source.path)[0]} line {row.line}: has no label, and --rm-type {rm_type} compares with"
-                f" one. Fix: {fix}."
-            )
+            raise DataError(f"{where}: has no label, and --rm-type {kind} compares with one. Fix: {fix}.")

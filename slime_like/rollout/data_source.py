@@ -217,6 +217,8 @@ def _fields(record: dict, data: DataConfig, where: str, with_response: bool) -> 
         raise DataError(
             f"{where}: {data.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object."
         )
+    if record.get("rm_type") is not None:
+        metadata = {"rm_type": record["rm_type"]} | metadata
     label = None if data.label_key is None else _require(record, data.label_key, "--label-key", where)
     if not with_response:
         return {"label": label, "metadata": metadata}

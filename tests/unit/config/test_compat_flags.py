@@ -191,7 +191,7 @@ def test_a_refused_flag_takes_its_values_with_it():
             "a.b",
             "get_spec",
             "--swiglu",
-            "--rollout-buffer-url=x",
+            "--dump-details=x",
             "--optimizer=sgd",
             "--seed",
             "2",
