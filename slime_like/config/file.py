@@ -28,7 +28,7 @@ from typing import Any
 from slime_like.config.base import ProblemParser, read_value
 from slime_like.config.run import GROUPS
 from slime_like.config.slime_flags.refused import REFUSED, REFUSED_VALUES
-from slime_like.config.slime_flags.taken import SAID_ANYWAY, Taken, notice_or_refuse, take_slimes
+from slime_like.config.slime_flags.taken import SAID_ANYWAY, SlimesOwn, notice_or_refuse, take_slimes
 from slime_like.config.transports import choices
 
 _SGLANG = "sglang"
@@ -61,7 +61,7 @@ class FileSettings:
     origins: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     #: slime's own flags and functions among them
-    slimes: Taken = dataclasses.field(default_factory=Taken)
+    slimes: SlimesOwn = dataclasses.field(default_factory=SlimesOwn)
 
     def with_origins(self, problems: Sequence[str], argv: Sequence[str]) -> list[str]:
         """The problems, each with the files and keys of the flags in it that the command line itself does not have."""

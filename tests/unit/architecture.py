@@ -111,7 +111,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
-    "rollout.rewards.boxes": ("unit/rollout/rewards/test_math_answers.py", "unit/rollout/rewards/test_scorer.py"),
     "rollout.check_data": ("unit/rollout/test_data_source.py", "unit/rollout/test_user_data.py"),
     "rollout.service": ("unit/rollout/test_manager.py",),
     "sglang_backend.cpu_compat": ("contract/test_engine_server_args.py",),

@@ -49,7 +49,7 @@ BUILT_IN: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 @dataclasses.dataclass
-class Taken:
+class SlimesOwn:
     """A command line without slime's own, and what to tell of it."""
 
     argv: list[str] = dataclasses.field(default_factory=list)
@@ -64,9 +64,9 @@ class Taken:
         return []
 
 
-def take_slimes(argv: list[str]) -> Taken:
+def take_slimes(argv: list[str]) -> SlimesOwn:
     """Replace what is slime's own by what is ours, flag by flag."""
-    taken = Taken()
+    taken = SlimesOwn()
     for flag, words, values in _flags(argv):
         if flag in SAID_ANYWAY:
             notice_or_refuse(flag, values, taken)
@@ -77,7 +77,7 @@ def take_slimes(argv: list[str]) -> Taken:
     return taken
 
 
-def notice_or_refuse(flag: str, values: list[str], taken: Taken) -> None:
+def notice_or_refuse(flag: str, values: list[str], taken: SlimesOwn) -> None:
     """A notice for a flag that says what is done anyway; a problem if its values say something else."""
     accepted, what = SAID_ANYWAY[flag]
     shown = " ".join([flag, *values])
@@ -88,7 +88,7 @@ def notice_or_refuse(flag: str, values: list[str], taken: Taken) -> None:
         taken.problems.append(f"{shown} is refused: {what}. Fix: leave it out ({only}).")
 
 
-def _take_path(flag: str, path: str, taken: Taken) -> None:
+def _take_path(flag: str, path: str, taken: SlimesOwn) -> None:
     if (flag, path) in BUILT_IN:
         ours = BUILT_IN[flag, path]
         taken.argv += ours
