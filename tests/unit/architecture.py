@@ -115,6 +115,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
+    "rollout.check_data": ("unit/rollout/test_data_source.py", "unit/rollout/test_user_data.py"),
     "rollout.service": ("unit/rollout/test_manager.py",),
     "sglang_backend.cpu_compat": ("contract/test_engine_server_args.py",),
     "sglang_backend.cpu_server": ("e2e/test_external.py",),

@@ -34,6 +34,7 @@ MODES = {
     "disaggregated": ("disaggregated", 4),
     "external": ("external", 2),
     "interleaved": ("disaggregated", 3),
+    "own-functions": ("colocate", 2),
     "reward-model": ("disaggregated", 3),
     "roles": ("disaggregated", 5),
     "routing-replay": ("colocate", 2),
