@@ -109,6 +109,7 @@ def be_engine(place: dict, store: torch.distributed.TCPStore) -> dict:
             RECORD.clear()
             store.set(f"url {place['rank']}", server.url)
             store.wait(["all was sent"])
+            store.set(f"heard by {place['rank']}", "")
     return record() | {"held": {name: bits(tensor.cpu()) for name, tensor in rank._model.held.items()}}
 
 
@@ -156,6 +157,7 @@ def by_handle(place: dict, buffer_bytes: int) -> dict:
         answer["left"] = torch.cuda.memory_allocated() - sum(t.nbytes for t in weights(2).values())
     finally:
         store.set("all was sent", "")
+        store.wait(["heard by 1"])  # the store ends with this process
         publisher.close()
     return answer
 
@@ -231,7 +233,9 @@ def by_broadcast(place: dict) -> dict:
     store.wait(["sent 0", "sent 1"])
     if rank == 0:
         store.set("all was sent", "")
-    store.wait(["all was sent"])
+    store.set(f"heard by {rank}", "")
+    if rank == 0:  # the store ends with this process
+        store.wait([f"heard by {other}" for other in range(place["world_size"])])
     return seen
 
 
