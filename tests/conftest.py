@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 #: A test in tests/<folder>/ carries the marker of that name.
-MARKED_FOLDERS = ("contract", "multiprocess", "e2e", "gpu")
+MARKED_FOLDERS = ("contract", "multiprocess", "e2e", "gpu", "pretend_gpu")
 #: Tests that only run where -m names them: scripts/test_long.sh does.
 LONG_MARKERS = ("parity_table", "fault_table", "long_run")
 #: Put into the environment of what a test starts; whoever carries it after the test was left behind.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
-from slime_like.records import EngineEndpoint, Prompt, SampleGroup, WeightsRef
+from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import eval_sampling, evaluate, set_metrics
 from slime_like.rollout.filters import apply_filter
@@ -79,8 +79,11 @@ class RolloutService:
         self._sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
         )
+        group = functools.partial(
+            self._maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=self._sampling
+        )
         choose = None if plugins.choose is None else functools.partial(chosen_prompts, plugins.choose, plugin_args)
-        self.stream = GroupStream(self.feed, self._group, self._judge, self._limits(), choose=choose)
+        self.stream = GroupStream(self.feed, group, self._judge, self._limits(), choose=choose)
 
     async def generate(self, step: int) -> RolloutResult:
         """The groups of rollout `step`; nothing is in flight afterwards."""
@@ -189,9 +192,6 @@ class RolloutService:
             sampling=functools.partial(eval_sampling, self._config),
             num_samples=lambda name: self._config.eval.n_samples_per_eval_prompt,
         )
-
-    async def _group(self, prompt: Prompt) -> GroupOutcome:
-        return await self._maker.group(prompt, self._config.rollout.n_samples_per_prompt, self._sampling)
 
     def _judge(self, outcome: GroupOutcome) -> str | None:
         if self._plugins.group_filter is None:

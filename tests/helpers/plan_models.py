@@ -30,6 +30,17 @@ LLAMA_70B = ModelConfig(
     **COMMON,
     **GROUPED,
 )
+QWEN3_8B = ModelConfig(
+    num_layers=36,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    num_attention_heads=32,
+    kv_channels=128,
+    qk_layernorm=True,
+    vocab_size=151936,
+    **COMMON,
+    **GROUPED,
+)
 DEEPSEEK_V3 = ModelConfig(
     num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, vocab_size=129280, **COMMON,
     multi_latent_attention=True,

@@ -144,11 +144,13 @@ def worker_of(place, port, ranks, folders, **options):
 
 def with_loss(worker, loss):
     """The same trainer with another loss; a learning rate of 0 keeps its weights."""
+    from slime_like.megatron_backend.step.batch import StepCutter
+    from slime_like.megatron_backend.step.forward import device_of
     from slime_like.megatron_backend.step.runner import StepRunner
 
     config = worker.config = dataclasses.replace(worker.config, loss=loss)
-    parts = {"model_config": config.model, "parallel": config.parallel, "batch": config.batch, "temperature": 1.0}
-    worker.runner = StepRunner(worker.model, loss=loss, plugin_args=config.plugin_args(), **parts)
+    worker.prepare = StepCutter(config, device=device_of(worker.stage), num_chunks=len(worker.model))
+    worker.runner = StepRunner(config, worker.model)
 
 
 def in_world(place, folders, ports, saves):

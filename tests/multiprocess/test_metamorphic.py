@@ -140,7 +140,7 @@ def run_case(place, folder, case):
     worker.start()
     metrics = add_gradients(worker, change(ragged_batch()))
     gradients = whole_gradients(worker)
-    batch = worker.runner.prepare(ragged_batch())
+    batch = worker.prepare(ragged_batch())
     cut = [[sum(pack.lengths) for pack in packs] for packs in (batch.packs, batch.scoring_packs or ())]
     worker.close()
     return {"cut": cut, "loss": metrics["train/loss"], "entropy": metrics["train/entropy"], "gradients": gradients}

@@ -328,7 +328,7 @@ def test_markers_are_judged_for_the_target(repo_root: Path):
 
 
 def wish(root: Path, tmp_path: Path, *options: str):
-    return load(root, "gather").parse(
+    return load(root, "wish").parse(
         ["--python", "3.12", "--torch", "2.11.0", "--cuda", "13", "--output", str(tmp_path / "o"), *options]
     )
 

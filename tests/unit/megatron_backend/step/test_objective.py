@@ -1,5 +1,7 @@
 """A user's loss of a token: composed with means, corrections, KL and entropy, and checked."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -120,3 +122,16 @@ def test_rejected_samples_weigh_nothing_and_the_others_keep_their_token_weights(
     (free,) = torch.autograd.grad(Objective(LossConfig(**options), LossPlugins())(tokens).loss, tokens.log_probs)
     kept = (ratios == ratios.sort().values[1]).double().repeat_interleave(2)
     assert gradient.tolist() == (free * kept).tolist() and kept.sum() == 2
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_an_entropy_that_is_only_measured_has_no_gradient(coefficient):
+    entropy = torch.linspace(0.5, 1.0, 6, dtype=torch.float64, requires_grad=True)
+    loss = LossConfig(entropy_coef=coefficient)
+    measured = Objective(loss, LossPlugins())(dataclasses.replace(batch(), entropy=entropy))
+    measured.loss.backward()
+    assert measured.sums["train/entropy"].item() == pytest.approx(0.75)
+    if coefficient:
+        assert entropy.grad.tolist() == pytest.approx([-coefficient / 6] * 6)
+    else:
+        assert entropy.grad is None

@@ -36,14 +36,14 @@ class Receiver:
     def start(self) -> None:
         self.store = VersionStore(self.directory, max_shard_bytes=self.max_bytes)
         self.server = ReceiverServer(("127.0.0.1", self.port), self.store, api_key=KEY, max_bytes=self.max_bytes)
-        self.port = self.server.server_address[1]
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.port = self.server.port
+        self.thread = threading.Thread(target=self.server.serve_forever)
         self.thread.start()
 
     def stop(self) -> None:
-        self.server.shutdown()
+        self.server.stop()
         self.thread.join(timeout=10)
-        self.server.server_close()
+        self.server.close()
         self.store.close()
 
     @property
