@@ -190,7 +190,7 @@ class RolloutService:
             self._client,
             sets=sets,
             sampling=functools.partial(eval_sampling, self._config),
-            num_samples=lambda name: self._config.eval.n_samples_per_eval_prompt,
+            num_samples=lambda name: self._config.eval.setting(name, "n_samples_per_eval_prompt") or 1,
         )
 
     def _judge(self, outcome: GroupOutcome) -> str | None:
