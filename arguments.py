@@ -10,6 +10,7 @@ import os
 
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
 from slime_like.config.custom import read_custom_config
+from slime_like.config.eval_sets import read_eval_sets
 from slime_like.config.file import config_paths, read_config_files
 from slime_like.config.hf_model import disagreements, hf_notes, model_from_hf, read_hf_config
 from slime_like.config.run import GROUPS, RunConfig
@@ -75,6 +76,10 @@ def parse_args(argv: list[str]) -> Command:
         raise ConfigError(files.problems + refused)
     groups = {name: from_namespace(group, namespace) for name, group in GROUPS.items()}
     sglang_flags, renamed = present_names(merge_flags(files.sglang, sglang_flags))
+    eval_problems: list[str] = []
+    if (path := groups["eval"].eval_config) and (namespace.plan is None or os.path.isfile(path)):
+        eval_sets, eval_problems = read_eval_sets(path)
+        groups["eval"] = dataclasses.replace(groups["eval"], eval_sets=eval_sets)
     groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
     config, problems, notes = _with_architecture(RunConfig(**groups))
     if (path := config.rollout.custom_config_path) and (namespace.plan is None or os.path.isfile(path)):
@@ -82,7 +87,7 @@ def parse_args(argv: list[str]) -> Command:
         config, problems = dataclasses.replace(config, custom=custom), problems + custom_problems
     sglang_problems, sglang_notes = check_flags(sglang_flags)
     problems += refused + slimes.problems_with(config) + files.slimes.problems_with(config)
-    problems += config.problems() + sglang_problems
+    problems += eval_problems + config.problems() + sglang_problems
     if namespace.plan is None:
         problems += config.missing_files()
     if problems:

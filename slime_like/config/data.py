@@ -56,6 +56,10 @@ class DataConfig:
         for name in ("num_rollout", "num_epoch"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+        if self.data_source_path and self.rollout_shuffle:
+            problems.append(
+                "--rollout-shuffle does nothing with --data-source-path, which has its own order. Fix: drop it."
+            )
         if self.data_source_path and self.prompt_data:
             problems.append("--data-source-path and --prompt-data exclude each other.")
         try:

@@ -123,6 +123,8 @@ def _given_back(path: str, tables: dict, settings: FileSettings) -> dict:
         for name, table in tables.items()
         if name not in ("role", "custom")  # the latter is read again from --custom-config-path
     }
+    if isinstance(tables.get("eval"), dict):
+        tables["eval"].pop("eval_sets", None)  # read again from --eval-config
     sync, old = tables["sync"], tables["observability"].pop("run_dir", None)
     if old and "run_dir" not in settings.values:
         settings.notes["--run-dir"] = path, f"{path} is of the run in {old}: this run gets a directory of its own"

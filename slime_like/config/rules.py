@@ -250,6 +250,8 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append(
             f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1."
         )
+    if config.is_sft and config.eval.eval_config:
+        problems.append("--eval-config needs engines, and --loss-type sft_loss starts none.")
     if config.is_sft and config.eval.eval_prompt_data:
         problems.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
     if config.checkpoint.reward_load and config.placement.debug_rollout_only:

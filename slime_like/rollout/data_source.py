@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.config.data import DataConfig, split_slice
+from slime_like.config.evaluation import EvalSet
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, DataError
 from slime_like.records import Prompt, SampleGroup
@@ -116,20 +117,28 @@ class DataSource:
 
 
 def load_eval_data(config: RunConfig, tokenizer) -> dict[str, DataSource]:
-    """Name -> prompts of each --eval-prompt-data set, in file order. Raises DataError naming file, line and key."""
-    data = dataclasses.replace(
-        config.data,
-        input_key=config.eval.eval_input_key or config.data.input_key,
-        label_key=config.eval.eval_label_key or config.data.label_key,
-        tool_key=config.eval.eval_tool_key or config.data.tool_key,
-        rollout_shuffle=False,
-    )
-    context = context_tokens(config)
-    limit = context - ENGINE_RESERVED_TOKENS
-    return {
-        name: load_data(path, data, tokenizer, max_prompt_tokens=limit, max_tokens=context)
-        for name, path in config.eval.datasets().items()
+    """Name -> prompts of each evaluation set, in file order. Raises DataError naming file, line and key."""
+    return {name: _eval_source(config, one, tokenizer) for name, one in config.eval.sets().items()}
+
+
+def _eval_source(config: RunConfig, one: EvalSet, tokenizer) -> DataSource:
+    """One set, with the keys that it, or the --eval-* flags, or the training's say."""
+    keys = {
+        name: config.eval.setting(one.name, name) or getattr(config.data, name)
+        for name in ("input_key", "label_key", "tool_key", "metadata_key")
     }
+    data = dataclasses.replace(config.data, **keys, rollout_shuffle=False)
+    context = min(
+        config.eval.setting(one.name, "max_context_len") or context_tokens(config), config.model.context_tokens
+    )
+    limit = min(config.eval.setting(one.name, "max_prompt_len") or context, context - ENGINE_RESERVED_TOKENS)
+    source = load_data(one.path, data, tokenizer, max_prompt_tokens=limit, max_tokens=context)
+    own = {"rm_type": one.rm_type} if one.rm_type else {}
+    if own or one.metadata_overrides:
+        source.rows = [
+            dataclasses.replace(row, metadata=own | row.metadata | one.metadata_overrides) for row in source.rows
+        ]
+    return source
 
 
 def context_tokens(config: RunConfig) -> int:

@@ -18,17 +18,23 @@ from slime_like.rollout.rollout_metrics import part_means
 
 
 def eval_sampling(config: RunConfig, name: str) -> Sampling:
-    """The training's sampling with the --eval-* flags over it, and seeds of its own."""
+    """The training's sampling with the --eval-* flags over it, the set's own settings over those, and its own seeds."""
+    limit = config.eval.setting(name, "max_context_len")
+    context = min(limit or context_tokens(config), config.model.context_tokens)
     sampling = Sampling.for_training(
-        config.rollout, max_context_tokens=context_tokens(config), seed=f"{config.data.rollout_seed}/eval/{name}"
+        config.rollout, max_context_tokens=context, seed=f"{config.data.rollout_seed}/eval/{name}"
     )
-    flags: dict[str, Any] = {
-        "temperature": config.eval.eval_temperature,
-        "top_p": config.eval.eval_top_p,
-        "top_k": config.eval.eval_top_k,
-        "max_response_tokens": config.eval.eval_max_response_len,
+    fields = {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "max_response_tokens": "max_response_len",
+        "min_response_tokens": "min_new_tokens",
+        "stop": "stop",
+        "stop_token_ids": "stop_token_ids",
     }
-    return dataclasses.replace(sampling, **{field: value for field, value in flags.items() if value is not None})
+    settings: dict[str, Any] = {ours: config.eval.setting(name, setting) for ours, setting in fields.items()}
+    return dataclasses.replace(sampling, **{ours: value for ours, value in settings.items() if value is not None})
 
 
 async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: RunConfig) -> tuple[SampleGroup, ...]:
@@ -37,7 +43,9 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
     Raises RunError if none could be generated.
     """
     prompts = [source.prompt_at(position) for position in range(len(source.rows))]
-    outcomes = await maker.groups(prompts, config.eval.n_samples_per_eval_prompt, eval_sampling(config, name))
+    outcomes = await maker.groups(
+        prompts, config.eval.setting(name, "n_samples_per_eval_prompt"), eval_sampling(config, name)
+    )
     refuse_if_all_failed(outcomes)
     return tuple(outcome.group for outcome in outcomes)
 

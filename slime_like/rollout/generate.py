@@ -34,6 +34,7 @@ class Sampling:
     stop_token_ids: list[int] | None
     skip_special_tokens: bool
     seed: str  # run seed and purpose; each sample derives its own
+    min_response_tokens: int = 0
 
     @classmethod
     def for_training(cls, rollout: RolloutConfig, *, max_context_tokens: int, seed: str) -> Sampling:
@@ -54,6 +55,7 @@ class Sampling:
         """SGLang's sampling_params for one sample."""
         return {
             "max_new_tokens": max(1, min(self.max_response_tokens, self.max_context_tokens - len(prompt.tokens))),
+            **({"min_new_tokens": self.min_response_tokens} if self.min_response_tokens else {}),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,

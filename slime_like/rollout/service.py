@@ -79,9 +79,10 @@ class RolloutService:
         self._sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
         )
+        group = functools.partial(
+            self._maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=self._sampling
+        )
         choose = None if plugins.choose is None else functools.partial(chosen_prompts, plugins.choose, plugin_args)
-        num_samples = config.rollout.n_samples_per_prompt
-        group = functools.partial(self._maker.group, num_samples=num_samples, sampling=self._sampling)
         self.stream = GroupStream(self.feed, group, self._judge, self._limits(), choose=choose)
 
     async def generate(self, step: int) -> RolloutResult:
@@ -189,7 +190,7 @@ class RolloutService:
             self._client,
             sets=sets,
             sampling=functools.partial(eval_sampling, self._config),
-            num_samples=lambda name: self._config.eval.n_samples_per_eval_prompt,
+            num_samples=lambda name: self._config.eval.setting(name, "n_samples_per_eval_prompt") or 1,
         )
 
     def _judge(self, outcome: GroupOutcome) -> str | None:

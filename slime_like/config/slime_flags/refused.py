@@ -26,7 +26,6 @@ _HEALTH = (
     " it out, and resume from --load."
 )
 _BUFFER = "samples do not come from another server. Fix: --rollout-function-path makes groups from anywhere."
-_OFFLOAD = "the trainer keeps its memory. Fix: leave it out; engines give theirs back (--offload-rollout)."
 _PARTIAL = "no answer is left half done: one that a weight sync ends is asked for again. Fix: leave it out."
 
 #: Flag -> why it is refused, and the fix. Their values are skipped.
@@ -111,8 +110,12 @@ REFUSED = {
         _HEALTH,
     ),
     **dict.fromkeys(("--rollout-buffer-url", "--fetch-trajectory-retry-times", "--rollout-task-type"), _BUFFER),
-    **dict.fromkeys(("--offload", "--offload-train", "--release-train"), _OFFLOAD),
     **dict.fromkeys(("--partial-rollout", "--mask-offpolicy-in-partial-rollout"), _PARTIAL),
+    "--release-train": "trainers stay for the whole run. Fix: leave it out; --colocate gives memory to and fro.",
+    "--loss-mask-type": (
+        "supervised rows have one answer each, all of which is trained. Fix: leave it out; rows with a prompt and a"
+        " --response-key."
+    ),
     "--qwen-gdn-backend": _QWEN3_NEXT,
     "--freeze-indexer": "it is for sparse attention, which is not supported. Fix: leave it out.",
     "--custom-update-weight-post-write-path": (

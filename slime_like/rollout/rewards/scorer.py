@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slime_like.config.reward import BOXED, RewardConfig
+from slime_like.config.reward import BOXED, RewardConfig, reward_type_problem
 from slime_like.errors import ConfigError, RewardError
 from slime_like.records import Prompt, Sample
 from slime_like.rollout.rewards.boxes import last_boxed
@@ -135,6 +135,8 @@ class RewardScorer:
             return self._number(await self._call(self._function, sample, sample), sample, key)
         if kind is None:
             return None
+        if problem := reward_type_problem(kind):  # of a row that no file has
+            raise RewardError(f"{_name(sample)}: its rm_type: {problem}")
         if kind.startswith(BOXED):
             kind, sample = (
                 kind.removeprefix(BOXED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slime_like.config.evaluation import EvalSet
 from slime_like.errors import RunError
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
@@ -73,3 +74,31 @@ def test_the_threshold_is_the_flags(evaluate):
     metrics, _, _ = evaluate(eval_pass_threshold=0.625, **options)
     assert metrics["eval/held/reward_mean"] == 0.625 and metrics["eval/held/pass@1"] == 1
     assert evaluate(eval_pass_threshold=0.7, **options)[0]["eval/held/pass@1"] == 0
+
+
+def test_sets_with_settings_of_their_own(start_manager, write_rows):
+    """Two sets of one run: samples, sampling, limits, keys and reward of each, seen in what the engine is asked."""
+    one = write_rows([digits_row(n) for n in (4321, 8765)], "one.jsonl")
+    other = write_rows([{"question": "sort 21", "answer": "12 34"}], "other.jsonl")
+    sets = (
+        EvalSet(name="one", path=one, n_samples_per_eval_prompt=3, temperature=0.0, max_response_len=6),
+        EvalSet(
+            name="other",
+            path=other,
+            input_key="question",
+            label_key="answer",
+            rm_type="f1",
+            min_new_tokens=2,
+            stop=["!"],
+            metadata_overrides={"level": 3},
+        ),
+    )
+    manager, engine = start_manager(eval_sets=sets, eval_interval=1, eval_temperature=0.5)
+    metrics = manager.evaluate(0)
+    asked = [request["sampling_params"] for request in engine.requests]
+    first, second = asked[:6], asked[6:]
+    assert [params["temperature"] for params in asked] == [0.0] * 6 + [0.5]
+    assert {params["max_new_tokens"] for params in first} == {6} and "min_new_tokens" not in first[0]
+    assert second[0]["min_new_tokens"] == 2 and second[0]["stop"] == ["!"] and second[0]["max_new_tokens"] == 8
+    assert metrics["eval/one/pass@2"] == 1 and metrics["eval/one/samples"] == 6
+    assert metrics["eval/other/reward_mean"] == pytest.approx(2 / 3)  # "12" of "12 34": 2 x 1 / (1 + 2)

@@ -71,5 +71,10 @@ def test_mistakes_are_named_before_anything_starts(make_config, tokenizer, name:
         check_data(config, tokenizer=tokenizer)
 
 
+def test_an_order_is_the_sources_own(make_config):
+    problems = make_config(data_source_path=EXAMPLE, rollout_shuffle=True, **NO_FILE).problems()
+    assert [problem for problem in problems if "--rollout-shuffle does nothing" in problem]
+
+
 def test_one_source_of_data(make_config):
     assert any("exclude each other" in problem for problem in make_config(data_source_path=EXAMPLE).problems())

@@ -12,7 +12,7 @@ from slime_like.rollout.rewards.boxes import has_box, last_boxed
     [
         ("\\boxed{1} and \\boxed{2}", "2"),
         ("\\fbox{ a{b}c }", "a{b}c"),
-        ("\\boxed{\\{1\\}", "\\{1\\}"),  # printed braces need not come in pairs
+        ("\\boxed{\\{1\\}}", "\\{1\\}"),  # printed braces need not come in pairs
         ("\\boxed{1} \\boxed{2", None),  # the last was cut off
         ("boxed{1}", None),
     ],

@@ -208,6 +208,12 @@ def test_a_row_may_have_a_reward_of_its_own():
     assert score_of_row("math", "it is 42") == 1 and score_of_row("dapo", "it is 42") == -1
 
 
+def test_a_row_with_a_reward_that_there_is_not_is_named():
+    for own in ("f2", 7):
+        with pytest.raises(RewardError, match=f"prompt 7, sample 2: its rm_type: --rm-type {own} is unknown"):
+            score_of_row(own, "42")
+
+
 def test_a_box_before_any_reward():
     assert score_of_row("boxed_exact", "it is \\boxed{42}, or 43") == 1
     assert score_of_row("boxed_f1", "it is \\boxed{42 and 43}") == 0.5
