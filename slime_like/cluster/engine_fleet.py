@@ -232,7 +232,7 @@ class EngineFleet:
                 url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env)
             )
         return launch_router(
-            policy=engine.sglang_router_policy,
+            policy=self._config.router_policy,
             port=engine.sglang_router_port,
             log_path=log_path,
             timeout_s=engine.engine_start_timeout_s,
