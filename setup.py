@@ -1,6 +1,6 @@
 """Package metadata: dependency ranges and extras.
 
-The exact versions of a CPU host are in scripts/requirements/constraints-cpu.txt.
+The exact versions of each set of packages are in scripts/requirements/ (sets.toml).
 """
 
 from pathlib import Path
@@ -10,7 +10,9 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 
 CORE = [
-    "aiohttp>=3.10,<4",
+    # The weights' receiver relies on limits of its server (silent and pipelining clients) that 3.14 has.
+    "aiohttp>=3.14,<4",
+    "httpx>=0.28,<0.29",
     "math-verify>=0.8,<1",
     "matplotlib>=3.9,<4",
     "megatron-core>=0.16.1,<0.17",
@@ -41,7 +43,6 @@ EXTRAS = {
         "einops",
         "fastapi",
         "gguf",
-        "httpx",
         "interegular",
         "ipython",
         "jsonschema",
@@ -75,7 +76,7 @@ EXTRAS = {
         "skyrl-gym>=0.4,<0.5",
         "textarena>=0.7.4,<0.8",
     ],
-    "gpu": ["sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.0"],
+    "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",
         "pytest>=9,<10",

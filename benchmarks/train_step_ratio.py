@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict:
         )
         worker.start()
     samples = make_samples(args.samples, args.vocabulary)
-    packs = worker.runner.prepare(samples).packs
+    packs = worker.prepare(samples).packs
     targets = [pack.targets[:, None] for pack in packs]
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     for number in range(args.rounds + 1):

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 #: A test in tests/<folder>/ carries the marker of that name.
-MARKED_FOLDERS = ("contract", "multiprocess", "e2e", "gpu")
+MARKED_FOLDERS = ("contract", "multiprocess", "e2e", "gpu", "pretend_gpu")
 #: Tests that only run where -m names them: scripts/test_long.sh does.
 LONG_MARKERS = ("parity_table", "fault_table", "long_run")
 #: Put into the environment of what a test starts; whoever carries it after the test was left behind.
@@ -106,7 +106,7 @@ def processes_left(mark: str, before: set[int]) -> list[psutil.Process]:
     old environment).
     """
     ours = {process.pid for process in psutil.Process().children(recursive=True)} - before
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             marked = process.pid in ours or process.environ().get(PROCESS_MARK) == mark
@@ -115,10 +115,10 @@ def processes_left(mark: str, before: set[int]) -> list[psutil.Process]:
                 "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
             )
             if marked and not helper and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone, or another user's
-    return found
+    return processes
 
 
 def _describe(process: psutil.Process) -> str:

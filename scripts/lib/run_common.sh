@@ -117,7 +117,11 @@ print("--dashboard-port", port, "--port", others[0], "--ray-client-server-port",
 # submit TRAIN_FLAGS...: run train.py as a Ray job and wait for it. Jobs have no working directory of ours, hence the absolute paths.
 submit() {
   if [[ -n "${PLAN_ONLY}" ]]; then exec "${PYTHON}" "${ROOT}/train.py" "$@"; fi
-  "${RAY}" job submit --address="${RAY_JOB_ADDRESS}" \
-    --runtime-env-json='{"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}}' \
+  local name variables='"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"'
+  # A job does not see this shell's environment; train.py gives these to trainer and engines alike.
+  for name in NCCL_CUMEM_ENABLE NCCL_NVLS_ENABLE; do
+    if [[ -n "${!name:-}" ]]; then variables+=", \"${name}\": \"${!name}\""; fi
+  done
+  "${RAY}" job submit --address="${RAY_JOB_ADDRESS}" --runtime-env-json="{\"env_vars\": {${variables}}}" \
     -- "${PYTHON}" "${ROOT}/train.py" "$@"
 }

@@ -15,18 +15,20 @@ from slime_like.cluster.ray_session import Wait, cpus_per_gpu
 from slime_like.errors import PlacementError
 from slime_like.planning.engines import node_ranks
 from slime_like.planning.placement import PlacementPlan
+from slime_like.sglang_backend.launcher import host_has_cuda
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReservedGpu:
-    """Where a bundle of the plan really lies. `ray_index` is its index in Ray's group."""
+    """Where a bundle of the plan really lies. `ray_index` is its index in Ray's group, has_cuda: with a real GPU."""
 
     ray_index: int
     node_id: str
     address: str
     gpu_id: str
+    has_cuda: bool = False
 
 
 def gpu_sort_key(gpu: ReservedGpu) -> tuple:
@@ -57,6 +59,11 @@ class Bundles:
         """Whether everything lies on the machine that this process runs on."""
         here = ray.get_runtime_context().get_node_id()
         return all(gpu.node_id == here for gpu in self.gpus)
+
+    @property
+    def have_cuda(self) -> bool:
+        """Whether these are real GPUs."""
+        return any(gpu.has_cuda for gpu in self.gpus)
 
     def close(self) -> None:
         """Give the GPUs back."""
@@ -104,7 +111,8 @@ def _probe(group: PlacementGroup, count: int, cpus: float, timeout_s: float) -> 
     def locate(ray_index: int) -> ReservedGpu:
         context = ray.get_runtime_context()
         gpu_ids = context.get_accelerator_ids().get("GPU") or ["0"]
-        return ReservedGpu(ray_index, context.get_node_id(), ray.util.get_node_ip_address(), str(gpu_ids[0]))
+        address = ray.util.get_node_ip_address()
+        return ReservedGpu(ray_index, context.get_node_id(), address, str(gpu_ids[0]), host_has_cuda())
 
     task = ray.remote(locate)
     refs = {}

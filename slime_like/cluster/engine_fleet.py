@@ -23,14 +23,15 @@ from slime_like.cluster.members import Member, Membership, MemberState
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
 from slime_like.errors import EngineError, RunError, WeightSyncError
+from slime_like.planning.cards import cards_of
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.external_server import HealthWatch
-from slime_like.sglang_backend.router import Router, attach_router, launch_router
-from slime_like.utils.net import engine_url, host_port, wait_until
-from slime_like.weight_sync.proof.probe import compare_probe, probe_samples
+from slime_like.sglang_backend.router import Router, start_router
+from slime_like.utils.net import wait_until
+from slime_like.weight_sync.proof.probe import compare_probe
 from slime_like.weight_sync.session import PublishOrder, abandon
 
 logger = logging.getLogger(__name__)
@@ -49,13 +50,6 @@ class Publishes(Protocol):
 
     def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
         """One whole weight sync (weight_sync/session.py). watch: asked each second; what it raises ends the wait."""
-
-
-class Probes(Protocol):
-    """The trainer, as a comparison of log-probs needs it."""
-
-    def probe(self, samples: list[TrainSample]) -> list[np.ndarray]:
-        """Log-probs [T] of each sample at temperature 1."""
 
 
 class EngineFleet:
@@ -112,7 +106,8 @@ class EngineFleet:
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         self._begin(self._plan.engines)
-        self.router = self._make_router()
+        level, log_path = self._config.observability.log_level or "warning", f"{self._run_dir}/logs/router-0.log"
+        self.router = start_router(self._config.engine, self._config.router_policy, log_path, level)
 
     def wait_started(self) -> None:
         """Wait for every engine, then register each with the router and wait until it is healthy there."""
@@ -223,22 +218,6 @@ class EngineFleet:
             index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True
         )
 
-    def _make_router(self) -> Router:
-        engine, log_path = self._config.engine, f"{self._run_dir}/logs/router-0.log"
-        if engine.sglang_router_ip:
-            assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
-            url = engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port))
-            return attach_router(
-                url, timeout_s=engine.engine_start_timeout_s, api_key=os.environ.get(engine.sglang_router_api_key_env)
-            )
-        return launch_router(
-            policy=self._config.router_policy,
-            port=engine.sglang_router_port,
-            log_path=log_path,
-            timeout_s=engine.engine_start_timeout_s,
-            log_level=self._config.observability.log_level or "warning",
-        )
-
     # ------------------------------------------------------------------ weights
 
     def sync(self, weights: WeightsRef, trainer: Publishes) -> SyncReceipt:
@@ -258,20 +237,22 @@ class EngineFleet:
     def _publish(self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes) -> SyncReceipt:
         endpoints = [member.endpoint for member in members if member.endpoint is not None]
         assert self._plan.transport is not None, "a run with trainer and engines has a transport"
-        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights)
+        cards = cards_of(self._plan, [self._plans.get(endpoint.index) for endpoint in endpoints])
+        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards)
         try:
             return trainer.publish(order, self.check_watch)
         except BaseException:
             abandon(order.endpoints)
             raise
 
-    def compare(self, trainer: Probes, weights: WeightsRef, *, bf16: bool) -> float:
-        """Largest mean |log-prob difference| of a fixed prompt between a serving member and the trainer.
+    def compare(
+        self, samples: list[TrainSample], expected: list[np.ndarray], weights: WeightsRef, *, bf16: bool
+    ) -> float:
+        """Largest mean |log-prob difference| of fixed prompts between a serving member and the trainer, of which
+        `expected` is.
 
         Raises WeightSyncError above the tolerance.
         """
-        samples = probe_samples(self._config)
-        expected = trainer.probe(samples)
         return compare_probe(self._config, self.clients, samples, expected, version=weights.version, bf16=bf16)
 
     def release_memory(self) -> None:

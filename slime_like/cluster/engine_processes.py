@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.engine_actor import EngineActor
+from slime_like.cluster.gpu_environment import nccl_environment
 from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
@@ -124,11 +125,13 @@ class EngineProcesses:
             host=host,
             dtype={True: "bfloat16", False: "float32", None: None}[config.optimizer.bf16],
             gpu_ids=tuple(self._bundles.gpus[i].gpu_id for i in bundles),
+            environment=nccl_environment(os.environ, config.engine.sglang),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang
             | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {}),
             memory_saver=config.offload_rollout,
+            shares_gpus=config.shares_cards,
             log_level=config.observability.log_level,
             log_path=f"{self._run_dir}/logs/engine-{engine.index}{suffix}.log",
         )

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from slime_like.cluster.bundles import Bundles
+from slime_like.cluster.gpu_environment import device_number
 from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.train_group import redirect_output, threads_of
 from slime_like.config.run import RunConfig
@@ -45,11 +46,13 @@ class RewardActor:
         from slime_like.reward_model.model import RewardModel
 
         started = time.monotonic()
+        gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         model = RewardModel(
             str(config.checkpoint.reward_load),
             policy_folder=str(config.checkpoint.hf_checkpoint),
             batch_size=config.reward.reward_batch_size,
             bf16=config.optimizer.bf16,
+            device_number=device_number(gpu_ids, os.environ.get("CUDA_VISIBLE_DEVICES")),
         )
         self._model = model
         logger.info(

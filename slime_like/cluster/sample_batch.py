@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import ray
@@ -25,11 +24,6 @@ class SampleBatch:
     size: int
     samples: ray.ObjectRef  # list[TrainSample]
     columns: tuple[tuple[str, ray.ObjectRef], ...] = ()  # field of TrainSample, and its arrays, one a sample
-
-    @classmethod
-    def put(cls, samples: Sequence[TrainSample]) -> SampleBatch:
-        """Send the samples to the object store."""
-        return cls(size=len(samples), samples=ray.put(list(samples)))
 
     def __len__(self) -> int:
         return self.size

@@ -18,6 +18,7 @@ import numpy as np
 import ray
 
 from slime_like.cluster.bundles import Bundles
+from slime_like.cluster.gpu_environment import device_number, nccl_environment
 from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.cluster.sample_batch import SampleBatch, merged
 from slime_like.config.run import RunConfig
@@ -33,18 +34,17 @@ logger = logging.getLogger(__name__)
 class TrainActor:
     """One rank in its own process: a megatron_backend.worker.TrainWorker, and the recipe of its role over it."""
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, local_rank: int, log_path: str, num_threads: int):
+    def __init__(self, config: RunConfig, rank: int, world_size: int, log_path: str, environment: dict[str, str]):
         redirect_output(log_path)
         start_logging(config.observability.log_level)
-        # before torch is imported; Ray's own value counts only this actor's CPU share
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        os.environ.update(environment)  # before torch is imported
         interface = config.sync.update_weight_interface
         if interface:
             address_of_interface(interface)  # raises where there is no such thing
             # NCCL reads it once in a process, so it holds for the trainer's own groups too; "=" means exactly this
             # name.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        self._place = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+        self._place = {"rank": rank, "world_size": world_size}
         self._config = config
         self._worker: Any = None  # TrainWorker, whose import needs torch
         self._recipe: Any = None
@@ -62,8 +62,14 @@ class TrainActor:
         from slime_like.megatron_backend.worker import TrainWorker
 
         started = time.monotonic()
+        gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         self._worker = TrainWorker(
-            self._config, **self._place, master_address=master_address, master_port=master_port, store_path=store_path
+            self._config,
+            **self._place,
+            local_rank=device_number(gpu_ids, os.environ.get("CUDA_VISIBLE_DEVICES")),
+            master_address=master_address,
+            master_port=master_port,
+            store_path=store_path,
         )
         self._recipe = recipe_of(self._worker)
         report = self._worker.start()
@@ -137,13 +143,12 @@ class TrainGroup:
         actor_class = ray.remote(TrainActor)
         self.actors = []
         for rank, index in enumerate(role.bundles):
-            on_node = nodes.count(nodes[rank])
-            threads = threads_of(on_node)
+            environment = nccl_environment(os.environ, config.engine.sglang)
+            # Ray's own value counts only this actor's CPU share.
+            environment["OMP_NUM_THREADS"] = str(threads_of(nodes.count(nodes[rank])))
             options = bundles.options(index, plan.bundles[index].roles[role_name])
             log_path = f"{log_dir}/{role_name}-{rank}.log"
-            actor = actor_class.options(**options).remote(
-                config, rank, role.num_gpus, nodes[:rank].count(nodes[rank]), log_path, threads
-            )
+            actor = actor_class.options(**options).remote(config, rank, role.num_gpus, log_path, environment)
             self.actors.append(actor)
         self._one_host = bundles.on_one_host()
         self._building: dict[str, ray.ObjectRef] = {}
@@ -167,7 +172,7 @@ class TrainGroup:
 
     def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
         """The samples in the object store, for every role that scores or trains on them."""
-        return SampleBatch.put(samples)
+        return SampleBatch(size=len(samples), samples=ray.put(list(samples)))
 
     def with_reference(self, batch: SampleBatch) -> SampleBatch:
         """The samples with this group's log-probs as `reference_logprobs`."""
@@ -217,6 +222,10 @@ class TrainGroup:
     def take_weights(self, folder: str) -> None:
         """Score with the weights of an HF folder from now on."""
         self._follow("take_weights", "load", folder)
+
+    def release_memory(self, keep: Sequence[str] = ()) -> None:
+        """Give the engines on these GPUs what is not in `keep` (megatron_backend/card_memory.py)."""
+        self._all("release_memory", "release memory", tuple(keep))
 
     def _follow(self, method: str, phase: str, *args) -> list:
         """What a method of the recipe gives on each rank."""

@@ -1,7 +1,7 @@
 """What --advantage-estimator and --policy-loss choose from: a row each, with all that flags and code need to know of
 it. Imports no torch.
 
-A new estimator or policy loss is a row here, with its flags in config/loss.py, and a function in algorithms/ under the
+A new estimator or policy loss is a row here, with its flags in config/loss/, and a function in algorithms/ under the
 name that the row gives: group_advantages.BASELINES, token_advantages.TOKEN_ADVANTAGES or policy_losses.POLICY_LOSSES.
 docs/algorithms.md has the papers.
 """

@@ -93,7 +93,8 @@ class ModelConfig:
     attention_backend: str = flag(
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
-        help="Transformer-engine attention; on a CPU host torch SDPA is used and this is only noted.",
+        help="Transformer-engine attention (flash needs flash-attn); local: torch's own layers even beside it, as auto"
+        " where it does not work. On a CPU host torch SDPA is used and this is only noted.",
     )
 
     rope_fusion: bool = flag(False, help="Fused rope kernel; never used, so that every host computes the same numbers.")
@@ -236,25 +237,19 @@ class ModelConfig:
                 problems.append(f"--{name.replace('_', '-')} is not supported. Fix: leave it out.")
         if self.multi_latent_attention and self.group_query_attention:
             problems.append("--multi-latent-attention and --group-query-attention exclude each other. Fix: drop one.")
-        for needed, is_on, names in (
-            (
-                "--num-experts",
-                self.num_experts,
-                [field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")],
-            ),
-            ("--multi-latent-attention", self.multi_latent_attention, _LATENT),
-        ):
-            idle = (
-                []
-                if is_on
-                else [name for name in names if getattr(self, name) != type(self).__dataclass_fields__[name].default]
-            )
-            problems += [
-                f"--{name.replace('_', '-')} {getattr(self, name)} does nothing without {needed}. Fix: add it, or drop"
-                " this."
-                for name in idle
-            ]
-        return problems + (self._expert_problems() if self.num_experts else [])
+        return problems + self._idle_problems() + (self._expert_problems() if self.num_experts else [])
+
+    def _idle_problems(self) -> list[str]:
+        """Flags of a part that this model does not have."""
+        experts = tuple(field.name for field in dataclasses.fields(self) if field.name.startswith("moe_"))
+        idle = [("--num-experts", name) for name in experts if not self.num_experts]
+        idle += [("--multi-latent-attention", name) for name in _LATENT if not self.multi_latent_attention]
+        return [
+            f"--{name.replace('_', '-')} {getattr(self, name)} does nothing without {needed}. Fix: add it, or drop"
+            " this."
+            for needed, name in idle
+            if getattr(self, name) != getattr(ModelConfig, name)
+        ]
 
     def _expert_problems(self) -> list[str]:
         problems = []

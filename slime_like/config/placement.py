@@ -41,8 +41,16 @@ class PlacementConfig:
     rollout_num_gpus_per_engine: int = flag(1, help="GPUs of one engine: its tensor x pipeline parallel size.")
     num_gpus_per_node: int | None = flag(None, help="GPUs of a machine. Default: --actor-num-gpus-per-node, at most 8.")
     colocate: bool = flag(False, help="Engines share the trainer's GPUs and take turns.")
+    offload: bool | None = flag(None, help="--offload-train and --offload-rollout in one, where these are not given.")
     offload_rollout: bool | None = flag(
         None, help="Engines give their memory back while training. Default: with --colocate."
+    )
+    offload_train: bool | None = flag(
+        None,
+        help=(
+            "The trainer's weights, gradients and optimizer state lie in the host's memory while engines generate."
+            " Default: with --colocate, on GPUs."
+        ),
     )
     rollout_external: bool = flag(
         False, help="Use engines that already run, at --rollout-external-engine-addrs; no GPU is reserved for them."
@@ -138,4 +146,10 @@ class PlacementConfig:
             problems.append(
                 "--offload-rollout needs --colocate: engines on GPUs of their own have no one to give memory to."
             )
+        for name in ("offload_train", "offload"):
+            if getattr(self, name) and not self.colocate and not self.rollout_external:
+                problems.append(
+                    f"--{name.replace('_', '-')} needs --colocate: apart from the engines the trainer's GPUs are its"
+                    " own."
+                )
         return problems

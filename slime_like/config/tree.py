@@ -82,7 +82,25 @@ class ConfigTree:
         if self.placement.rollout_external or not self.uses_engines:
             return False
         value = self.placement.offload_rollout
+        value = self.placement.offload if value is None else value
         return self.placement.colocate if value is None else value
+
+    @property
+    def shares_cards(self) -> bool:
+        """Whether trainer and engines take turns on the same GPUs."""
+        return self.placement.colocate and self.uses_engines and not self.placement.debug_rollout_only
+
+    def offloads_train(self, *, on_gpu: bool) -> bool:
+        """Whether the train state leaves its device while engines generate. on_gpu: whether that is a GPU."""
+        value = self.placement.offload_train
+        value = self.placement.offload if value is None else value
+        return self.shares_cards and (on_gpu if value is None else value)
+
+    def starts_in_turn(self, *, on_gpu: bool) -> bool:
+        """Whether engines start when trainers are up and have made room: SGLang sizes its cache by what is free then,
+        which must not change meanwhile. On a CPU host all start at once, which is faster.
+        """
+        return self.shares_cards and (on_gpu or self.offloads_train(on_gpu=False))
 
     @property
     def samples_per_rollout(self) -> int:

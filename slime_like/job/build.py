@@ -15,6 +15,7 @@ from slime_like.cluster.train_group import TrainGroup
 from slime_like.errors import CheckpointError
 from slime_like.job.protocols import Watch
 from slime_like.job.running import Job, ResolvedRun
+from slime_like.planning.memory.engine_share import with_engine_share
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
 
@@ -62,12 +63,23 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
         reward = RewardGroup(config, plan, bundles, logs)
         job.closing.insert(0, reward)
         reward.start()
+    in_turn = config.starts_in_turn(on_gpu=bundles.have_cuda)
+    if in_turn:
+        # Trainers first: how much they leave is known exactly once they are up, whereas SGLang fixes the size of its
+        # cache when it starts.
+        card_bytes = _wait_for_others(job, roles, reward, clock)
+        for role in roles.values():
+            role.release_memory()
+        if bundles.have_cuda:
+            config = with_engine_share(config, plan, card_bytes)
     fleet = None
     if plan.engines:
         fleet = EngineFleet(config, plan, EngineProcesses(config, plan, bundles, resolved.run.path), resolved.run.path)
         job.closing.insert(0, fleet)
         fleet.start()
         fleet.wait_started()
+        if in_turn and config.offload_rollout:
+            fleet.release_memory()  # the first sync finds the card as every later one does
         job.engines = fleet
         clock.lap("engines")
         rollouts = _rollouts(resolved, fleet, reward)
@@ -75,10 +87,8 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
         rollouts.start(resolved.data)
         job.rollouts = rollouts
         clock.lap("rollout manager")
-    _wait_for_training(job, roles, clock)
-    if reward is not None:
-        reward.wait_started()
-        clock.lap("waiting for the reward model")
+    if not in_turn:
+        _wait_for_others(job, roles, reward, clock)
     job.watch = _watching(fleet, [*roles.values(), *([reward] if reward is not None else [])])
 
 
@@ -93,13 +103,14 @@ def _rollouts(resolved: ResolvedRun, fleet: EngineFleet, reward: RewardGroup | N
     return RolloutManager(resolved.config, access, reward)
 
 
-def _wait_for_training(job: Job, roles: dict[str, TrainGroup], clock: _Clock) -> None:
-    """Wait for every training role, and hear what the policy's checkpoint says."""
+def _wait_for_others(job: Job, roles: dict[str, TrainGroup], reward: RewardGroup | None, clock: _Clock) -> int | None:
+    """Wait for every part but the engines, and hear what the policy's checkpoint says; bytes of the policy's cards."""
+    card_bytes = None
     job.trainer, job.critic, job.reference = (roles.get(name) for name in TRAINING_ROLES)
     if "actor" in roles:
         report = roles["actor"].wait_started()
         job.num_rollouts_done, job.client_state = report["num_rollouts_done"], report["client_state"]
-        job.bf16 = report["bf16"]
+        job.bf16, card_bytes = report["bf16"], report["card_bytes"]
         job.start_seconds |= {f"trainer {part}": seconds for part, seconds in report["seconds"].items()}
         clock.lap("waiting for the trainer")
     if "critic" in roles:
@@ -108,6 +119,10 @@ def _wait_for_training(job: Job, roles: dict[str, TrainGroup], clock: _Clock) ->
     if "ref" in roles:
         roles["ref"].wait_started()
         clock.lap("waiting for the reference")
+    if reward is not None:
+        reward.wait_started()
+        clock.lap("waiting for the reward model")
+    return card_bytes
 
 
 def _watching(fleet: EngineFleet | None, groups: Sequence[TrainGroup | RewardGroup]) -> Callable[[str], Watch]:

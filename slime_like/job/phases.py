@@ -7,6 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from slime_like.errors import RunError
 from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
@@ -17,9 +19,19 @@ from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.supervised import supervised_samples
 from slime_like.rollout.train_samples import custom_advantages, to_train_samples
+from slime_like.weight_sync.proof.probe import probe_samples
 
 if TYPE_CHECKING:
     from slime_like.cluster.sample_batch import SampleBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Probe:
+    """Fixed prompts, and the trainer's log-probs of them."""
+
+    samples: list[TrainSample]
+    log_probs: list[np.ndarray]
+    seconds: float
 
 
 @dataclasses.dataclass
@@ -160,25 +172,46 @@ class Phases:
         return receipt
 
     def _sync(self, weights: WeightsRef) -> SyncReceipt:
+        """Each step takes what the one before it has given back: a card never holds the trainer's optimizer beside the
+        engines' weights, nor anything of the trainer beside their KV cache.
+        """
         offload = self.job.config.offload_rollout
         try:
+            self._trainers_release(keep=("weights",))
             if offload:
                 self._engines.resume_memory("weights")
             receipt = self._engines.sync(weights, self._trainer)
+            probe = self._probe_trainer() if self.job.config.sync.probes_at(self._num_syncs) else None
+            self._trainers_release()
             if offload:
                 self._engines.resume_memory("kv_cache")
-            if self.job.config.sync.probes_at(self._num_syncs):
-                receipt = self._probe(receipt, weights)
+            if probe is not None:
+                receipt = self._compare(receipt, weights, probe)
         except RunError:
             self._engines.check_after_failure()
             raise
         return receipt
 
-    def _probe(self, receipt: SyncReceipt, weights: WeightsRef) -> SyncReceipt:
-        """The receipt with what engines and trainer make of fixed prompts. Raises WeightSyncError if they disagree."""
+    def _trainers_release(self, keep: tuple[str, ...] = ()) -> None:
+        """Every training role gives memory back, the policy not what is in `keep`; on GPUs of their own none does."""
+        if not self.job.config.shares_cards:
+            return
+        self._trainer.release_memory(keep)
+        for role in (self.job.critic, self.job.reference):
+            if role is not None:
+                role.release_memory()
+
+    def _probe_trainer(self) -> _Probe:
+        """What the trainer makes of fixed prompts, while it has its weights at hand."""
+        started, samples = time.monotonic(), probe_samples(self.job.config)
+        return _Probe(samples, self._trainer.probe(samples), time.monotonic() - started)
+
+    def _compare(self, receipt: SyncReceipt, weights: WeightsRef, probe: _Probe) -> SyncReceipt:
+        """The receipt with how far engines are from it. Raises WeightSyncError if they disagree."""
         started = time.monotonic()
-        difference = self._engines.compare(self._trainer, weights, bf16=self.job.bf16)
-        return dataclasses.replace(receipt, probe_difference=difference, probe_seconds=time.monotonic() - started)
+        difference = self._engines.compare(probe.samples, probe.log_probs, weights, bf16=self.job.bf16)
+        seconds = probe.seconds + time.monotonic() - started
+        return dataclasses.replace(receipt, probe_difference=difference, probe_seconds=seconds)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward and pass@k on each evaluation set."""

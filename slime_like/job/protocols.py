@@ -67,8 +67,10 @@ class Engines(Protocol):
     def sync(self, weights: WeightsRef, trainer: Trainer) -> SyncReceipt:
         """Every member gets the trainer's weights, proves that it holds them, and serves them as `weights`."""
 
-    def compare(self, trainer: Trainer, weights: WeightsRef, *, bf16: bool) -> float:
-        """Largest mean |log-prob difference| of a fixed prompt between a member and the trainer.
+    def compare(
+        self, samples: list[TrainSample], expected: list[np.ndarray], weights: WeightsRef, *, bf16: bool
+    ) -> float:
+        """Largest mean |log-prob difference| of fixed prompts between a member and the trainer, which `expected` is of.
 
         Raises WeightSyncError above the tolerance.
         """
@@ -118,6 +120,11 @@ class Trainer(Protocol):
 
     def take_weights(self, folder: str) -> None:
         """Score with the weights of an HF folder from now on."""
+
+    def release_memory(self, keep: Sequence[str] = ()) -> None:
+        """Give the engines on its GPUs what it can do without: cached memory and, with --offload-train, all of
+        "weights", "gradients" and "optimizer" that is not in `keep`. What a later call needs comes back by itself.
+        """
 
 
 class Closes(Protocol):

@@ -6,41 +6,133 @@ Or log-probs as the samples brought them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from slime_like.errors import DataError
+from slime_like.megatron_backend.host_memory import host_memory, wait_for_copies
 from slime_like.megatron_backend.model.stage_weights import named_weights
 from slime_like.megatron_backend.step.packing import PackedBatch, packed_rows
-from slime_like.records import TrainSample
+from slime_like.records import BASE, TrainSample, WeightsRef
 
 Weights = dict[str, torch.Tensor]
 
 
+#: Where each tensor begins in the host's memory: as aligned as torch's own.
+_ALIGNMENT_BYTES = 64
+
+
 @torch.no_grad()
-def copy_weights(stage: torch.nn.Module) -> Weights:
-    """This rank's weights, copied to host memory."""
-    return {name: weight.detach().to("cpu", copy=True) for name, weight in named_weights(stage)}
+def copy_weights(stage: torch.nn.Module, into: Weights | None = None) -> Weights:
+    """This rank's weights, copied to host memory: one piece of it, page-locked beside a GPU.
+
+    into: an earlier copy of the same model, which is overwritten and given back.
+    """
+    weights = dict(named_weights(stage))
+    copies = _laid_out(weights) if into is None else into
+    for name, weight in weights.items():
+        copies[name].copy_(weight, non_blocking=True)
+    _wait(weights)
+    return copies
 
 
 @torch.no_grad()
 def put_weights(stage: torch.nn.Module, weights: Weights) -> None:
     """Overwrite this rank's weights in place: gradient buffers and optimizer keep pointing at them."""
-    for name, weight in named_weights(stage):
-        weight.copy_(weights[name])
+    own = dict(named_weights(stage))
+    for name, weight in own.items():
+        weight.copy_(weights[name], non_blocking=True)
+    _wait(own)
 
 
-@contextlib.contextmanager
-def swapped(stage: torch.nn.Module, weights: Weights) -> Iterator[None]:
-    """Inside, the model computes with `weights`; afterwards, also after an error, with exactly its own again."""
-    own = copy_weights(stage)
-    put_weights(stage, weights)
-    try:
-        yield
-    finally:
-        put_weights(stage, own)
+def _laid_out(weights: Weights) -> Weights:
+    """Host memory for each tensor, one behind the other."""
+    starts, end = {}, 0
+    for name, weight in weights.items():
+        starts[name] = end
+        end += -(-weight.numel() * weight.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    memory = host_memory(end, next(iter(weights.values())).untyped_storage().device)
+    return {
+        name: memory[start : start + weight.numel() * weight.element_size()].view(weight.dtype).view(weight.shape)
+        for (name, weight), start in zip(weights.items(), starts.values(), strict=True)
+    }
+
+
+def _wait(weights: Weights) -> None:
+    for device in {weight.untyped_storage().device for weight in weights.values()}:
+        wait_for_copies(device)
+
+
+class HeldWeights:
+    """Whose weights a model holds: BASE's, or for a while those of a model that only scores, which lie on the host.
+
+    BASE's are copied to the host once after each change of theirs (`base_changes`), however many others are swapped in
+    meanwhile, and always to the same memory.
+    """
+
+    def __init__(self, stage: torch.nn.Module):
+        self._stage = stage
+        self._frozen: dict[str, Weights] = {}
+        self._in_model = BASE.name
+        self._base: Weights | None = None
+        self._base_is_current = False
+
+    def __contains__(self, weights: WeightsRef) -> bool:
+        return weights.name == BASE.name or weights.name in self._frozen
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the model holds just now what is trained."""
+        return self._in_model == BASE.name
+
+    def base_changes(self) -> None:
+        """What is trained is about to change, or may be: its copy is of no use any more."""
+        self._base_is_current = False
+
+    @contextlib.contextmanager
+    def using(self, weights: WeightsRef) -> Iterator[None]:
+        """Inside, the model holds these weights. Raises ValueError for ones that are not here."""
+        if weights.name == self._in_model:
+            yield
+            return
+        if weights.name not in self._frozen:
+            raise ValueError(
+                f"weights {weights.name!r} are not loaded. Known: {', '.join([BASE.name, *self._frozen])}."
+            )
+        before = self._in_model
+        back = self._copy_of_base() if before == BASE.name else self._frozen[before]
+        put_weights(self._stage, self._frozen[weights.name])
+        self._in_model = weights.name
+        try:
+            yield
+        finally:
+            put_weights(self._stage, back)
+            self._in_model = before
+
+    def copy(self, source: WeightsRef, target: WeightsRef) -> None:
+        """Keep the present `source` as the frozen weights `target`."""
+        assert target.name != BASE.name, "what is trained is loaded, with the optimizer's part of it"
+        with self.using(source):
+            self._freeze(target)
+
+    def keep(self, target: WeightsRef, load: Callable[[], None]) -> None:
+        """Keep what `load` puts into the model as the frozen weights `target`; the model gets its own back."""
+        assert self.has_base, "frozen weights are loaded while the model holds its own"
+        own = self._copy_of_base()
+        load()
+        self._freeze(target)
+        put_weights(self._stage, own)
+
+    def _freeze(self, target: WeightsRef) -> None:
+        self._frozen[target.name] = copy_weights(self._stage, into=self._frozen.get(target.name))
+
+    def _copy_of_base(self) -> Weights:
+        if self._base is None or not self._base_is_current:
+            self._base = copy_weights(self._stage, into=self._base)
+            self._base_is_current = True
+        return self._base
 
 
 def brought_log_probs(samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> list[torch.Tensor]:

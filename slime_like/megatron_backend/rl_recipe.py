@@ -17,11 +17,10 @@ from slime_like.megatron_backend.hf.save import save_hf_folder
 from slime_like.megatron_backend.model.provider import trains_in_bf16
 from slime_like.megatron_backend.reference import brought_log_probs, checked_row
 from slime_like.megatron_backend.step.advantages import Parts, StepScores, with_picked_tokens, with_token_advantages
+from slime_like.megatron_backend.step.batch import Batch, Scores, StepBatch
 from slime_like.megatron_backend.step.critic import with_value_targets
 from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.objective import TOKEN_MEANS
-from slime_like.megatron_backend.step.runner import Scores, StepBatch
-from slime_like.megatron_backend.verbs import Batch
 from slime_like.megatron_backend.worker import TrainWorker
 from slime_like.records import BASE, REFERENCE, TEACHER, StepReport, TrainSample, WeightsRef
 

@@ -1,20 +1,16 @@
-"""What a trainer's verbs take and give."""
+"""What a trainer's verbs give."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from slime_like.megatron_backend.step.batch import Scores, StepBatch
 from slime_like.megatron_backend.step.packing import record_layout
-from slime_like.megatron_backend.step.runner import Scores, StepBatch
-from slime_like.records import TrainSample
-
-#: What a verb is given: the records of one train step, the same list on every rank, or what `prepare` made of them.
-Batch = Sequence[TrainSample] | StepBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

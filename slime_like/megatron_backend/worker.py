@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from slime_like.config.run import RunConfig
+from slime_like.megatron_backend.card_memory import TRAIN_STATE, CardMemory
+from slime_like.megatron_backend.checkpoint import start_weights
 from slime_like.megatron_backend.checkpoint import state as checkpoint
-from slime_like.megatron_backend.checkpoint.async_save import PendingSave
-from slime_like.megatron_backend.checkpoint.folder import find, is_megatron_folder, read_client_state
-from slime_like.megatron_backend.checkpoint.start_weights import load_weights, reference_step, start_source, start_step
+from slime_like.megatron_backend.checkpoint.async_save import Saver
+from slime_like.megatron_backend.checkpoint.folder import find
 from slime_like.megatron_backend.hf import names_and_shards as hf_convert
 from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_down
 from slime_like.megatron_backend.model.provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
 from slime_like.megatron_backend.publish import gathering
-from slime_like.megatron_backend.reference import Weights, copy_weights, put_weights, swapped
+from slime_like.megatron_backend.reference import HeldWeights
+from slime_like.megatron_backend.step.batch import Batch, StepCutter
 from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
+from slime_like.megatron_backend.step.forward import device_of
 from slime_like.megatron_backend.step.gradient_sync import GradientSync
 from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.optimizer import (
@@ -34,11 +36,13 @@ from slime_like.megatron_backend.step.optimizer import (
     stepping_with,
 )
 from slime_like.megatron_backend.step.routing_replay import Routing, RoutingReplay
-from slime_like.megatron_backend.step.runner import StepBatch, StepRunner
-from slime_like.megatron_backend.verbs import Batch, Outputs
-from slime_like.records import BASE, REFERENCE, TEACHER, SyncReceipt, WeightsRef
+from slime_like.megatron_backend.step.runner import StepRunner
+from slime_like.megatron_backend.verbs import Outputs
+from slime_like.observability.metrics import timed
+from slime_like.records import BASE, REFERENCE, SyncReceipt, WeightsRef
 from slime_like.weight_sync.sender import WeightSender
 from slime_like.weight_sync.session import PublishOrder, run_session
+from slime_like.weight_sync.transports.slots import slot_bytes
 
 
 class TrainWorker:
@@ -70,11 +74,12 @@ class TrainWorker:
         self.world_size, self.local_rank = world_size, local_rank
         self.master_address, self.master_port, self._store_path = master_address, master_port, store_path
         self._sender: WeightSender | None = None
+        self._held: HeldWeights
+        #: a train step's records -> this rank's share of them in micro-batches: for several verbs over the same records
+        self.prepare: StepCutter
         self._sync: GradientSync  # where this role trains
-        self._saving: PendingSave | None = None
+        self._saver = Saver(in_background=config.checkpoint.async_save, seconds=config.parallel.train_timeout_s)
         self._trains = config.role in ("actor", "critic")
-        self._frozen: dict[str, Weights] = {}
-        self._in_model = BASE.name  # whose weights the model holds just now
 
     # ------------------------------------------------------------------ start and end
 
@@ -82,11 +87,11 @@ class TrainWorker:
         """Join the other ranks, build everything, load the first weights.
 
         Returns {"num_rollouts_done", "client_state" (of the checkpoint, else {}), "num_parameters" (whole model),
-        "seconds": {part: s}}.
+        "card_bytes" (the GPU's memory), "seconds": {part: s}}.
         """
         config = self.config
         seconds: dict[str, float] = {}
-        with _timed(seconds, "process_groups"):
+        with timed(seconds, "process_groups"):
             initialize(
                 config.parallel,
                 rank=self.rank,
@@ -98,34 +103,30 @@ class TrainWorker:
                 virtual_pipeline_size=config.parallel.virtual_pipeline_size(config.model.num_layers),
             )
             set_seeds(config.observability.seed)
-        with _timed(seconds, "model"):
+        with timed(seconds, "model"):
             self.model = (build_model if self._trains else build_frozen)(
                 config.model, config.parallel, config.optimizer, value_head=self._is_critic
             )
             self.stage = unwrap(self.model)
-        source = start_source(config.checkpoint)
-        with _timed(seconds, "weights"):
+            self._held = HeldWeights(self.stage)
+            offloads = config.offloads_train(on_gpu=device_of(self.stage).type == "cuda")
+            self._card = CardMemory(self.stage, self.model if self._trains else (), offloads=offloads)
+        source = start_weights.start_source(config.checkpoint)
+        with timed(seconds, "weights"):
             self._load_first_weights(source)
         resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
         if self._trains:
-            with _timed(seconds, "optimizer"):
+            with timed(seconds, "optimizer"):
                 self._sync = GradientSync(self.model)
                 self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel)
+                self._card.add_optimizer(self.optimizer)
                 total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout
                 self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
-            with _timed(seconds, "resume"):
+            with timed(seconds, "resume"):
                 resumed = self._resume(source)
-        self.runner = (ValueRunner if self._is_critic else StepRunner)(
-            self.model,
-            model_config=config.model,
-            parallel=config.parallel,
-            batch=config.batch,
-            loss=config.loss,
-            # supervised answers were not sampled
-            temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
-            plugin_args=config.plugin_args(),
-        )
-        self.runner.replay = RoutingReplay.for_policy(config, self.stage)
+        replay, device = RoutingReplay.for_policy(config, self.stage), device_of(self.stage)
+        self.prepare = StepCutter(config, device=device, num_chunks=len(self.model), replay=replay)
+        self.runner = (ValueRunner if self._is_critic else StepRunner)(config, self.model, replay=replay)
         if self._trains:
             self._clear_gradients()
             self._sync.whole_weights()
@@ -133,6 +134,7 @@ class TrainWorker:
             **resumed,
             "num_parameters": hf_convert.num_parameters(config.model),
             "bf16": trains_in_bf16(config.optimizer),
+            "card_bytes": torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None,
             "seconds": seconds,
         }
 
@@ -149,13 +151,13 @@ class TrainWorker:
         if self._sender is not None:
             self._sender.remove_files()
 
-    # ------------------------------------------------------------------ passes and steps
-
-    def prepare(self, batch: Batch) -> StepBatch:
-        """One train step's records cut into micro-batches, this rank's share: for more than one verb over the same
-        records.
+    def release_memory(self, keep: Sequence[str] = ()) -> None:
+        """Give the engines on this card what is not in `keep`, of TRAIN_STATE: to the host with --offload-train, else
+        cached memory only. Verbs bring back what they need.
         """
-        return batch if isinstance(batch, StepBatch) else self.runner.prepare(batch)
+        self._card.release(keep)
+
+    # ------------------------------------------------------------------ passes and steps
 
     def forward(
         self, batch: Batch, *, weights: WeightsRef, temperature: float | None = None, record_routing: bool = False
@@ -169,12 +171,8 @@ class TrainWorker:
         prepared = self.prepare(batch)
         with self.using(weights), self.runner.at_temperature(temperature):
             if record_routing:
-                scores, prepared = self.runner.forward_recording(prepared)
-            else:
-                scores = self.runner.forward(
-                    prepared, routing=Routing.REPLAY if weights.name == BASE.name else Routing.OWN
-                )
-        return Outputs(batch=prepared, scores=scores)
+                return self.runner.forward_recording(prepared)
+            return self.runner.forward(prepared, routing=Routing.REPLAY if weights.name == BASE.name else Routing.OWN)
 
     def forward_backward(
         self, batch: Batch, loss: LossSpec, *, weights: WeightsRef, accumulates: bool = True
@@ -187,8 +185,7 @@ class TrainWorker:
         self._check_trained(weights)
         prepared = self.prepare(batch)
         with self._sync.held_back() if accumulates else contextlib.nullcontext():
-            metrics, scores = self.runner.forward_backward(prepared, loss)
-        return Outputs(batch=prepared, scores=scores, metrics=metrics)
+            return self.runner.forward_backward(prepared, loss)
 
     def optim_step(
         self, params: AdamParams | None, *, weights: WeightsRef, passes_follow: bool = False
@@ -223,7 +220,7 @@ class TrainWorker:
 
     def holds(self, weights: WeightsRef) -> bool:
         """Whether verbs can be about these weights."""
-        return weights.name == BASE.name or weights.name in self._frozen
+        return weights in self._held
 
     @contextlib.contextmanager
     def using(self, weights: WeightsRef) -> Iterator[None]:
@@ -231,25 +228,14 @@ class TrainWorker:
 
         Raises ValueError for ones that are not here.
         """
-        if weights.name == self._in_model:
+        self._card.need("weights")
+        with self._held.using(weights):
             yield
-            return
-        if weights.name not in self._frozen:
-            raise ValueError(
-                f"weights {weights.name!r} are not loaded. Known: {', '.join([BASE.name, *self._frozen])}."
-            )
-        with swapped(self.stage, self._frozen[weights.name]):
-            before, self._in_model = self._in_model, weights.name
-            try:
-                yield
-            finally:
-                self._in_model = before
 
     def copy_weights(self, source: WeightsRef, target: WeightsRef) -> None:
         """Keep the present `source` as the frozen weights `target`: how a reference follows the policy."""
-        assert target.name != BASE.name, "what is trained is loaded, with the optimizer's part of it"
-        with self.using(source):
-            self._frozen[target.name] = copy_weights(self.stage)
+        self._card.need("weights")
+        self._held.copy(source, target)
 
     def export(self, weights: WeightsRef) -> Iterator[tuple[str, torch.Tensor]]:
         """This pipeline stage's tensors under their HF names.
@@ -265,6 +251,7 @@ class TrainWorker:
         Raises on every rank; engines then stay paused.
         The connection is made at the first call and kept; it is made anew when the order's route is another.
         """
+        self._card.need("weights")
         if self._sender is not None and self._sender.route != order.route:
             self._sender.close()
             self._sender = None
@@ -272,7 +259,12 @@ class TrainWorker:
             self._sender = WeightSender(
                 self.config,
                 order,
-                gathering(self.config.model, lambda: self.export(BASE), master_address=self.master_address),
+                gathering(
+                    self.config.model,
+                    lambda: self.export(BASE),
+                    master_address=self.master_address,
+                    whole_bytes=slot_bytes(self.config.sync.update_weight_buffer_size) if order.cards else None,
+                ),
             )
         try:
             return run_session(order, self._sender)
@@ -289,7 +281,6 @@ class TrainWorker:
         With --async-save it counts only when finish_save() is True.
         """
         self._check_trained(weights)
-        self.finish_save(wait=True)
         options = self.config.checkpoint
         state = checkpoint.TrainState(
             model=self.model,
@@ -306,21 +297,14 @@ class TrainWorker:
             retain_interval=options.save_retain_interval,
             num_spared=int(self._is_critic),
         )
-        if not options.async_save:
-            return checkpoint.save(draft, state)
-        self._saving = PendingSave(draft, state, seconds=self.config.parallel.train_timeout_s)
-        return self._saving.path
+        return self._saver.save(draft, state)
 
     def finish_save(self, wait: bool) -> bool:
         """Whether no save is under way any more; wait: until there is none.
 
         Raises SaveError if one could not be written.
         """
-        if self._saving is not None:
-            saving, self._saving = self._saving, None  # after a failure there is none either
-            if not saving.finish(wait=wait):
-                self._saving = saving
-        return self._saving is None
+        return self._saver.finish(wait=wait)
 
     def load_state(
         self,
@@ -338,13 +322,14 @@ class TrainWorker:
         Frozen weights of a new name are held from now on. Returns the checkpoint's client_state.json, {} for weights
         alone. Raises CheckpointError.
         """
+        self._card.need(*TRAIN_STATE)
         if weights.name != BASE.name:
             assert not (optimizer or schedule or rng), "frozen weights have no more than themselves"
-            own = copy_weights(self.stage)
-            load_weights(self.model, self.config.model, folder, step=step)
-            self._frozen[weights.name] = copy_weights(self.stage)
-            put_weights(self.stage, own)
+            self._held.keep(
+                weights, lambda: start_weights.load_weights(self.model, self.config.model, folder, step=step)
+            )
             return {}
+        self._held.base_changes()
         saved: dict = {}
         if optimizer or schedule or rng:
             state = checkpoint.TrainState(
@@ -357,7 +342,7 @@ class TrainWorker:
             )
             saved = checkpoint.load(find(folder, step), state)
         else:
-            load_weights(self.model, self.config.model, folder, step=step, value_head=self._is_critic)
+            start_weights.load_weights(self.model, self.config.model, folder, step=step, value_head=self._is_critic)
         if self._trains and not optimizer:
             # bf16 keeps fp32 main weights in the optimizer; they must follow the loaded ones.
             self.optimizer.reload_model_params()
@@ -367,25 +352,13 @@ class TrainWorker:
 
     def _load_first_weights(self, source: str) -> None:
         """The policy's or critic's first weights, and those of models that only score beside it."""
-        config, options = self.config, self.config.checkpoint
-        load_weights(self.model, config.model, source, step=start_step(options), value_head=self._is_critic)
-        others: list[tuple[WeightsRef, str | None, int | None]] = []
-        if config.role == "actor":
-            others.append((REFERENCE, options.ref_load if config.swaps_reference else None, reference_step(options)))
-            others.append(
-                (
-                    TEACHER,
-                    config.loss.opd_teacher_load if config.loss.use_opd else None,
-                    config.loss.opd_teacher_ckpt_step,
-                )
-            )
-        for weights, folder, step in others:
-            if folder is None:
-                continue
-            if os.path.realpath(source) == os.path.realpath(folder) and step == start_step(options):
+        step = start_weights.start_step(self.config.checkpoint)
+        start_weights.load_weights(self.model, self.config.model, source, step=step, value_head=self._is_critic)
+        for weights, folder, frozen_step in start_weights.frozen_sources(self.config):
+            if os.path.realpath(source) == os.path.realpath(folder) and frozen_step == step:
                 self.copy_weights(BASE, weights)
             else:
-                self.load_state(folder, weights=weights, step=step)
+                self.load_state(folder, weights=weights, step=frozen_step)
 
     def _resume(self, source: str) -> dict:
         """What start() says of a checkpoint to continue from.
@@ -394,19 +367,10 @@ class TrainWorker:
         """
         options, loss = self.config.checkpoint, self.config.loss
         resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
-        is_checkpoint = options.load is not None and source == options.load and is_megatron_folder(source)
-        # else converted weights, already loaded
-        if is_checkpoint and not read_client_state(find(source, options.ckpt_step)).get("weights_only"):
-            fresh = options.finetune
-            saved = self.load_state(
-                source,
-                weights=BASE,
-                step=options.ckpt_step,
-                optimizer=not (options.no_load_optim or fresh),
-                schedule=not fresh,
-                rng=not (options.no_load_rng or fresh),
-            )
-            if not fresh:
+        parts = start_weights.parts_to_continue(options, source)
+        if parts is not None:
+            saved = self.load_state(source, weights=BASE, step=options.ckpt_step, **parts)
+            if not options.finetune:
                 resumed = {name: saved[name] for name in resumed}
         if loss.ref_update_interval and self.holds(REFERENCE):
             loss.check_resume(resumed["num_rollouts_done"])
@@ -415,22 +379,15 @@ class TrainWorker:
         return resumed
 
     def _check_trained(self, weights: WeightsRef) -> None:
-        if not self._trains or weights.name != BASE.name or self._in_model != BASE.name:
+        if not self._trains or weights.name != BASE.name or not self._held.has_base:
             raise ValueError(
                 f"weights {weights.name!r} are not trained here (role {self.config.role}): they can be scored with,"
                 " loaded and exported."
             )
+        self._card.need(*TRAIN_STATE)
+        self._held.base_changes()  # in a pass, too: routers learn their bias there
 
     def _clear_gradients(self) -> None:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-
-@contextlib.contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[part] = round(time.monotonic() - start, 3)

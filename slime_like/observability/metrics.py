@@ -74,6 +74,16 @@ class MetricsLog:
         self._writer.flush()
 
 
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Write the time inside the block into `seconds`, also when it raises."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[part] = round(time.monotonic() - start, 3)
+
+
 class PhaseTimers:
     """Seconds of each phase of one step.
 

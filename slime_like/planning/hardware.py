@@ -8,6 +8,10 @@ from slime_like.config.placement import PlacementConfig
 
 GIB = 2**30
 
+#: CUDA context, NCCL channels and cuBLAS workspaces of one process: an order of magnitude, it cannot be computed. They
+#: stay when everything else is given back: groups are kept, since to make them again takes as long as a short step.
+PROCESS_BYTES = GIB
+
 
 @dataclasses.dataclass(frozen=True)
 class Card:

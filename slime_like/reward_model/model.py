@@ -30,17 +30,21 @@ _FIX = "Fix: --reward-load with a folder that AutoModelForSequenceClassification
 
 
 class RewardModel:
-    """One copy of a reward model on this process's device: the GPU if there is one (bf16, unless told otherwise), else
-    the CPU (fp32).
+    """One copy of a reward model on this process's device: GPU `device_number` if there is one (bf16, unless told
+    otherwise), else the CPU (fp32).
 
     policy_folder: --hf-checkpoint, whose tokenizer decides whether the samples' tokens can be read as they are
     (`reads_tokens`).
     """
 
-    def __init__(self, folder: str, *, policy_folder: str, batch_size: int, bf16: bool | None = None):
+    def __init__(
+        self, folder: str, *, policy_folder: str, batch_size: int, bf16: bool | None = None, device_number: int = 0
+    ):
         self.folder, self.batch_size = folder, batch_size
         transformers_logging.disable_progress_bar()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cuda", device_number) if torch.cuda.is_available() else torch.device("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         half = self.device.type == "cuda" if bf16 is None else bf16
         self._model = _load(folder, torch.bfloat16 if half else torch.float32).to(self.device).eval()
         self._config = self._model.config.get_text_config()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
-from slime_like.records import EngineEndpoint, Prompt, SampleGroup, WeightsRef
+from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
 from slime_like.rollout.agents.stage import AgentStage
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import evaluate
@@ -76,13 +76,14 @@ class RolloutService:
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
         agents = self._agents
-        self._maker = make(player=agents.player if agents else None)
+        maker = make(player=agents.player if agents else None)
         self._eval_maker = make(player=agents.eval_player if agents else None, evaluation=True)
         self._filter, self._plugin_args = plugins.group_filter, plugin_args
-        self._sampling = Sampling.for_training(
+        sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
         )
-        self.stream = GroupStream(self.feed, self._group, self._judge, self._limits())
+        group = functools.partial(maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=sampling)
+        self.stream = GroupStream(self.feed, group, self._judge, self._limits())
 
     async def generate(self, step: int) -> RolloutResult:
         """The groups of rollout `step`; nothing is in flight afterwards."""
@@ -140,9 +141,6 @@ class RolloutService:
         for part in (self._client, self._scorer, self._agents):
             if part is not None:
                 await part.close()
-
-    async def _group(self, prompt: Prompt) -> GroupOutcome:
-        return await self._maker.group(prompt, self._config.rollout.n_samples_per_prompt, self._sampling)
 
     def _judge(self, outcome: GroupOutcome) -> str | None:
         if self._filter is None:

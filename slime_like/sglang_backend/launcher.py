@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import importlib.metadata
 import importlib.util
@@ -17,6 +18,7 @@ import time
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.cuda_defaults import attention_default, card_capability, kernels_folder
 from slime_like.sglang_backend.server_args import known_arguments, merge_flags, to_argv
 from slime_like.sglang_backend.shared_memory import DIRECTORY_VARIABLE, WEIGHT_LOADER, shared_directory
 from slime_like.utils.files import PACKAGE_ROOT
@@ -56,8 +58,10 @@ class EngineSpec:
     context_length: int | None = None  # tokens; None: the model's
     seed: int = 0
     extra_flags: dict = dataclasses.field(default_factory=dict)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)  # over this process's own
     log_level: str | None = None  # None: SGLang's default, info
     memory_saver: bool = False  # release and resume really free memory; CUDA only
+    shares_gpus: bool = False  # a trainer takes turns with it
     log_path: str
     custom_weight_loader: str | None = WEIGHT_LOADER
     command: tuple[str, ...] | None = None  # instead of SGLang's server, before its arguments
@@ -219,7 +223,7 @@ def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
     if spec.nnodes > 1:
         assert spec.dist_init_addr, "an engine on several machines needs an address where its ranks meet"
         fixed |= {"nnodes": spec.nnodes, "node_rank": spec.node_rank, "dist_init_addr": spec.dist_init_addr}
-    defaults: dict = {} if cuda else _cpu_defaults(spec.context_length)
+    defaults: dict = _cuda_defaults() if cuda else _cpu_defaults(spec.context_length)
     if spec.dtype is not None:
         defaults["dtype"] = spec.dtype
     if spec.log_level is not None:
@@ -236,6 +240,12 @@ def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
             spec.custom_weight_loader,
         ]
     return to_argv(fixed | merge_flags(defaults, extra))
+
+
+@functools.cache
+def _cuda_defaults() -> dict:
+    """What SGLang would choose wrongly by itself on this host."""
+    return attention_default(kernels_folder(), card_capability())
 
 
 def _cpu_defaults(context_length: int | None) -> dict:
@@ -268,7 +278,7 @@ def _meeting(spec: EngineSpec, port: int, private_dir: str) -> dict[str, str]:
 
 def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:
     """The server's environment variables."""
-    env = dict(os.environ)
+    env = os.environ | spec.environment
     env["PYTHONPATH"] = os.pathsep.join([PACKAGE_ROOT, *filter(None, [env.get("PYTHONPATH")])])
     env[DIRECTORY_VARIABLE] = shared_directory()
     # Else /health generates a token and takes a second, and fails while generation is paused.
@@ -278,6 +288,11 @@ def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:
     if cuda:
         if spec.gpu_ids:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpu_ids))
+        if spec.shares_gpus:
+            # What a trainer holds differs from card to card, which SGLang takes for foreign processes, and ends. The
+            # older name must not be there: 0.5.17 copies its value to the new one, so that "1" to disable enables.
+            env.pop("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK", None)
+            env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     else:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["OMP_NUM_THREADS"] = env.get("SLIME_LIKE_ENGINE_OMP_THREADS", "1")

@@ -15,13 +15,23 @@ from typing import Any
 
 import requests
 
+from slime_like.config.engine import EngineConfig
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.router_server import KEY_VARIABLE
 from slime_like.utils.files import PACKAGE_ROOT
 from slime_like.utils.guard import GuardedProcess, start_guarded
-from slime_like.utils.net import certificates, free_port, http_url, port_is_free, wait_until, with_another_port
+from slime_like.utils.net import (
+    certificates,
+    engine_url,
+    free_port,
+    host_port,
+    http_url,
+    port_is_free,
+    wait_until,
+    with_another_port,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +161,26 @@ class Router:
             return response.json()
         except ValueError:
             return response.text
+
+
+def start_router(engine: EngineConfig, policy: str, log_path: str, log_level: str) -> Router:
+    """The router of a run: the one at --sglang-router-ip, else one of our own with the policy. As launch_router and
+    attach_router.
+    """
+    if engine.sglang_router_ip:
+        assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
+        return attach_router(
+            engine_url(host_port(engine.sglang_router_ip, engine.sglang_router_port)),
+            timeout_s=engine.engine_start_timeout_s,
+            api_key=os.environ.get(engine.sglang_router_api_key_env),
+        )
+    return launch_router(
+        policy=policy,
+        port=engine.sglang_router_port,
+        log_path=log_path,
+        timeout_s=engine.engine_start_timeout_s,
+        log_level=log_level,
+    )
 
 
 def launch_router(

@@ -158,7 +158,12 @@ def known_arguments() -> dict[str, Argument]:
         spec = None
     if spec is None or not spec.submodule_search_locations:
         return {}
-    srt = os.path.join(list(spec.submodule_search_locations)[0], "srt")
+    return arguments_of(list(spec.submodule_search_locations)[0])
+
+
+def arguments_of(package: str) -> dict[str, Argument]:
+    """Underscored flag name -> Argument of the SGLang whose sources lie in the folder `package`."""
+    srt = os.path.join(package, "srt")
     fields = os.path.join(srt, "arg_groups", "fields")
     paths = [os.path.join(srt, "server_args.py")]
     if os.path.isdir(fields):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime_like.errors import WaitTimeout
+from slime_like.weight_sync.device import on_this_device
 
 #: How often the watch is asked.
 _WATCH_S = 1.0
@@ -37,7 +38,7 @@ def run_together(
             done.put((name, None, error))
 
     for name, task in tasks.items():
-        threading.Thread(target=run, args=(name, task), name=f"{phase}: {name}", daemon=True).start()
+        threading.Thread(target=on_this_device(run), args=(name, task), name=f"{phase}: {name}", daemon=True).start()
     results: dict[str, Any] = {}
     deadline = time.monotonic() + timeout_s
     while len(results) < len(tasks):

@@ -60,14 +60,14 @@ def test_engines_hold_what_was_sent(tp1, tp2, models, model_config, tmp_path, tr
 
 def changed(name, change):
     def fault(stream):
-        for found, tensor in stream:
-            yield found, (change(tensor.clone()) if found == name else tensor)
+        for tensor_name, tensor in stream:
+            yield tensor_name, (change(tensor.clone()) if tensor_name == name else tensor)
 
     return fault
 
 
 def dropped(name):
-    return lambda stream: ((found, tensor) for found, tensor in stream if found != name)
+    return lambda stream: ((tensor_name, tensor) for tensor_name, tensor in stream if tensor_name != name)
 
 
 def exchanged(one, other):

@@ -27,8 +27,8 @@ EXTRA = "model.layers.1.self_attn.rotary_emb.inv_freq"
 
 def to_bf16_and_one_more(args, name, tensor):
     """Norms stay as they are; a tensor that no engine keeps comes with the last."""
-    made = [(name, tensor)] if "norm" in name else to_bf16(args, name, tensor)
-    return [*made, (EXTRA, torch.arange(8.0))] if name == "lm_head.weight" else made
+    converted = [(name, tensor)] if "norm" in name else to_bf16(args, name, tensor)
+    return [*converted, (EXTRA, torch.arange(8.0))] if name == "lm_head.weight" else converted
 
 
 @pytest.fixture

@@ -30,19 +30,19 @@ def test_all_methods_side_by_side(repo_root: Path, tmp_path: Path, no_process_le
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(picture.with_suffix(".json").read_text())
-    rows = {row["method"]: row for row in found["methods"]}
+    report = json.loads(picture.with_suffix(".json").read_text())
+    rows = {row["method"]: row for row in report["methods"]}
     assert tuple(rows) == METHODS and all(method in result.stdout for method in METHODS)
-    assert 0.8e6 < found["bytes"] < 1.2e6 and set(found["bounds_s"]) == {"memcpy", "socket", "disk"}
+    assert 0.8e6 < report["bytes"] < 1.2e6 and set(report["bounds_s"]) == {"memcpy", "socket", "disk"}
     for method, row in rows.items():
         assert row["total_s"] == pytest.approx(sum(row["times"][part] for part in PARTS))
         assert row["share_of_bound"] == pytest.approx(
-            found["bounds_s"][row["bound"]] / (row["times"]["send_s"] + row["times"]["load_s"])
+            report["bounds_s"][row["bound"]] / (row["times"]["send_s"] + row["times"]["load_s"])
         )
         assert len(row["totals_s"]) == 2 and min(row["totals_s"]) > 0 and row["times"]["verify_s"] > 0
         assert (row["times"]["load_s"] > 0.001) == (method in ("disk", "delta"))
     # base64 makes 4 bytes of 3; the others' requests only say where the weights are
-    assert 4 / 3 < rows["inline"]["moved_bytes"] / found["bytes"] < 1.6
-    assert all(1 < rows[method]["moved_bytes"] / found["bytes"] < 1.1 for method in ("ipc", "broadcast", "disk"))
+    assert 4 / 3 < rows["inline"]["moved_bytes"] / report["bytes"] < 1.6
+    assert all(1 < rows[method]["moved_bytes"] / report["bytes"] < 1.1 for method in ("ipc", "broadcast", "disk"))
     # a value near 0.02 that moves by 1e-5 changes some 13 of its 32 bits, and no compression makes those fewer
-    assert 13 / 32 < rows["delta"]["moved_bytes"] / found["bytes"] < 0.9
+    assert 13 / 32 < rows["delta"]["moved_bytes"] / report["bytes"] < 0.9

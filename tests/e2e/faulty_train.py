@@ -30,15 +30,15 @@ TOLD = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
 class FaultyActor(train_group.TrainActor):
     """A trainer rank; goes to Ray by value, with what it was told."""
 
-    told: dict = TOLD
+    order: dict = TOLD
 
     def call(self, method: str, *args):
         """As TrainActor; arms the fault before the sync."""
-        told = self.told
-        if method == "publish" and args[0].weights.version == told["version"] and self._place["rank"] == told["rank"]:
-            with open(told["mark"], "w", encoding="utf-8") as file:
+        order = self.order
+        if method == "publish" and args[0].weights.version == order["version"] and self._place["rank"] == order["rank"]:
+            with open(order["mark"], "w", encoding="utf-8") as file:
                 file.write(str(time.time()))
-            self._arm(told["what"], args[0].endpoints[-1])
+            self._arm(order["what"], args[0].endpoints[-1])
         return super().call(method, *args)
 
     def build(self, *meeting) -> dict:

@@ -109,7 +109,7 @@ def our_processes() -> dict[int, str]:
     Known by the token in their environment. SGLang's children overwrite theirs with a title: they count by a parent of
     ours, or when they are orphans.
     """
-    found = {}
+    lines = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
         line = " ".join(process.info["cmdline"] or [])
         if (
@@ -118,8 +118,8 @@ def our_processes() -> dict[int, str]:
         ):
             orphan = line.startswith("sglang::") and process.info["ppid"] == 1
             if orphan or any(has_token(relative) for relative in (process, *_parents(process))):
-                found[process.pid] = line[:200]
-    return found
+                lines[process.pid] = line[:200]
+    return lines
 
 
 def _parents(process: psutil.Process) -> list[psutil.Process]:

@@ -30,16 +30,16 @@ from slime_like.config.placement import PlacementConfig
 from slime_like.errors import DataError
 from slime_like.planning.placement import make_plan
 
-found = {}
+outcomes = {}
 
 def attempt(name, function):
     started = time.monotonic()
     try:
         function()
-        found[name] = "no error"
+        outcomes[name] = "no error"
     except Exception as error:
         notes = getattr(error, "__notes__", "")
-        found[name] = f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error} {notes}"
+        outcomes[name] = f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error} {notes}"
 
 class Actor:
     def work(self, what):
@@ -54,17 +54,17 @@ class Actor:
 
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
 handler = signal.getsignal(signal.SIGTERM)
-found["started here"] = connect(4)
-found["handler kept"] = signal.getsignal(signal.SIGTERM) is handler
+outcomes["started here"] = connect(4)
+outcomes["handler kept"] = signal.getsignal(signal.SIGTERM) is handler
 session = ray._private.worker._global_node.get_session_dir_path()
-found["session"], found["sockets"] = session, os.listdir(session + "/sockets")
+outcomes["session"], outcomes["sockets"] = session, os.listdir(session + "/sockets")
 if os.geteuid() == 0:  # only root can be another user
     listing = subprocess.run(["ls", session], user=65534, group=65534, extra_groups=[], capture_output=True, text=True)
-    found["another user"] = [listing.returncode, listing.stdout, listing.stderr]
+    outcomes["another user"] = [listing.returncode, listing.stdout, listing.stderr]
 two_and_two = PlacementConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2)
 plan = make_plan(dataclasses.replace(RunConfig(), placement=two_and_two))
 bundles = reserve(plan, 60)
-found["slots"], found["on one host"] = [slot.gpu_id for slot in bundles.slots], bundles.on_one_host()
+outcomes["slots"], outcomes["on one host"] = [slot.gpu_id for slot in bundles.slots], bundles.on_one_host()
 attempt("held", lambda: reserve(plan, 2))
 bundles.close()
 five_and_one = PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1)
@@ -78,20 +78,20 @@ for what in ("user error", "bug", "death"):
     attempt(what, lambda: Wait(20, whom="the trainer", phase="train").gather(refs))
 refs = {"rank 0": remote.remote().work.remote("fine"), "rank 7": remote.remote().work.remote("late")}
 attempt("late", lambda: Wait(5, whom="the trainer", phase="train").gather(refs))
-found["in order"] = Wait(20, whom="x", phase="y").gather({name: remote.remote().work.remote(name) for name in "abc"})
+outcomes["in order"] = Wait(20, whom="x", phase="y").gather({name: remote.remote().work.remote(name) for name in "abc"})
 stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
 address = ray.get_runtime_context().gcs_address
 code = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); print('JOINED')"
 done = subprocess.run([sys.executable, "-c", code], env=stranger, capture_output=True, text=True, timeout=60)
-found["stranger refused"] = done.returncode != 0 and "JOINED" not in done.stdout
+outcomes["stranger refused"] = done.returncode != 0 and "JOINED" not in done.stdout
 with open(sys.argv[1], "w") as file:
-    json.dump(found, file)
+    json.dump(outcomes, file)
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    file = tmp_path_factory.mktemp("cluster") / "found.json"
+def outcomes(tmp_path_factory):
+    file = tmp_path_factory.mktemp("cluster") / "outcomes.json"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(file)],
         cwd=ROOT,
@@ -104,12 +104,12 @@ def found(tmp_path_factory):
     return json.loads(file.read_text())
 
 
-def test_reserved_bundles_are_sorted_and_given_back(found):
-    assert (found["slots"], found["on one host"]) == (["0", "1", "2", "3"], True)
+def test_reserved_bundles_are_sorted_and_given_back(outcomes):
+    assert (outcomes["slots"], outcomes["on one host"]) == (["0", "1", "2", "3"], True)
 
 
-def test_gpus_held_by_another_end_at_the_deadline_with_numbers(found):
-    line = found["held"]
+def test_gpus_held_by_another_end_at_the_deadline_with_numbers(outcomes):
+    line = outcomes["held"]
     assert (
         "PlacementError after" in line
         and "4 GPUs and" in line
@@ -118,42 +118,42 @@ def test_gpus_held_by_another_end_at_the_deadline_with_numbers(found):
     )
 
 
-def test_what_can_never_be_placed_is_said_at_once(found):
-    assert "PlacementError after 0 s: the plan needs 6 GPUs, but the Ray cluster has 4" in found["impossible"]
+def test_what_can_never_be_placed_is_said_at_once(outcomes):
+    assert "PlacementError after 0 s: the plan needs 6 GPUs, but the Ray cluster has 4" in outcomes["impossible"]
 
 
-def test_first_failure_wins_over_a_rank_that_hangs(found):
+def test_first_failure_wins_over_a_rank_that_hangs(outcomes):
     assert (
-        "DataError after" in found["user error"]
-        and "line 3 is bad" in found["user error"]
-        and "rank 0 during train" in found["user error"]
+        "DataError after" in outcomes["user error"]
+        and "line 3 is bad" in outcomes["user error"]
+        and "rank 0 during train" in outcomes["user error"]
     )
-    assert "RunError" in found["bug"] and "rank 0 failed during train: KeyError: 'missing'" in found["bug"]
-    assert "RunError" in found["death"] and "rank 0 died during train" in found["death"]
+    assert "RunError" in outcomes["bug"] and "rank 0 failed during train: KeyError: 'missing'" in outcomes["bug"]
+    assert "RunError" in outcomes["death"] and "rank 0 died during train" in outcomes["death"]
 
 
-def test_timeout_names_who_is_missing(found):
-    line = found["late"]
+def test_timeout_names_who_is_missing(outcomes):
+    line = outcomes["late"]
     assert "WaitTimeout after 5 s" in line and "1 of 2 had answered; missing: rank 7" in line and "during train" in line
 
 
-def test_results_keep_their_order(found):
-    assert found["in order"] == ["a", "b", "c"]
+def test_results_keep_their_order(outcomes):
+    assert outcomes["in order"] == ["a", "b", "c"]
 
 
-def test_a_stranger_cannot_join_the_private_cluster(found):
-    assert found["started here"] is True and found["stranger refused"] is True
+def test_a_stranger_cannot_join_the_private_cluster(outcomes):
+    assert outcomes["started here"] is True and outcomes["stranger refused"] is True
 
 
 @needs_root
-def test_another_user_cannot_enter_the_folder_of_its_sockets(found):
-    status, listed, why = found["another user"]
-    assert len(found["sockets"]) >= 2 and status != 0 and listed == "" and "Permission denied" in why
+def test_another_user_cannot_enter_the_folder_of_its_sockets(outcomes):
+    status, listed, why = outcomes["another user"]
+    assert len(outcomes["sockets"]) >= 2 and status != 0 and listed == "" and "Permission denied" in why
 
 
-def test_its_folder_is_gone_with_the_process_and_the_signal_handler_is_ours(found):
-    assert found["session"].startswith("/tmp/slr-") and not os.path.exists(found["session"])
-    assert found["handler kept"] is True
+def test_its_folder_is_gone_with_the_process_and_the_signal_handler_is_ours(outcomes):
+    assert outcomes["session"].startswith("/tmp/slr-") and not os.path.exists(outcomes["session"])
+    assert outcomes["handler kept"] is True
 
 
 @needs_root

@@ -90,7 +90,7 @@ def servers(tiny_model_dir, tmp_path_factory):
     ports = free_ports(2)
     loader = ["--custom-weight-loader", "slime_like.weight_sync.in_engine.shm_loader.load"]
     tls = [*loader, "--api-key", KEY, "--ssl-keyfile", folder / "key.pem", "--ssl-certfile", folder / "cert.pem"]
-    found = []
+    started = []
     try:
         for (name, host, more), port in zip([("safe", "::1", tls), ("plain", "127.0.0.1", [])], ports, strict=True):
             command = [
@@ -112,10 +112,10 @@ def servers(tiny_model_dir, tmp_path_factory):
                 )
             scheme = "https" if more else "http"
             secret = (KEY, folder / "cert.pem") if more else (None, None)
-            found.append(Server(f"{scheme}://{host_port(host, port)}", process, folder / f"{name}.log", *secret))
-        yield {"safe": found[0].wait(), "plain": found[1].wait()}
+            started.append(Server(f"{scheme}://{host_port(host, port)}", process, folder / f"{name}.log", *secret))
+        yield {"safe": started[0].wait(), "plain": started[1].wait()}
     finally:
-        for server in found:
+        for server in started:
             stop_group(server.process, grace_s=0)
 
 

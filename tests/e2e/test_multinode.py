@@ -39,9 +39,9 @@ def planned(*, loss=(), checkpoint=(), **placement):
     base = RunConfig()
     parts = {"loss": dict(loss), "checkpoint": dict(checkpoint), "placement": {"num_gpus_per_node": 2} | placement}
     groups = {name: dataclasses.replace(getattr(base, name), **values) for name, values in parts.items()}
-    made = make_plan(dataclasses.replace(base, **groups))
-    assert not made.problems, made.problems
-    return made
+    layout = make_plan(dataclasses.replace(base, **groups))
+    assert not layout.problems, layout.problems
+    return layout
 
 class Seat:
     def where(self):
@@ -57,9 +57,9 @@ def compare(name, plan):
             if share:
                 refs[f"{role} {bundle.index}"] = seats.options(**bundles.options(bundle.index, share)).remote()
     asked = {key: actor.where.remote() for key, actor in refs.items()}
-    found = dict(zip(refs, Wait(60, whom="seats", phase="test").gather(asked)))
+    reported = dict(zip(refs, Wait(60, whom="seats", phase="test").gather(asked)))
     order = list(dict.fromkeys(slot.node_id for slot in bundles.slots))
-    real = {key: (order.index(node), int(gpus[0])) for key, (node, gpus) in found.items()}
+    real = {key: (order.index(node), int(gpus[0])) for key, (node, gpus) in reported.items()}
     want = {f"{role} {b.index}": (b.node, b.gpu) for b in plan.bundles for role, share in b.roles.items() if share}
     said[name] = f"{'SAME' if real == want else f'DIFFERENT {real} {want}'} {len(real)} seats on {len(order)} machines"
     for actor in refs.values():

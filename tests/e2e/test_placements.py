@@ -97,6 +97,23 @@ def test_colocate_two_ranks_two_engines(submit, tiny_model_dir):
     assert_nothing_left(before)
 
 
+def test_colocate_with_the_train_state_on_the_host_while_engines_generate(submit, tiny_model_dir):
+    """--offload-train as GPUs do it by default: trainers start first and leave, and nothing of them stays."""
+    before = our_processes()
+    run = submit(
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --colocate"
+        " --rollout-num-gpus-per-engine 1 --update-weight-buffer-size 500000 --offload-train --log-level debug"
+    )
+    check_run(run, tiny_model_dir, "ipc", engines_proven=2)
+    (start,) = run.metrics("start")
+    parts = [name for name in start if name in ("start/waiting_for_the_trainer_seconds", "start/engines_seconds")]
+    assert parts == ["start/waiting_for_the_trainer_seconds", "start/engines_seconds"], "in this order"
+    log = (run.run_dir / "logs" / "actor-0.log").read_text()
+    assert log.count("GiB given up") == 1 + 2 * 4, "before engines start, and twice around each sync"
+    assert "stay where they are" not in log
+    assert_nothing_left(before)
+
+
 @pytest.mark.long_run
 def test_disaggregated_tp2_trainer_tp2_engine(submit, tiny_model_dir):
     before = our_processes()

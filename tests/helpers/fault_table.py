@@ -38,12 +38,12 @@ def as_text(rows: list[Row]) -> str:
             [f"{'fault':32}{'put':14}", *(" ".join(column).ljust(w) for column, w in zip(columns, width, strict=True))]
         )
     ]
-    for (fault, where), found in cells.items():
+    for (fault, where), outcomes in cells.items():
         lines.append(
             "  ".join(
                 [
                     f"{fault:32}{where:14}",
-                    *(found.get(column, "-").ljust(w) for column, w in zip(columns, width, strict=True)),
+                    *(outcomes.get(column, "-").ljust(w) for column, w in zip(columns, width, strict=True)),
                 ]
             )
         )

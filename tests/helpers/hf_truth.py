@@ -62,12 +62,12 @@ def balancing_loss(routers: dict[str, list[torch.Tensor]], topk: int) -> torch.T
 
 def collect_router_logits(model) -> dict[str, list[torch.Tensor]]:
     """Router name -> logits [T, experts] of every later forward pass."""
-    found: dict[str, list[torch.Tensor]] = {}
+    logits: dict[str, list[torch.Tensor]] = {}
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
-            found[name] = []
-            module.register_forward_hook(lambda _, __, output, name=name: found[name].append(output[0]))
-    return found
+            logits[name] = []
+            module.register_forward_hook(lambda _, __, output, name=name: logits[name].append(output[0]))
+    return logits
 
 
 def stored_gradients(model) -> dict[str, np.ndarray]:

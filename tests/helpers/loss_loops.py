@@ -33,7 +33,7 @@ class Truth:
 
 def token_advantages(truth, options):
     """{(sample, token): advantage} in Python's floats."""
-    found = {}
+    advantages = {}
     for i, sample in enumerate(truth.samples):
         steps = trained(sample)
         kl = [truth.actor[i][t].item() - truth.reference[i][t] for t in steps]
@@ -47,29 +47,29 @@ def token_advantages(truth, options):
                 value = advantage_of(sample) - options.get("kl_coef", 0.0) * kl[place]
             if options.get("use_opd"):
                 value -= options["opd_kl_coef"] * (truth.actor[i][t].item() - truth.teacher[i][t])
-            found[i, t] = value
+            advantages[i, t] = value
     if options.get("normalize_advantages"):
-        mean = sum(found.values()) / len(found)
-        variance = sum((value - mean) ** 2 for value in found.values()) / (len(found) - 1)
-        found = {place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in found.items()}
-    return found
+        mean = sum(advantages.values()) / len(advantages)
+        variance = sum((value - mean) ** 2 for value in advantages.values()) / (len(advantages) - 1)
+        advantages = {place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in advantages.items()}
+    return advantages
 
 
 def mean_weights(truth, reduction, divisor=None):
     """{(sample, token): weight}, from each mean's definition."""
     samples, places = truth.samples, truth.places()
     rollouts = [(s.prompt_index, s.sample_index) for s in samples]
-    found = {}
+    weights = {}
     for i, t in places:
         if reduction == "token":
-            found[i, t] = 1 / len(places)
+            weights[i, t] = 1 / len(places)
         elif reduction == "constant":
-            found[i, t] = 1 / (len(samples) * divisor)
+            weights[i, t] = 1 / (len(samples) * divisor)
         elif reduction == "rollout":
-            found[i, t] = 1 / (sum(rollouts[j] == rollouts[i] for j, _ in places) * len(set(rollouts)))
+            weights[i, t] = 1 / (sum(rollouts[j] == rollouts[i] for j, _ in places) * len(set(rollouts)))
         else:
-            found[i, t] = 1 / (len(trained(samples[i])) * len(samples))
-    return found
+            weights[i, t] = 1 / (len(trained(samples[i])) * len(samples))
+    return weights
 
 
 def per_sample(truth, i, function, *, mean):

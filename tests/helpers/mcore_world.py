@@ -242,14 +242,14 @@ def measure(place: dict, layouts: list[Layout], ports: list[int]) -> list[dict |
     """For each layout what this rank holds; None where it has no part."""
     from slime_like.megatron_backend.initialize import shut_down
 
-    found: list[dict | None] = []
+    measured: list[dict | None] = []
     for layout, port in zip(layouts, ports, strict=True):
         if place["rank"] >= layout.ranks:
-            found.append(None)
+            measured.append(None)
             continue
         start(layout, place, port)
         chunks = build(layout)
         result = {"saved": saved_bytes(layout, chunks[0])} if layout.tokens else {}
-        found.append(result | held_bytes(layout, chunks))
+        measured.append(result | held_bytes(layout, chunks))
         shut_down()
-    return found
+    return measured

@@ -9,8 +9,9 @@ from typing import Any
 
 
 def count_operations(work: Callable[[], object]) -> int:
-    """Lines that `work` runs in this thread, with every call and every turn of a loop or comprehension; what C
-    functions do inside is not seen.
+    """Bytecode instructions that `work` runs in this thread; what C functions do inside is not seen.
+
+    Lines would be another number after each change of the line length. CPython 3.11 runs about 40 million a second.
 
     Example: `sum(x for x in range(10))` does about ten times as many as `sum(x for x in range(1))`.
     """
@@ -18,10 +19,13 @@ def count_operations(work: Callable[[], object]) -> int:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable:
         nonlocal count
-        count += event in ("call", "line")
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
         return trace
 
     before = sys.gettrace()
+    # CPython 3.12 looks once, when tracing begins, whether any frame wants its instructions seen.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         work()

@@ -96,18 +96,18 @@ def in_waves(rows: list[Row], num_ranks: int = 4) -> list[list[tuple[int, int]]]
 
 def run_rows(place, rows: list[Row], folders: dict[str, str], truths: dict, ports: list[int]) -> dict[int, dict]:
     """Number of a row -> what this rank found, for the rows that it has a part in."""
-    found = {}
+    results = {}
     for wave in in_waves(rows, place["world_size"]):
         for number, first in wave:
             row = rows[number]
             if first <= place["rank"] < first + row.ranks:
                 own = place | {"rank": place["rank"] - first, "world_size": row.ranks, "master_port": ports[number]}
                 try:
-                    found[number] = run_row(own, row, folders, truths[truth_key(row)])
+                    results[number] = run_row(own, row, folders, truths[truth_key(row)])
                 except Exception as error:
                     raise RuntimeError(f"{row.name}, its rank {own['rank']}: {error}") from error
                 gc.collect()  # the trainer's process groups, whose threads would otherwise add up from row to row
-    return found
+    return results
 
 
 def run_table(rows: list[Row], folders: dict[str, str], *, timeout_s: float) -> list[list[dict]]:
@@ -134,7 +134,7 @@ def run_table(rows: list[Row], folders: dict[str, str], *, timeout_s: float) -> 
         by_rank = run_ranks(
             run_rows, 4, part, folders, needed, free_ports(len(part)), timeout_s=max(end - time.monotonic(), 1.0)
         )
-        results += [[found[number] for found in by_rank if number in found] for number in range(len(part))]
+        results += [[of_rank[number] for of_rank in by_rank if number in of_rank] for number in range(len(part))]
     return results
 
 
@@ -224,11 +224,11 @@ def whole_gradients(worker) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
-        found = {
+        gradients = {
             name: tensor.float().numpy().copy()
             for name, tensor in worker.export(BASE)
             if not name.endswith(CHOOSING_BIAS)
         }
         for parameter, weights in zip(parameters, kept, strict=True):
             parameter.copy_(weights)
-    return found
+    return gradients

@@ -30,6 +30,17 @@ LLAMA_70B = ModelConfig(
     **COMMON,
     **GROUPED,
 )
+QWEN3_8B = ModelConfig(
+    num_layers=36,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    num_attention_heads=32,
+    kv_channels=128,
+    qk_layernorm=True,
+    vocab_size=151936,
+    **COMMON,
+    **GROUPED,
+)
 DEEPSEEK_V3 = ModelConfig(
     num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, vocab_size=129280, **COMMON,
     multi_latent_attention=True,
@@ -49,10 +60,10 @@ def plan_config(
     model: ModelConfig, *, sglang: dict | None = None, optimizer: dict | None = None, **groups: dict
 ) -> RunConfig:
     """A bf16 run of `model`; `groups` are the flags of a group: placement={"colocate": True}."""
-    made = {name: _GROUPS[name](**flags) for name, flags in groups.items()}
+    config_groups = {name: _GROUPS[name](**flags) for name, flags in groups.items()}
     return RunConfig(
         model=model,
         engine=EngineConfig(sglang=sglang or {}),
         optimizer=OptimizerConfig(**({"bf16": True} | (optimizer or {}))),
-        **made,
+        **config_groups,
     )

@@ -31,19 +31,19 @@ class Fault:
 
     def apply(self, tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The changed tensors, in the same order. before: those of an older version."""
-        found = dict(tensors)
+        changed = dict(tensors)
         if self.kind == "dropped":
             for name in self.names:
-                del found[name]
+                del changed[name]
         elif self.kind == "exchanged":
             one, other = self.names
-            found[one], found[other] = tensors[other].clone(), tensors[one].clone()
+            changed[one], changed[other] = tensors[other].clone(), tensors[one].clone()
         elif self.kind == "stale":
-            found = {name: before[name].clone() for name in tensors}
+            changed = {name: before[name].clone() for name in tensors}
         else:
             for name in self.names:
-                found[name] = _CHANGES[self.kind](tensors[name].clone())
-        return found
+                changed[name] = _CHANGES[self.kind](tensors[name].clone())
+        return changed
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,8 @@ def arm(worker, where: str, fault: Fault) -> None:
     """Put a fault into the next syncs. where: "conversion" or "in flight"."""
 
     def change(stream: Stream) -> Stream:
-        yield from fault.apply(dict(stream), _ARMED.before).items()
+        # copies: a tensor's memory may be used again for the one after it
+        yield from fault.apply({name: tensor.clone() for name, tensor in stream}, _ARMED.before).items()
 
     setattr(_ARMED, where.replace(" ", "_"), change)
 

@@ -144,18 +144,20 @@ def worker_of(place, port, ranks, folders, **options):
 
 def with_loss(worker, loss):
     """The same trainer with another loss; a learning rate of 0 keeps its weights."""
+    from slime_like.megatron_backend.step.batch import StepCutter
+    from slime_like.megatron_backend.step.forward import device_of
     from slime_like.megatron_backend.step.runner import StepRunner
 
     config = worker.config = dataclasses.replace(worker.config, loss=loss)
-    parts = {"model_config": config.model, "parallel": config.parallel, "batch": config.batch, "temperature": 1.0}
-    worker.runner = StepRunner(worker.model, loss=loss, plugin_args=config.plugin_args(), **parts)
+    worker.prepare = StepCutter(config, device=device_of(worker.stage), num_chunks=len(worker.model))
+    worker.runner = StepRunner(config, worker.model)
 
 
 def in_world(place, folders, ports, saves):
     """(layout, case) -> metrics, and what moves: everything on at most two ranks."""
     from slime_like.config.loss import LossConfig
 
-    found, ports = {}, list(ports)
+    results, ports = {}, list(ports)
     samples = rollout()
     everything = {"use_opd": True, "opd_teacher_load": folders["teacher"], "use_kl_loss": True}
     for layout, (ranks, parallel, batch) in LAYOUTS.items():
@@ -168,9 +170,9 @@ def in_world(place, folders, ports, saves):
             with_loss(
                 worker, LossConfig(**({"opd_teacher_load": folders["teacher"]} if loss.get("use_opd") else {}), **loss)
             )
-            found[layout, name] = recipe_of(worker).train(0, samples).metrics
-        found[layout, "kl"] = recipe_of(worker).kl_to_reference(samples)
-        found[layout, "teacher"] = recipe_of(worker).log_probs(samples, weights=TEACHER)
+            results[layout, name] = recipe_of(worker).train(0, samples).metrics
+        results[layout, "kl"] = recipe_of(worker).kl_to_reference(samples)
+        results[layout, "teacher"] = recipe_of(worker).log_probs(samples, weights=TEACHER)
         worker.close()
     port, again = ports.pop(0), ports.pop(0)
     moving = {
@@ -178,23 +180,23 @@ def in_world(place, folders, ports, saves):
         "parallel": {"tensor_model_parallel_size": 2},
     }
     worker = worker_of(place, port, 2, folders, checkpoint={"save": saves, "load": saves}, **moving)
-    found["moving"] = []
+    results["moving"] = []
     for step in range(3):
         recipe_of(worker).train(step, samples)
-        found["moving"].append(
+        results["moving"].append(
             (recipe_of(worker).log_probs(samples, weights=REFERENCE), recipe_of(worker).log_probs(samples))
         )
         if step == 1:
             recipe_of(worker).save(2, {})
     worker.close()
     worker = worker_of(place, again, 2, folders, checkpoint={"load": saves}, **moving)
-    found["resumed"] = (recipe_of(worker).log_probs(samples, weights=REFERENCE), recipe_of(worker).log_probs(samples))
+    results["resumed"] = (recipe_of(worker).log_probs(samples, weights=REFERENCE), recipe_of(worker).log_probs(samples))
     worker.close()
     if place["rank"] == 0:
         for reset in (False, True):
-            found["moved", reset] = second_step(place, ports.pop(0), folders, samples, reset)
-        found["taken"] = taken_weights(place, ports, folders, samples, saves)
-    return found
+            results["moved", reset] = second_step(place, ports.pop(0), folders, samples, reset)
+        results["taken"] = taken_weights(place, ports, folders, samples, saves)
+    return results
 
 
 def second_step(place, port, folders, samples, reset):
@@ -268,13 +270,13 @@ def truth(folders):
 @pytest.fixture(scope="module")
 def expected(truth):
     """case -> metrics, loss and gradient norm."""
-    found = {}
+    truths = {}
     for name, options in CASES.items():
         metrics, loss = expected_of(truth, options)
         gradients = torch.autograd.grad(loss, list(truth.model.parameters()), retain_graph=True)
         norm = math.sqrt(sum((gradient.double() ** 2).sum().item() for gradient in gradients))
-        found[name] = metrics | {"train/loss": loss.item(), "train/grad_norm": norm}
-    return found
+        truths[name] = metrics | {"train/loss": loss.item(), "train/grad_norm": norm}
+    return truths
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

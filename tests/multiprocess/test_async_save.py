@@ -89,34 +89,34 @@ def save_while_training(place, ports, folder, saves, **options):
 
     What a continuation must find, and what was seen meanwhile.
     """
-    found: dict = {}
+    observed: dict = {}
     worker, _ = start(place, ports, folder, save=saves, async_save=True, **options)
     recipe_of(worker).train(0, ROLLOUTS[0])
     recipe_of(worker).save(1, {"position": 1})
     assert worker.finish_save(wait=True)
-    found["log-probs after 1"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    observed["log-probs after 1"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     recipe_of(worker).train(1, ROLLOUTS[1])
     with held_writers() as may_go:
-        found["path"] = recipe_of(worker).save(2, {"position": 2})
-        found["metrics"] = [recipe_of(worker).train(2, ROLLOUTS[2]).metrics]
-        found["finished too early"] = worker.finish_save(wait=False)
-        found["latest while writing"] = latest_name(saves)
+        observed["path"] = recipe_of(worker).save(2, {"position": 2})
+        observed["metrics"] = [recipe_of(worker).train(2, ROLLOUTS[2]).metrics]
+        observed["finished too early"] = worker.finish_save(wait=False)
+        observed["latest while writing"] = latest_name(saves)
         may_go.set()
         assert worker.finish_save(wait=True)
-    found["latest afterwards"] = latest_name(saves)
-    found["metrics"].append(recipe_of(worker).train(3, ROLLOUTS[3]).metrics)
-    found["weights"] = weights_of(worker)
+    observed["latest afterwards"] = latest_name(saves)
+    observed["metrics"].append(recipe_of(worker).train(3, ROLLOUTS[3]).metrics)
+    observed["weights"] = weights_of(worker)
     worker.close()
-    return found
+    return observed
 
 
 def continued(place, ports, folder, **options):
     """Resume and train on rollouts 2 and 3."""
     worker, begun = start(place, ports, folder, **options)
     metrics = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
-    found = {"start": begun, "metrics": metrics, "weights": weights_of(worker)}
+    observed = {"start": begun, "metrics": metrics, "weights": weights_of(worker)}
     worker.close()
-    return found
+    return observed
 
 
 def refusal(place, ports, folder, **options):
@@ -137,27 +137,27 @@ def failures(place, ports, folder, saves):
     """A run that dies while it writes, and one whose disk is full."""
     from slime_like.errors import SaveError
 
-    found: dict = {}
+    observed: dict = {}
     with held_writers():
         worker, _ = start(place, ports, folder, load=saves, save=saves, async_save=True)
         recipe_of(worker).train(2, ROLLOUTS[2])
         recipe_of(worker).save(3, {})
         worker.close()  # as a crash would: nothing was finished
-    found["draft"] = os.path.isdir(os.path.join(saves, ".iter_0000003.tmp"))
+    observed["draft"] = os.path.isdir(os.path.join(saves, ".iter_0000003.tmp"))
     worker, begun = start(place, ports, folder, load=saves, save=saves, async_save=True)
-    found["after the crash"] = begun["num_rollouts_done"]
+    observed["after the crash"] = begun["num_rollouts_done"]
     with full_disk(place):
         recipe_of(worker).save(3, {})
         try:
             worker.finish_save(wait=True)
         except SaveError as error:
-            found["full disk"] = str(error)
-    found["latest after the failure"] = latest_name(saves)
+            observed["full disk"] = str(error)
+    observed["latest after the failure"] = latest_name(saves)
     recipe_of(worker).save(3, {})
     worker.finish_save(wait=True)
-    found["latest after another try"] = latest_name(saves)
+    observed["latest after another try"] = latest_name(saves)
     worker.close()
-    return found
+    return observed
 
 
 def with_unsafe_shards(place, ports, folder, root):
@@ -174,27 +174,27 @@ def with_unsafe_shards(place, ports, folder, root):
 
 
 def in_world(place, folder, experts, root, ports):
-    ports, found = list(ports), {}
+    ports, results = list(ports), {}
     saves, replicated = os.path.join(root, "saves"), os.path.join(root, "replicated")
-    found["straight"] = save_while_training(place, ports, folder, saves)
-    found["data"] = continued(place, ports, folder, load=saves)
-    found["tensor"] = continued(place, ports, folder, load=saves, parallel=TENSOR)
-    found["replicated straight"] = save_while_training(
+    results["straight"] = save_while_training(place, ports, folder, saves)
+    results["data"] = continued(place, ports, folder, load=saves)
+    results["tensor"] = continued(place, ports, folder, load=saves, parallel=TENSOR)
+    results["replicated straight"] = save_while_training(
         place, ports, folder, replicated, parallel=REPLICATED, optimizer=HALF
     )
-    found["replicated"] = continued(place, ports, folder, load=replicated, parallel=REPLICATED, optimizer=HALF)
-    found["unsafe straight"], found["unsafe"] = with_unsafe_shards(place, ports, folder, root)
+    results["replicated"] = continued(place, ports, folder, load=replicated, parallel=REPLICATED, optimizer=HALF)
+    results["unsafe straight"], results["unsafe"] = with_unsafe_shards(place, ports, folder, root)
 
-    worker, found["chosen start"] = start(place, ports, folder, load=saves, ckpt_step=1)
-    found["chosen"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    worker, results["chosen start"] = start(place, ports, folder, load=saves, ckpt_step=1)
+    results["chosen"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
     reference = {"ref_load": saves, "ref_ckpt_step": 1}
     worker, _ = start(place, ports, folder, **reference)
-    found["chosen reference"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    results["chosen reference"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
-    found["no such step"] = refusal(place, ports, folder, load=saves, ckpt_step=7)
-    found["step of nothing"] = refusal(place, ports, folder, load=os.path.join(root, "nothing"), ckpt_step=7)
-    found["failures"] = failures(place, ports, folder, saves)
+    results["no such step"] = refusal(place, ports, folder, load=saves, ckpt_step=7)
+    results["step of nothing"] = refusal(place, ports, folder, load=os.path.join(root, "nothing"), ckpt_step=7)
+    results["failures"] = failures(place, ports, folder, saves)
 
     for name, ours, theirs in (("experts split", {}, EXPERTS), ("experts joined", EXPERTS, {})):
         saves = os.path.join(root, name)
@@ -202,8 +202,8 @@ def in_world(place, folder, experts, root, ports):
         recipe_of(worker).train(0, ROLLOUTS[0])
         recipe_of(worker).save(1, {})
         worker.close()
-        found[name] = refusal(place, ports, experts, load=saves, parallel=REPLICATED | theirs)
-    return found
+        results[name] = refusal(place, ports, experts, load=saves, parallel=REPLICATED | theirs)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +225,10 @@ def furthest(ours, theirs):
 
 @pytest.mark.parametrize("run", ["straight", "replicated straight"])
 def test_a_checkpoint_counts_only_when_it_is_whole(world, run):
-    found = world[run]
-    assert found["finished too early"] is False
-    assert found["latest while writing"] == "iter_0000001"
-    assert found["latest afterwards"] == "iter_0000002" == os.path.basename(found["path"])
+    observed = world[run]
+    assert observed["finished too early"] is False
+    assert observed["latest while writing"] == "iter_0000001"
+    assert observed["latest afterwards"] == "iter_0000002" == os.path.basename(observed["path"])
 
 
 @pytest.mark.parametrize(("resumed", "straight"), [("data", "straight"), ("replicated", "replicated straight")])
@@ -267,8 +267,8 @@ def test_a_crash_while_writing_leaves_the_one_before(world):
 
 
 def test_a_failed_write_ends_every_rank_by_name(world):
-    for found in (world, world["second"]):
-        message = found["failures"]["full disk"]
+    for results in (world, world["second"]):
+        message = results["failures"]["full disk"]
         assert (
             "iter_0000003 could not be written by 1 of 2 ranks" in message
             and "rank 1: OSError: [Errno 28] No space left on device" in message

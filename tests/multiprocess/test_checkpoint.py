@@ -50,30 +50,30 @@ def in_world(place, folder, root, ports):
     """Everything that needs a live trainer, in one world of two ranks; the tests look at what it returns."""
     from slime_like.errors import CheckpointError
 
-    found: dict = {}
+    results: dict = {}
     ports = list(ports)
     saves = os.path.join(root, "saves")
     worker, _ = start(place, ports, folder, parallel=TENSOR, save=saves)
     metrics_of(worker, [0, 1])
     began = time.monotonic()
-    found["path"] = recipe_of(worker).save(2, CLIENT_STATE)
-    found["save_seconds"] = time.monotonic() - began
+    results["path"] = recipe_of(worker).save(2, CLIENT_STATE)
+    results["save_seconds"] = time.monotonic() - began
     recipe_of(worker).save_hf(os.path.join(root, "hf"))
     recipe_of(worker).save_hf(os.path.join(root, "hf"))  # replaces itself
-    found["log_probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
-    found["straight"] = metrics_of(worker, [2, 3])
+    results["log_probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    results["straight"] = metrics_of(worker, [2, 3])
     worker.close()
 
     for name, parallel in (("tensor", TENSOR), ("pipeline", PIPELINE), ("data", DATA)):
-        worker, found[name + " start"] = start(place, ports, folder, parallel=parallel, load=saves)
-        found[name] = metrics_of(worker, [2, 3])
+        worker, results[name + " start"] = start(place, ports, folder, parallel=parallel, load=saves)
+        results[name] = metrics_of(worker, [2, 3])
         worker.close()
 
     # A start without optimizer state, and one with the weights only.
     for name, options in (("no optimizer", {"no_load_optim": True}), ("finetune", {"finetune": True})):
-        worker, found[name + " start"] = start(place, ports, folder, parallel=DATA, load=saves, **options)
-        found[name + " log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
-        found[name] = metrics_of(worker, [2, 3])
+        worker, results[name + " start"] = start(place, ports, folder, parallel=DATA, load=saves, **options)
+        results[name + " log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+        results[name] = metrics_of(worker, [2, 3])
         worker.close()
 
     # bf16 keeps fp32 main weights apart from the model's: both must come back.
@@ -81,22 +81,22 @@ def in_world(place, folder, root, ports):
     worker, _ = start(place, ports, folder, parallel=DATA, optimizer=optimizer, save=half)
     metrics_of(worker, [0, 1])
     recipe_of(worker).save(2, {})
-    found["bf16 straight"] = metrics_of(worker, [2, 3])
+    results["bf16 straight"] = metrics_of(worker, [2, 3])
     worker.close()
     for name, parallel in (("bf16", DATA), ("bf16 tensor", TENSOR)):
         worker, _ = start(place, ports, folder, parallel=parallel, optimizer=optimizer, load=half)
-        found[name] = metrics_of(worker, [2, 3])
+        results[name] = metrics_of(worker, [2, 3])
         worker.close()
 
     small = os.path.join(root, "small")
     worker, _ = start(
         place, ports, folder, parallel=DATA, load=os.path.join(root, "hf"), save=small, no_save_optim=True
     )
-    found["from hf log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    results["from hf log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     recipe_of(worker).save(1, {})
     worker.close()
     worker, _ = start(place, ports, folder, parallel=DATA, ref_load=small)
-    found["from ref log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
+    results["from ref log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
 
     torn = os.path.join(root, "torn")
@@ -107,7 +107,7 @@ def in_world(place, folder, root, ports):
             key=lambda e: e.stat().st_size,
         )
         os.truncate(shard.path, shard.stat().st_size - 1)
-        found["torn file"] = shard.path
+        results["torn file"] = shard.path
     other = os.path.join(root, "other")
     for name, model, load in (
         ("torn", folder, torn),
@@ -117,11 +117,11 @@ def in_world(place, folder, root, ports):
         try:
             worker, _ = start(place, ports, model, parallel=TENSOR, load=load)
         except CheckpointError as error:
-            found[name] = str(error)
+            results[name] = str(error)
         from slime_like.megatron_backend.initialize import shut_down
 
         shut_down()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,8 @@ def world(tmp_path_factory):
     return first | {"root": root, "folder": folder}
 
 
-def assert_continues(found, straight, *, rel):
-    for ours, theirs in zip(found, straight, strict=True):
+def assert_continues(resumed, straight, *, rel):
+    for ours, theirs in zip(resumed, straight, strict=True):
         assert set(ours) == set(theirs)
         for name in theirs:
             assert ours[name] == pytest.approx(theirs[name], rel=rel, abs=1e-6), name

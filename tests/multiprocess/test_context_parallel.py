@@ -134,7 +134,7 @@ def sync_and_save(place, folder, root, ports):
     """
     from slime_like.megatron_backend.worker import TrainWorker
 
-    found = {}
+    results = {}
     for (name, parallel), port in zip({"two": CP, "one": {}}.items(), ports, strict=True):
         ranks = parallel.get("context_parallel_size", 1)
         if place["rank"] >= ranks:
@@ -160,21 +160,21 @@ def sync_and_save(place, folder, root, ports):
         resumed = worker.start()
         samples = ragged_batch()
         if name == "two":
-            found["start digest"] = worker.publish(disk_order(sync.update_weight_disk_dir, 1)).digest
+            results["start digest"] = worker.publish(disk_order(sync.update_weight_disk_dir, 1)).digest
             recipe_of(worker).train(0, samples)
             recipe_of(worker).save(1, {"data": 3})
         digest, log_probs = (
             worker.publish(disk_order(sync.update_weight_disk_dir, 2)).digest,
             recipe_of(worker).log_probs(samples),
         )
-        found[name] = {
+        results[name] = {
             "resumed": resumed,
             "digest": digest,
             "log_probs": log_probs,
             "next": recipe_of(worker).train(1, samples).metrics,
         }
         worker.close()
-    return found
+    return results
 
 
 def test_what_two_ranks_saved_and_published_one_rank_has_too(tmp_path, folders):

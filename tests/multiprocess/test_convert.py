@@ -82,23 +82,23 @@ def train_from(place, port, folder, load):
 
 
 def in_world(place, root, ports):
-    ports, found = list(ports), {}
+    ports, results = list(ports), {}
     for number, (name, (_, _, _, there, back)) in enumerate(CASES.items()):
         source, middle, end = (os.path.join(root, f"{kind}-{number}") for kind in ("source", "middle", "end"))
-        found[name] = (
+        results[name] = (
             run(place, root, ports, input=source, output=middle, parallel=there),
             run(place, root, ports, input=middle, output=end, origin_hf_dir=source, parallel=back),
         )
     source, middle = os.path.join(root, "source-0"), os.path.join(root, "middle-0")
-    found["from Megatron"] = train_from(place, ports.pop(0), source, middle)
-    found["from HF"] = train_from(place, ports.pop(0), source, source)
+    results["from Megatron"] = train_from(place, ports.pop(0), source, middle)
+    results["from HF"] = train_from(place, ports.pop(0), source, source)
     # One process alone; each is refused before anything is written.
     new, other = os.path.join(root, "new"), os.path.join(root, "source-2")
-    found["existing"] = run(place, root, ports, input=source, output=middle)
-    found["no HF folder"] = run(place, root, ports, input=middle, output=new)
-    found["no Megatron folder"] = run(place, root, ports, input=source, output=new, origin_hf_dir=source)
-    found["other architecture"] = run(place, root, ports, input=middle, output=new, origin_hf_dir=other)
-    return found
+    results["existing"] = run(place, root, ports, input=source, output=middle)
+    results["no HF folder"] = run(place, root, ports, input=middle, output=new)
+    results["no Megatron folder"] = run(place, root, ports, input=source, output=new, origin_hf_dir=source)
+    results["other architecture"] = run(place, root, ports, input=middle, output=new, origin_hf_dir=other)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +110,11 @@ def world(tmp_path_factory):
 
 
 def tensors_of(folder):
-    found = {}
+    tensors = {}
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors"):
-            found |= load_file(os.path.join(folder, name))
-    return found
+            tensors |= load_file(os.path.join(folder, name))
+    return tensors
 
 
 @pytest.mark.parametrize(("number", "name"), enumerate(CASES))
@@ -161,8 +161,8 @@ def test_command_line_starts_the_processes_that_the_layout_needs(world, tmp_path
     command += ["--output", str(tmp_path / "out"), "--tensor-model-parallel-size", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'out'}\n"), done.stderr
-    source_tensors, found = tensors_of(source), tensors_of(str(tmp_path / "out"))
-    assert all(torch.equal(source_tensors[name], found[name]) for name in source_tensors)
+    source_tensors, converted = tensors_of(source), tensors_of(str(tmp_path / "out"))
+    assert all(torch.equal(source_tensors[name], converted[name]) for name in source_tensors)
 
 
 def test_command_line_says_what_to_change(world, capsys):

@@ -69,7 +69,7 @@ def worker_of(place, port, ranks, config):
 
 def run_cases(place, folder, ports):
     """case -> what this rank found; every number of a critic and of a policy."""
-    found, ports = {}, list(ports)
+    results, ports = {}, list(ports)
     for name, (ranks, parallel, batch) in CASES.items():
         first, second = ports.pop(0), ports.pop(0)
         if place["rank"] >= ranks:
@@ -95,7 +95,7 @@ def run_cases(place, folder, ports):
         actor, _ = worker_of(place, second, ranks, config)
         policy = recipe_of(actor).train(0, brought).metrics
         actor.close()
-        found[name] = {
+        results[name] = {
             "fresh": fresh,
             "values": values,
             "report": report,
@@ -103,7 +103,7 @@ def run_cases(place, folder, ports):
             "policy": policy,
             "brought": brought,
         }
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +155,12 @@ def truth(folder):
         errors.append((returns - row[at]).detach().numpy())
     loss.backward()
     returns, errors = np.concatenate(all_returns).astype(np.float64), np.concatenate(errors).astype(np.float64)
-    found = {
+    expected = {
         "values": [row.detach().numpy() for row in rows],
         "value_loss": loss.item(),
         "grad_norm": norm_of([head, *model.parameters()]),
     }
-    found["explained"] = 1 - errors.var() / returns.var()
+    expected["explained"] = 1 - errors.var() / returns.var()
     policy = load_model(folder)
     advantages = [advantages_of(sample) for sample in brought]
     whole = np.concatenate(advantages)
@@ -171,7 +171,7 @@ def truth(folder):
             log_probs = score(policy, sample.tokens, 1.0)[0][trained(sample) - 1]
             total = total - ((log_probs - log_probs.detach()).exp() * white).mean() / len(samples)
     total.backward()
-    return found | {"pg_loss": total.item(), "policy_norm": norm_of(policy.parameters())}
+    return expected | {"pg_loss": total.item(), "policy_norm": norm_of(policy.parameters())}
 
 
 each_case = pytest.mark.parametrize("name", CASES)
@@ -228,7 +228,7 @@ def checkpoints(place, folder, other, root, ports):
     """Save and resume of a critic, and where a fresh one starts, on two ranks."""
     from slime_like.errors import CheckpointError
 
-    ports, samples, found = list(ports), rollout(), {}
+    ports, samples, results = list(ports), rollout(), {}
 
     def critic_of(parallel, **checkpoint):
         config = make_config(folder, num_ranks=2, parallel=parallel, loss=LOSS, checkpoint=checkpoint)
@@ -238,12 +238,12 @@ def checkpoints(place, folder, other, root, ports):
     critic, _ = critic_of(TENSOR, save=saves)
     brought = with_values(samples, recipe_of(critic).values(samples))
     recipe_of(critic).train(0, brought)
-    found["path"], found["saved"] = recipe_of(critic).save(1, {}), recipe_of(critic).values(samples)
-    found["straight"] = recipe_of(critic).train(1, brought).metrics
+    results["path"], results["saved"] = recipe_of(critic).save(1, {}), recipe_of(critic).values(samples)
+    results["straight"] = recipe_of(critic).train(1, brought).metrics
     critic.close()
     for name, parallel in (("tensor", TENSOR), ("pipeline", PIPELINE), ("data", {})):
         critic, start = critic_of(parallel, load=saves)
-        found[name] = (
+        results[name] = (
             start["num_rollouts_done"],
             recipe_of(critic).values(samples),
             recipe_of(critic).train(1, brought).metrics,
@@ -264,18 +264,18 @@ def checkpoints(place, folder, other, root, ports):
     for name, options in starts.items():
         critic, start = critic_of({}, **options)
         critic.stage[-1].output_layer.weight.data.copy_(head_weight()) if name != "from critic" else None
-        found[name] = (start["num_rollouts_done"], recipe_of(critic).values(samples))
+        results[name] = (start["num_rollouts_done"], recipe_of(critic).values(samples))
         critic.close()
     try:
         worker_of(
             place, ports.pop(0), 2, make_config(folder, num_ranks=2, loss=LOSS, checkpoint={"load": saves + "/critic"})
         )
     except CheckpointError as error:
-        found["refused"] = str(error)
+        results["refused"] = str(error)
     from slime_like.megatron_backend.initialize import shut_down
 
     shut_down()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")

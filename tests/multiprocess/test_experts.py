@@ -132,13 +132,13 @@ def run_cases(place, folders, root, ports):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    made = {}
+    paths = {}
     for prefix, seed in (("", 0), ("reference of ", 1)):
-        made[prefix + "qwen3_moe"] = make_tiny_model(str(root / f"plain-{seed}"), "qwen3_moe", seed=seed)
-        made[prefix + "not normalized"] = make_tiny_model(
+        paths[prefix + "qwen3_moe"] = make_tiny_model(str(root / f"plain-{seed}"), "qwen3_moe", seed=seed)
+        paths[prefix + "not normalized"] = make_tiny_model(
             str(root / f"other-{seed}"), "qwen3_moe", seed=seed, norm_topk_prob=False
         )
-    return made
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +225,10 @@ def test_every_expert_comes_out_as_it_went_in(outcomes, folders, root, number):
     for result in outcomes[number]:
         gathered.update(result["exported"])
     published = stored(os.path.join(root, str(number), "version-00000001"))
-    for found in (gathered, published, stored(os.path.join(root, f"hf-{number}"))):
-        assert set(found) == set(expected)
+    for tensors in (gathered, published, stored(os.path.join(root, f"hf-{number}"))):
+        assert set(tensors) == set(expected)
         for name, tensor in expected.items():
-            np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+            np.testing.assert_array_equal(tensors[name], tensor, err_msg=name)
     assert outcomes[number][0]["receipt"].num_tensors == len(expected)
 
 
@@ -282,7 +282,7 @@ def save_and_resume(place, folder, root, ports):
     """metrics of two rollouts after a save, straight on and resumed under each layout: {(saved under, resumed under):
     metrics}.
     """
-    found: dict = {}
+    metrics: dict = {}
     ports = list(ports)
     for saved_under in ("experts", "one rank"):
         saves = os.path.join(root, "saves " + saved_under)
@@ -299,12 +299,12 @@ def save_and_resume(place, folder, root, ports):
             if not resumed_under:
                 recipe_of(worker).train(0, ROLLOUTS[0])
                 recipe_of(worker).save(1, {})
-            found[saved_under, resumed_under] = [
+            metrics[saved_under, resumed_under] = [
                 recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (1, 2)
             ]
             worker.close()
         _wait_for_all(place, os.path.join(root, "done " + saved_under))
-    return found
+    return metrics
 
 
 def _wait_for_all(place, path):

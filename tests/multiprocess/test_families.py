@@ -110,13 +110,13 @@ def run_cases(place, folders, root, ports):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    made = {}
+    paths = {}
     for prefix, seed in (("", 0), ("reference of ", 1)):
         for model in FAMILIES:
             family, _, bare = model.partition(" without")
             more = {"use_qk_norm": False, "attention_bias": False} if bare else {}
-            made[prefix + model] = make_tiny_model(str(root / f"{model}-{seed}"), family, seed=seed, **more)
-    return made
+            paths[prefix + model] = make_tiny_model(str(root / f"{model}-{seed}"), family, seed=seed, **more)
+    return paths
 
 
 @pytest.fixture(scope="module")

@@ -69,10 +69,10 @@ def marked(cases: list[tuple]) -> list:
 
 @contextlib.contextmanager
 def installed(model: str, root: Path) -> Iterator[SyncWorld]:
-    with sync_world(model, root) as found:
-        found.each_rank(sync_faults.install)
-        yield found
-        pids = [engine.pid for engine in found.engines.values()]
+    with sync_world(model, root) as world:
+        world.each_rank(sync_faults.install)
+        yield world
+        pids = [engine.pid for engine in world.engines.values()]
     assert [pid for pid in pids if group_members(pid)] == [], "engines are left"
 
 
@@ -170,9 +170,9 @@ def test_after_three_steps_engines_equal_a_fresh_one_and_transformers(world, tmp
         receipt = world.sync(1, 2)
         assert (receipt.engines_proven, receipt.tensors_unproven) == (2, 0)
         for tp in (1, 2):
-            found = world.log_probs(tp, prompts)
-            assert largest(found, fresh) <= 1e-5, f"{transport}, engine of {tp}: a fresh engine differs"
-            assert largest(found, truth) <= 1e-5, f"{transport}, engine of {tp}: transformers differs"
+            ours = world.log_probs(tp, prompts)
+            assert largest(ours, fresh) <= 1e-5, f"{transport}, engine of {tp}: a fresh engine differs"
+            assert largest(ours, truth) <= 1e-5, f"{transport}, engine of {tp}: transformers differs"
 
 
 def largest(some, others) -> float:

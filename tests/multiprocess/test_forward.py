@@ -49,7 +49,7 @@ def scores(place):
         init_method=f"tcp://127.0.0.1:{place['master_port']}",
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=place["world_size"])
-    found = {}
+    results = {}
     for case, (ranks, vocabulary, width) in VOCABULARIES.items():
         if ranks != place["world_size"]:
             continue
@@ -66,9 +66,9 @@ def scores(place):
                     loss.backward()
                     assert not is_leaf or torch.equal(leaf[0], whole[:, mine]), "a leaf is not written to"
                     values = (log_probs.detach().numpy(), entropy.detach().numpy(), leaf.grad[0].float().numpy())
-                    found[case, form, entropy_counts, is_leaf] = values
+                    results[case, form, entropy_counts, is_leaf] = values
     torch.distributed.destroy_process_group()
-    return found
+    return results
 
 
 def truth(case, form, entropy_counts):

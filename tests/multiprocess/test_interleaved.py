@@ -61,12 +61,12 @@ def weights_of(worker):
 
 def checkpoints(place, ports, folder, root):
     """What follows a save under one split, loaded under others."""
-    found, saves, back = {}, os.path.join(root, "saves"), os.path.join(root, "back")
+    metrics, saves, back = {}, os.path.join(root, "saves"), os.path.join(root, "back")
     worker = start(place, ports, folder, parallel=INTERLEAVED, save=saves)
     for step in (0, 1):
         recipe_of(worker).train(step, ROLLOUTS[step])
     recipe_of(worker).save(2, {})
-    found["straight"] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
+    metrics["straight"] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
     worker.close()
     splits = {
         "interleaved": (INTERLEAVED, saves),
@@ -79,9 +79,9 @@ def checkpoints(place, ports, folder, root):
         worker = start(place, ports, folder, parallel=parallel, load=load, save=back)
         if name == "tensor":
             recipe_of(worker).save(2, {})
-        found[name] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
+        metrics[name] = [recipe_of(worker).train(step, ROLLOUTS[step]).metrics for step in (2, 3)]
         worker.close()
-    return found
+    return metrics
 
 
 def accumulation(place, ports, folder, parallel):
@@ -94,13 +94,13 @@ def accumulation(place, ports, folder, parallel):
         steps.append(optimizer_step(worker))
     mixed = recipe_of(worker).train(0, ROLLOUTS[2]).metrics  # now reductions start in the backward pass
     add_gradients(worker, ROLLOUTS[3])
-    found = {
+    results = {
         "steps": [*steps, mixed, optimizer_step(worker)],
         "weights": weights_of(worker),
         "log-probs": recipe_of(worker).log_probs(ROLLOUTS[0]),
     }
     worker.close()
-    return found
+    return results
 
 
 def reading(place, ports, folder, reference, parallel):
@@ -116,15 +116,15 @@ def reading(place, ports, folder, reference, parallel):
         ref_load=reference,
     )
     metrics = recipe_of(worker).train(0, ROLLOUTS[0]).metrics
-    found = {
+    results = {
         "metrics": metrics,
         "weights": weights_of(worker),
         "reference": recipe_of(worker).log_probs(ROLLOUTS[1], weights=REFERENCE),
     }
-    found["log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[1])
-    found["next"] = recipe_of(worker).train(1, ROLLOUTS[1]).metrics
+    results["log-probs"] = recipe_of(worker).log_probs(ROLLOUTS[1])
+    results["next"] = recipe_of(worker).train(1, ROLLOUTS[1]).metrics
     worker.close()
-    return found
+    return results
 
 
 def half_precision(place, ports, folder, parallel):
@@ -132,25 +132,25 @@ def half_precision(place, ports, folder, parallel):
     worker = start(place, ports, folder, parallel=parallel, optimizer={"bf16": True})
     before = recipe_of(worker).log_probs(ROLLOUTS[0])
     recipe_of(worker).train(0, ROLLOUTS[0])
-    found = before, recipe_of(worker).log_probs(ROLLOUTS[0])
+    log_probs = before, recipe_of(worker).log_probs(ROLLOUTS[0])
     worker.close()
-    return found
+    return log_probs
 
 
 def in_world(place, folder, reference, root, ports):
     ports = list(ports)
-    found = {"checkpoints": checkpoints(place, ports, folder, root)}
+    results = {"checkpoints": checkpoints(place, ports, folder, root)}
     for name, parallel in (
         ("plain", {}),
         ("overlap", OVERLAP),
         ("replicated", {"overlap_grad_reduce": True, "use_distributed_optimizer": False}),
     ):
-        found["accumulation", name] = accumulation(place, ports, folder, parallel)
+        results["accumulation", name] = accumulation(place, ports, folder, parallel)
     for name, parallel in (("plain", {}), ("overlap", OVERLAP)):
-        found["reading", name] = reading(place, ports, folder, reference, parallel)
+        results["reading", name] = reading(place, ports, folder, reference, parallel)
     for name, parallel in (("data", OVERLAP), ("tensor", TENSOR), ("interleaved", INTERLEAVED)):
-        found["bf16", name] = half_precision(place, ports, folder, parallel)
-    return found
+        results["bf16", name] = half_precision(place, ports, folder, parallel)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +175,14 @@ def assert_same(ours, theirs, *, rel):
 
 
 def test_chunks_resume_exactly(world):
-    for found in (rank["checkpoints"] for rank in world):
-        assert found["interleaved"] == found["straight"]
+    for metrics in (rank["checkpoints"] for rank in world):
+        assert metrics["interleaved"] == metrics["straight"]
 
 
 @pytest.mark.parametrize("split", ["pipeline", "tensor", "data", "back"])
 def test_a_checkpoint_of_chunks_is_read_by_every_split_and_back(world, split):
-    found = world[0]["checkpoints"]
-    for ours, theirs in zip(found[split], found["straight"], strict=True):
+    metrics = world[0]["checkpoints"]
+    for ours, theirs in zip(metrics[split], metrics["straight"], strict=True):
         assert_same(ours, theirs, rel=3e-4)
 
 
@@ -213,8 +213,8 @@ def test_whoever_reads_weights_after_a_step_sees_all_of_them(world):
 
 def differences(rows, others):
     """(largest, root mean square) over all tokens."""
-    found = np.concatenate([ours - theirs for ours, theirs in zip(rows, others, strict=True)])
-    return np.abs(found).max(), np.sqrt(np.mean(found**2))
+    gaps = np.concatenate([ours - theirs for ours, theirs in zip(rows, others, strict=True)])
+    return np.abs(gaps).max(), np.sqrt(np.mean(gaps**2))
 
 
 @pytest.mark.parametrize("split", ["data", "tensor", "interleaved"])

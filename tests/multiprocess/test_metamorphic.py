@@ -116,7 +116,7 @@ SAME_AS_BASE = [
 def run_cases(place, folders, ports):
     """{(model, case): loss, gradients and packs} of the cases that this rank is the first of."""
     rows = [Row(model, name, CASES[name][0], {}) for model in MODELS for name in CASES]
-    found = {}
+    results = {}
     for wave in in_waves(rows):
         for number, first in wave:
             row = rows[number]
@@ -125,8 +125,8 @@ def run_cases(place, folders, ports):
                 result = run_case(own, folders[row.model], CASES[row.layout])
                 gc.collect()  # the trainer's process groups, whose threads would otherwise add up
                 if own["rank"] == 0:
-                    found[row.model, row.layout] = result
-    return found
+                    results[row.model, row.layout] = result
+    return results
 
 
 def run_case(place, folder, case):
@@ -140,7 +140,7 @@ def run_case(place, folder, case):
     worker.start()
     metrics = add_gradients(worker, change(ragged_batch()))
     gradients = whole_gradients(worker)
-    batch = worker.runner.prepare(ragged_batch())
+    batch = worker.prepare(ragged_batch())
     cut = [[sum(pack.lengths) for pack in packs] for packs in (batch.packs, batch.scoring_packs or ())]
     worker.close()
     return {"cut": cut, "loss": metrics["train/loss"], "entropy": metrics["train/entropy"], "gradients": gradients}
@@ -151,7 +151,7 @@ def outcomes(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     folders = {model: make_tiny_model(str(root / model), model, num_layers=2) for model in MODELS}
     by_rank = run_ranks(run_cases, 4, folders, free_ports(len(MODELS) * len(CASES)), timeout_s=240)
-    return {key: result for found in by_rank for key, result in found.items()}
+    return {key: result for of_rank in by_rank for key, result in of_rank.items()}
 
 
 def assert_same(ours, theirs, *, factor=1.0, bound=5e-6):

@@ -40,20 +40,20 @@ def in_world(place, folder, port, store_path):
 
     from slime_like.megatron_backend.worker import TrainWorker
 
-    found = {}
+    results = {}
     for name, options in (("file", {"store_path": store_path, "master_port": 0}), ("address", {"master_port": port})):
         before = listeners()
         worker = TrainWorker(make_config(folder, num_ranks=2), **(place | options))
         worker.start()
-        found[name] = [at for at in listeners() if at not in before]
+        results[name] = [at for at in listeners() if at not in before]
         if place["rank"] == 0 and os.geteuid() == 0:
             asked = subprocess.run(
                 [sys.executable, "-c", STRANGER, str(port)], capture_output=True, text=True, timeout=60
             )
-            found[name, "stranger"] = asked.stdout or asked.stderr
+            results[name, "stranger"] = asked.stdout or asked.stderr
         torch.distributed.barrier()
         worker.close()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +67,15 @@ def world(tmp_path_factory):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["file", "address"])
 def test_nothing_listens_beyond_the_loopback_interface(world, name, rank):
-    found, port = world
-    assert found[rank][name], "gloo listens"
-    assert {address for address, _ in found[rank][name]} == {"127.0.0.1"}
-    assert (("127.0.0.1", port) in found[rank][name]) == (name == "address" and rank == 0)
+    results, port = world
+    assert results[rank][name], "gloo listens"
+    assert {address for address, _ in results[rank][name]} == {"127.0.0.1"}
+    assert (("127.0.0.1", port) in results[rank][name]) == (name == "address" and rank == 0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 def test_another_user_reaches_a_store_that_listens_and_none_that_is_a_file(world):
-    found, _ = world
-    assert "DistNetworkError" in found[0]["file", "stranger"]
-    keys, was_deleted = found[0]["address", "stranger"].split()
+    results, _ = world
+    assert "DistNetworkError" in results[0]["file", "stranger"]
+    keys, was_deleted = results[0]["address", "stranger"].split()
     assert int(keys) > 10 and was_deleted == "True", "an address keeps other machines out, not other users of this one"

@@ -56,8 +56,8 @@ def table(request, tmp_path_factory):
     if any(item.name == test_a_step_moves_every_layout_to_the_same_weights.__name__ for item in items):
         wanted |= {row.name for row in MOVED}
     rows = [row for row in ROWS if row.name in wanted]
-    found = run(rows, make_models(str(tmp_path_factory.mktemp("models")), rows), timeout_s=800)
-    return {row.name: results for row, results in zip(rows, found, strict=True)}
+    by_row = run(rows, make_models(str(tmp_path_factory.mktemp("models")), rows), timeout_s=800)
+    return {row.name: results for row, results in zip(rows, by_row, strict=True)}
 
 
 #: Rows whose weights after a step are compared.

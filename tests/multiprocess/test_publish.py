@@ -39,7 +39,7 @@ def in_world(place, folder, root, ports):
 
     from slime_like.megatron_backend.worker import TrainWorker
 
-    found: dict = {}
+    results: dict = {}
     for (layout, parallel), port in zip(LAYOUTS.items(), ports, strict=False):
         config = make_config(folder, num_ranks=4, parallel=parallel)
         directory = os.path.join(root, layout)
@@ -50,13 +50,13 @@ def in_world(place, folder, root, ports):
         worker.start()
         receipts = [worker.publish(disk_order(directory, 1))]
         version = os.path.join(directory, "version-00000001")
-        found[layout + " files"] = {
+        results[layout + " files"] = {
             name: tensor
             for entry in os.listdir(version)
             if entry.endswith(".safetensors")
             for name, tensor in load_file(os.path.join(version, entry)).items()
         }
-        found[layout + " writers"] = sorted(
+        results[layout + " writers"] = sorted(
             {entry[6:13] for entry in os.listdir(version) if entry.endswith(".safetensors")}
         )
         torch.distributed.barrier()  # the next version removes what is being read
@@ -64,7 +64,7 @@ def in_world(place, folder, root, ports):
             for parameter in worker.stage.parameters():
                 parameter += 1.0
         receipts.append(worker.publish(disk_order(directory, 2)))
-        found[layout] = receipts
+        results[layout] = receipts
         if layout == "pipeline":
             torch.distributed.barrier()
             if place["rank"] == 0:
@@ -75,12 +75,12 @@ def in_world(place, folder, root, ports):
             try:
                 worker.publish(disk_order(directory, 3))
             except Exception as error:  # noqa: BLE001 - both kinds are looked at below
-                found["error"] = f"{type(error).__name__}: {error}"
+                results["error"] = f"{type(error).__name__}: {error}"
         worker.close()
-    found["transformed"] = with_transforms(
+    results["transformed"] = with_transforms(
         place | {"master_port": ports[-1]}, folder, os.path.join(root, "transformed")
     )
-    return found
+    return results
 
 
 def with_transforms(place, folder, root):
@@ -93,7 +93,7 @@ def with_transforms(place, folder, root):
     from slime_like.megatron_backend.worker import TrainWorker
 
     base = make_config(folder, num_ranks=4, parallel=LAYOUTS["both"])
-    worker, found = TrainWorker(base, **place), {}
+    worker, results = TrainWorker(base, **place), {}
     worker.start()
     for function in TRANSFORMS:
         directory = os.path.join(root, function)
@@ -111,16 +111,16 @@ def with_transforms(place, folder, root):
                 for entry in os.listdir(version)
                 if entry.endswith(".safetensors")
             ]
-            found[function] = receipt, {name: to_numbers(tensor) for file in files for name, tensor in file.items()}
+            results[function] = receipt, {name: to_numbers(tensor) for file in files for name, tensor in file.items()}
         except Exception as error:  # noqa: BLE001 - looked at below
             torch.distributed.barrier()  # the first rank removes what was written
-            found[function] = f"{type(error).__name__}: {error}", os.listdir(directory)
+            results[function] = f"{type(error).__name__}: {error}", os.listdir(directory)
         torch.distributed.barrier()
         if worker._sender is not None:
             worker._sender.close()
             worker._sender = None
     worker.close()
-    return found
+    return results
 
 
 def to_numbers(tensor):
@@ -138,8 +138,8 @@ def world(tmp_path_factory):
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_all_tensors_arrive_bit_for_bit(world, layout):
     expected = dict(load_model(world["folder"]).named_parameters())
-    for found in world["ranks"]:
-        files, receipt = found[layout + " files"], found[layout][0]
+    for rank in world["ranks"]:
+        files, receipt = rank[layout + " files"], rank[layout][0]
         assert set(files) == set(expected)
         assert all(np.array_equal(files[name], tensor.detach().numpy()) for name, tensor in expected.items())
         assert (receipt.version, receipt.transport, receipt.num_tensors) == (1, "disk", len(expected))
@@ -148,7 +148,7 @@ def test_all_tensors_arrive_bit_for_bit(world, layout):
 
 
 def test_digest_tells_weights_and_not_layouts(world):
-    digests = [{found[layout][version].digest for layout in LAYOUTS for found in world["ranks"]} for version in (0, 1)]
+    digests = [{rank[layout][version].digest for layout in LAYOUTS for rank in world["ranks"]} for version in (0, 1)]
     assert [len(d) for d in digests] == [1, 1]
     assert digests[0] != digests[1]
 
@@ -165,7 +165,7 @@ def test_every_rank_that_gathers_writes_a_share(world):
 
 def test_failure_reaches_every_rank(world):
     """The folder is a file: each of the two stages that write fails itself, the others hear of it."""
-    errors = [found["error"] for found in world["ranks"]]
+    errors = [rank["error"] for rank in world["ranks"]]
     assert all(error.startswith("WeightSyncError: ") and "pipeline" in error for error in errors)
     assert [("cannot be made" in error, "trainer rank" in error) for error in errors] == [
         (True, False),
@@ -188,13 +188,13 @@ def test_what_a_transform_makes_is_what_is_sent(world):
     for name, tensor in expected.items():
         digest.add(name, tensor)
     assert any(tensor.abs().sum() > 0 for name, tensor in expected.items() if name.endswith("_rest"))
-    for found in world["ranks"]:
-        receipt, files = found["transformed"]["norms_in_two_parts"]
+    for rank in world["ranks"]:
+        receipt, files = rank["transformed"]["norms_in_two_parts"]
         assert set(files) == set(expected)
         for name, tensor in expected.items():
             assert files[name][0] == str(tensor.dtype) and np.array_equal(files[name][1], tensor.float().numpy())
         assert (receipt.num_tensors, receipt.num_bytes) == (len(expected), sum(t.nbytes for t in expected.values()))
-        assert receipt.digest == f"{digest.value:016x}" != found["both"][0].digest
+        assert receipt.digest == f"{digest.value:016x}" != rank["both"][0].digest
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_what_a_transform_makes_is_what_is_sent(world):
 )
 def test_a_bad_transform_is_named_on_every_rank_and_leaves_no_version(world, function, message):
     flag = f"--custom-weight-transform-path tests.helpers.weight_transforms.{function}"
-    for found in world["ranks"]:
-        error, left = found["transformed"][function]
+    for rank in world["ranks"]:
+        error, left = rank["transformed"][function]
         assert error.startswith("WeightSyncError: ") and message.format(flag=flag) in error
         assert left == []

@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 def samples(count=20) -> list[Sample]:
     rng = np.random.default_rng(0)
-    found = []
+    answers = []
     for index in range(count):
         length = int(rng.integers(2, 40))
         arrays = {
@@ -72,7 +72,7 @@ def samples(count=20) -> list[Sample]:
             "engine_logprobs": np.zeros(length, np.float32),
             "weight_versions": np.zeros(length, np.int32),
         }
-        found.append(
+        answers.append(
             Sample(
                 prompt_index=0,
                 sample_index=index,
@@ -81,7 +81,7 @@ def samples(count=20) -> list[Sample]:
                 **arrays,
             )
         )
-    return found
+    return answers
 
 
 def elsewhere(bundles: Bundles) -> Bundles:
@@ -89,11 +89,11 @@ def elsewhere(bundles: Bundles) -> Bundles:
     return Bundles(bundles.group, [*bundles.gpus[2:], *bundles.gpus[:2]], bundles.cpus)
 
 
-def scores(group: RewardGroup, given: list[Sample]) -> list[float]:
+def scores(group: RewardGroup, batch: list[Sample]) -> list[float]:
     """All at once, in a loop of their own as the rollout has one."""
 
     async def run():
-        return await asyncio.gather(*(group.score(PROMPT, sample) for sample in given))
+        return await asyncio.gather(*(group.score(PROMPT, sample) for sample in batch))
 
     group._queue = None  # a loop of the test's own each time
     return asyncio.run(run())
@@ -101,7 +101,7 @@ def scores(group: RewardGroup, given: list[Sample]) -> list[float]:
 
 def test_two_copies_score_as_one_and_a_lost_one_is_named(cluster: tuple[PlacementPlan, Bundles], folder, tmp_path):
     plan, bundles = cluster
-    given, impatient = samples(), config_of(folder, copies=1, reward_model_timeout_s=0.5)
+    batch, impatient = samples(), config_of(folder, copies=1, reward_model_timeout_s=0.5)
     both = RewardGroup(config_of(folder), plan, bundles, str(tmp_path))
     one = RewardGroup(impatient, make_plan(impatient), elsewhere(bundles), str(tmp_path))
     try:
@@ -109,8 +109,8 @@ def test_two_copies_score_as_one_and_a_lost_one_is_named(cluster: tuple[Placemen
             group.start()
         for group in (both, one):
             assert group.wait_started()["reads_tokens"]
-        expected = hf_scores(folder, [sample.tokens for sample in given])
-        np.testing.assert_allclose(scores(both, given), expected, atol=1e-5, rtol=0)
+        expected = hf_scores(folder, [sample.tokens for sample in batch])
+        np.testing.assert_allclose(scores(both, batch), expected, atol=1e-5, rtol=0)
         pids = ray.get(list(both.pings().values()))
         assert len(set(pids)) == 2 and len(one.actors) == 1
 
@@ -122,10 +122,10 @@ def test_two_copies_score_as_one_and_a_lost_one_is_named(cluster: tuple[Placemen
                 " first prompt"
             ),
         ):
-            scores(one, given)
+            scores(one, batch)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RunError, match="reward model rank 1 died during score"):
-            scores(both, given)
+            scores(both, batch)
         watch = LifeWatch(both.pings)
         with pytest.raises(RunError, match="reward model rank 1 died during train"):
             for _ in range(100):

@@ -53,15 +53,15 @@ REPLAY, RECORD = {"use_rollout_routing_replay": True}, {"use_routing_replay": Tr
 def samples_with_experts(num_samples=8):
     """Samples whose experts nobody would choose: random ones; -1 for the last token, and for one sample's prompt."""
     generator = np.random.default_rng(7)
-    found = []
+    recorded = []
     for number, sample in enumerate(make_samples(num_samples)):
         length = len(sample.tokens)
         experts = np.argsort(generator.random((length, LAYERS, EXPERTS)), axis=-1)[..., :TOPK].astype(np.int8)
         experts[-1] = -1
         if number == 2:
             experts[:3] = -1
-        found.append(dataclasses.replace(sample, routed_experts=experts))
-    return found
+        recorded.append(dataclasses.replace(sample, routed_experts=experts))
+    return recorded
 
 
 def started(place, case, folder, port, loss, num_steps=1):
@@ -148,8 +148,8 @@ class ForcedRouter(torch.nn.Module):
         logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.gate.weight)
         probs = logits.float().softmax(-1)
         own = probs.topk(TOPK, -1).indices
-        told = torch.as_tensor(self.experts[:, self.layer].astype(np.int64))
-        chosen = torch.where(told < 0, own, told)
+        forced = torch.as_tensor(self.experts[:, self.layer].astype(np.int64))
+        chosen = torch.where(forced < 0, own, forced)
         weights = probs.gather(-1, chosen)
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
@@ -238,9 +238,9 @@ def test_loss_and_gradient_norm_equal_hf_with_these_experts(outcomes, forced, nu
 )
 def test_recorded_experts_are_those_of_the_weights_before_the_first_step(outcomes, number):
     """Two steps replay one pass: the same as being told what HF chooses with the first weights."""
-    told, free = outcomes[0][0]["told"], outcomes[0][0]["free"]
-    moved = {name for name in told if abs(told[name] - free[name]) > 1e-2 * abs(told[name])}
-    assert {"train/ppo_kl", "train/grad_norm"} <= moved, (told, free)
+    replayed, free = outcomes[0][0]["told"], outcomes[0][0]["free"]
+    moved = {name for name in replayed if abs(replayed[name] - free[name]) > 1e-2 * abs(replayed[name])}
+    assert {"train/ppo_kl", "train/grad_norm"} <= moved, (replayed, free)
     for result in outcomes[number]:
         for name in moved:
-            assert result["recorded"][name] == pytest.approx(told[name], rel=1e-3, abs=1e-5), name
+            assert result["recorded"][name] == pytest.approx(replayed[name], rel=1e-3, abs=1e-5), name

@@ -32,7 +32,7 @@ def in_world(place, folder, reference, ports):
     """Everything that needs live trainers, on one rank."""
     from slime_like.megatron_backend.worker import TrainWorker
 
-    found, ports = {}, list(ports)
+    results, ports = {}, list(ports)
     samples = make_samples(8)
 
     def worker_of(**options):
@@ -48,18 +48,18 @@ def in_world(place, folder, reference, ports):
     }
     for name, batch in cuts.items():
         worker = worker_of(batch=batch)
-        found[name] = recipe_of(worker).train(0, samples).metrics
+        results[name] = recipe_of(worker).train(0, samples).metrics
         worker.close()
 
     # The same primitives by hand: two calls add up to the gradient of the sum of both losses.
     worker = worker_of(optimizer={"clip_grad": 0.0})
     add_gradients(worker, samples[:4])
     add_gradients(worker, samples[4:])
-    found["halves"] = optimizer_step(worker)
+    results["halves"] = optimizer_step(worker)
     worker.close()
 
     worker = worker_of(num_steps=2, loss=PPO)
-    found["ppo"] = recipe_of(worker).train(0, samples).metrics
+    results["ppo"] = recipe_of(worker).train(0, samples).metrics
     worker.close()
 
     for estimator in ("gspo", "cispo"):
@@ -67,48 +67,48 @@ def in_world(place, folder, reference, ports):
             worker = worker_of(
                 num_steps=2, batch=batch, loss={"advantage_estimator": estimator, "use_tis": True, "tis_clip": 1.1}
             )
-            found[estimator, name] = recipe_of(worker).train(0, samples).metrics
+            results[estimator, name] = recipe_of(worker).train(0, samples).metrics
             worker.close()
 
     worker = worker_of(optimizer={"clip_grad": 0.0}, loss={"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.9})
-    found["tis"] = recipe_of(worker).train(0, samples).metrics
+    results["tis"] = recipe_of(worker).train(0, samples).metrics
     worker.close()
 
     untrained = [dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in samples]
     worker = worker_of(optimizer={"clip_grad": 0.0})
-    found["two untrained"] = recipe_of(worker).train(0, [*untrained[:2], *samples[2:]]).metrics
+    results["two untrained"] = recipe_of(worker).train(0, [*untrained[:2], *samples[2:]]).metrics
     worker.close()
     for name, options in (
         ("grpo", PPO),
         ("reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}),
     ):
         worker = worker_of(num_steps=2, loss=options)
-        found["untrained", name] = recipe_of(worker).train(0, untrained).metrics
+        results["untrained", name] = recipe_of(worker).train(0, untrained).metrics
         worker.close()
 
     worker = worker_of(
         loss={"use_kl_loss": True, "kl_loss_coef": 0.1}, checkpoint={"ref_load": reference, "load": folder}
     )
     before = {name: p.detach().clone() for name, p in worker.stage.named_parameters()}
-    found["reference"] = recipe_of(worker).log_probs(samples, weights=REFERENCE)
-    found["unchanged"] = all(torch.equal(p, before[name]) for name, p in worker.stage.named_parameters())
+    results["reference"] = recipe_of(worker).log_probs(samples, weights=REFERENCE)
+    results["unchanged"] = all(torch.equal(p, before[name]) for name, p in worker.stage.named_parameters())
     worker.close()
 
     worker = worker_of(loss={"loss_type": "sft_loss"}, rollout={"rollout_temperature": 0.5})
-    found["sft"] = [recipe_of(worker).train(step, samples).metrics for step in range(6)]
+    results["sft"] = [recipe_of(worker).train(step, samples).metrics for step in range(6)]
     worker.close()
 
     bf16 = worker_of(optimizer={"bf16": True, "lr": 1e-2})
-    found["bf16"] = [recipe_of(bf16).train(step, samples).metrics for step in range(2)]
-    found["bf16 dtypes"] = sorted({str(t.dtype) for _, t in bf16.export(BASE)})
+    results["bf16"] = [recipe_of(bf16).train(step, samples).metrics for step in range(2)]
+    results["bf16 dtypes"] = sorted({str(t.dtype) for _, t in bf16.export(BASE)})
     try:
         recipe_of(bf16).train(
             2, [dataclasses.replace(samples[0], tokens=samples[0].tokens[:1], loss_mask=samples[0].loss_mask[:1])]
         )
     except DataError as error:
-        found["short"] = str(error)
+        results["short"] = str(error)
     bf16.close()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")

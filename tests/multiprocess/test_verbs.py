@@ -73,7 +73,7 @@ def worker_of(place, port, ranks, folders, **options):
 
 def in_world(place, folders, ports):
     """(layout, loss) -> metrics, log-probs and gradients of two calls; and Adam's steps, on one rank."""
-    found, ports, samples = {}, list(ports), client_samples()
+    results, ports, samples = {}, list(ports), client_samples()
     for layout, (ranks, parallel, batch) in LAYOUTS.items():
         port = ports.pop(0)
         if place["rank"] >= ranks:
@@ -83,12 +83,12 @@ def in_world(place, folders, ports):
             parts = [worker.forward_backward(part, spec_of(name), weights=BASE) for part in (samples[:3], samples[3:])]
             rows = [row for part in parts for row in part.rows("log_probs")]
             metrics = [part.metrics for part in parts]
-            found[layout, name] = {"metrics": metrics, "rows": rows, "gradients": whole_gradients(worker)}
+            results[layout, name] = {"metrics": metrics, "rows": rows, "gradients": whole_gradients(worker)}
             worker._clear_gradients()
-        found[layout, "scores"] = {
+        results[layout, "scores"] = {
             name: worker.forward(samples, weights=BASE).rows(name) for name in ("log_probs", "entropy")
         }
-        found[layout, "reference"] = worker.forward(samples, weights=REFERENCE).rows("log_probs")
+        results[layout, "reference"] = worker.forward(samples, weights=REFERENCE).rows("log_probs")
         worker.close()
     if place["rank"] == 0:
         worker = worker_of(
@@ -98,10 +98,10 @@ def in_world(place, folders, ports):
             folders,
             optimizer={"clip_grad": 0.0, "lr": 2e-2, "weight_decay": 0.5, "adam_beta2": 0.98},
         )
-        found["steps"] = list(steps_of(worker, samples))
-        found["refused"] = refusals(worker, samples)
+        results["steps"] = list(steps_of(worker, samples))
+        results["refused"] = refusals(worker, samples)
         worker.close()
-    return found
+    return results
 
 
 def exported(worker):
@@ -178,7 +178,7 @@ def loss_of(name, sample, log_probs, share):
 @pytest.fixture(scope="module")
 def truth(folders):
     """loss -> (its value in each of the two calls, gradients of both together)."""
-    found, samples = {}, client_samples()
+    expected, samples = {}, client_samples()
     for name in LOSSES:
         model = load_model(folders["base"]).double()
         values = []
@@ -191,8 +191,11 @@ def truth(folders):
                 )
             )
         sum(values).backward()
-        found[name] = ([value.item() for value in values], {key: p.grad.numpy() for key, p in model.named_parameters()})
-    return found
+        expected[name] = (
+            [value.item() for value in values],
+            {key: p.grad.numpy() for key, p in model.named_parameters()},
+        )
+    return expected
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -201,8 +204,8 @@ def test_gradients_of_two_calls_add_up_to_autograds(outcomes, truth, layout, nam
     values, gradients = truth[name]
     largest = max(np.abs(gradient).max() for gradient in gradients.values())
     seen = set()
-    for found in outcomes[: LAYOUTS[layout][0]]:
-        ours = found[layout, name]
+    for of_rank in outcomes[: LAYOUTS[layout][0]]:
+        ours = of_rank[layout, name]
         assert [metrics["train/loss"] for metrics in ours["metrics"]] == pytest.approx(values, rel=1e-5)
         for key, gradient in ours["gradients"].items():
             np.testing.assert_allclose(gradient, gradients[key], atol=1e-5 * largest, rtol=0, err_msg=key)
@@ -218,18 +221,18 @@ def test_scores_are_hfs_and_come_with_the_gradients_too(outcomes, folders, layou
             [scores_of(model, s) for s in samples]
             for model in (load_model(folders[name]).double() for name in ("base", "reference"))
         )
-    for found in outcomes[: LAYOUTS[layout][0]]:
-        scores = found[layout, "scores"]
+    for of_rank in outcomes[: LAYOUTS[layout][0]]:
+        scores = of_rank[layout, "scores"]
         for i in range(len(samples)):
             for ours, theirs in (
                 (scores["log_probs"], base[i][0]),
                 (scores["entropy"], base[i][1]),
-                (found[layout, "reference"], reference[i][0]),
+                (of_rank[layout, "reference"], reference[i][0]),
             ):
                 assert ours[i][0] == 0
                 np.testing.assert_allclose(ours[i][1:], theirs.numpy(), atol=2e-5, rtol=0)
             for name in LOSSES:
-                np.testing.assert_allclose(found[layout, name]["rows"][i], scores["log_probs"][i], atol=1e-6, rtol=0)
+                np.testing.assert_allclose(of_rank[layout, name]["rows"][i], scores["log_probs"][i], atol=1e-6, rtol=0)
 
 
 def test_a_step_has_the_numbers_of_its_call(outcomes):

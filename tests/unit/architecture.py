@@ -37,6 +37,8 @@ FENCES = {
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
     },
+    "aiohttp": {"rollout", "testing", "weight_sync.delta.receiver"},
+    "httpx": {"sglang_backend.client"},
     "fastapi": {"api_server"},
     "sqlalchemy": {"api_server.store"},
     "wandb": {"observability.metrics"},
@@ -72,6 +74,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
     "config.evaluation": ("unit/config/test_rollout.py",),
+    "config.loss": ("unit/config/test_loss.py",),
     "config.observability": ("unit/job/test_resolve.py",),
     "config.optimizer": ("unit/config/test_checkpoint.py",),
     "config.reward": ("unit/config/test_rollout.py",),
@@ -98,8 +101,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
         "multiprocess/test_interleaved.py",
         "unit/megatron_backend/hf/test_tables.py",
     ),
+    "megatron_backend.hf.stages": ("multiprocess/test_own_card.py",),
     "megatron_backend.hf.save": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
+    "megatron_backend.model.attention": ("pretend_gpu/test_attention.py",),
     "megatron_backend.model.layer_spec": ("multiprocess/test_plan_memory.py",),
     "megatron_backend.model.provider": (
         "multiprocess/test_plan_memory.py",
@@ -107,7 +112,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "megatron_backend.publish": ("multiprocess/test_publish.py",),
     "megatron_backend.step.routing_replay": ("multiprocess/test_routing_replay.py",),
-    "megatron_backend.checkpoint.start_weights": ("unit/megatron_backend/checkpoint/test_folder.py",),
     "megatron_backend.step.runner": ("multiprocess/test_algorithms.py",),
     "megatron_backend.verbs": ("multiprocess/test_verbs.py",),
     "megatron_backend.worker": (
@@ -128,6 +132,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sglang_backend.cpu_compat": ("contract/test_engine_server_args.py",),
     "sglang_backend.cpu_server": ("e2e/test_external.py",),
     "sglang_backend.router_server": ("contract/test_engine_router.py",),
+    "weight_sync.in_engine.devices": ("pretend_gpu/test_weight_sync.py",),
     "weight_sync.in_engine.groups": ("unit/weight_sync/transports/test_broadcast.py",),
     "weight_sync.in_engine.intake": ("unit/weight_sync/transports/test_ipc.py",),
     "weight_sync.ranks": ("multiprocess/test_ranks.py",),
@@ -137,7 +142,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 #: Names that say what was done, not what the thing is; refused in these folders and at the top.
 VAGUE_NAMES = {"found", "told", "made"}
-NAMED_FOLDERS = ("slime_like", "scripts", "benchmarks")
+NAMED_FOLDERS = ("slime_like", "scripts", "benchmarks", "tests")
 
 #: Never imported by `--help` or `--plan`: they answer at once.
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers")

@@ -136,8 +136,8 @@ def test_a_wrong_import_is_found(tmp_path: Path, files: dict[str, str], message:
     ],
 )
 def test_a_broken_fence_is_found(tmp_path: Path, name: str, text: str):
-    (found,) = checks.fence_violations(write_tree(tmp_path, {name: text}))
-    assert "; allowed only in " in found
+    (violation,) = checks.fence_violations(write_tree(tmp_path, {name: text}))
+    assert "; allowed only in " in violation
 
 
 def test_a_fence_lets_its_own_modules_through(tmp_path: Path):
@@ -237,8 +237,8 @@ def test_a_package_with_logic_of_its_own_has_a_test_too(tmp_path: Path):
 )
 def test_too_much_is_found(tmp_path: Path, text: str, message: str):
     package = write_tree(tmp_path, {"a.py": text})
-    (found,) = checks.size_violations([package / "a.py"], tmp_path)
-    assert found.startswith(message)
+    (violation,) = checks.size_violations([package / "a.py"], tmp_path)
+    assert violation.startswith(message)
 
 
 def test_just_enough_is_not_too_much(tmp_path: Path):

@@ -38,13 +38,13 @@ def test_only_layers_with_experts_count():
 
 def sample(*, reward: float | None = None, **arrays) -> Sample:
     """The docstring's example: a prompt of 2 tokens, a response of 3."""
-    made = {
+    fields = {
         "tokens": np.array([11, 12, 21, 22, 2], dtype=np.int32),
         "loss_mask": np.array([0, 0, 1, 1, 1], dtype=np.int8),
         "engine_logprobs": np.array([0, 0, -0.3, -0.1, -0.7], dtype=np.float32),
         "weight_versions": np.array([-1, -1, 4, 4, 4], dtype=np.int32),
     }
-    return Sample(prompt_index=7, sample_index=1, response="ab", reward=reward, **(made | arrays))
+    return Sample(prompt_index=7, sample_index=1, response="ab", reward=reward, **(fields | arrays))
 
 
 def group(*rewards: float | None) -> SampleGroup:

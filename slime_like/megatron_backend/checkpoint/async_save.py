@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from slime_like.errors import SaveError, WaitTimeout
 from slime_like.megatron_backend.checkpoint.folder import Draft
-from slime_like.megatron_backend.checkpoint.state import WRITE_FAILURES, TrainState, finish_writing, start_writing
+from slime_like.megatron_backend.checkpoint.state import WRITE_FAILURES, TrainState, finish_writing, save, start_writing
 
 #: How long the result of an ended thread may take to arrive: none, but where Megatron's queue lives in another process.
 _RESULT_S = 10.0
@@ -116,6 +116,34 @@ class PendingSave:
         return SaveError(
             f"{self._who}: the checkpoint {self.path} could not be written: {type(error).__name__}: {error}"
         )
+
+
+class Saver:
+    """One trainer's checkpoints: written at once, or one at a time in the background."""
+
+    def __init__(self, *, in_background: bool, seconds: float):
+        """seconds: how long a write in the background is waited for at most."""
+        self._in_background, self._seconds = in_background, seconds
+        self._pending: PendingSave | None = None
+
+    def save(self, draft: Draft, state: TrainState) -> str:
+        """Write a checkpoint, or begin to; its path. Waits for the one before it."""
+        self.finish(wait=True)
+        if not self._in_background:
+            return save(draft, state)
+        self._pending = PendingSave(draft, state, seconds=self._seconds)
+        return self._pending.path
+
+    def finish(self, *, wait: bool) -> bool:
+        """Whether no save is under way any more; wait: until there is none.
+
+        Raises SaveError if one could not be written.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None  # after a failure there is none either
+            if not pending.finish(wait=wait):
+                self._pending = pending
+        return self._pending is None
 
 
 def _own_bucket(staged: tuple, original: tuple) -> tuple:

@@ -8,12 +8,14 @@ import torch
 
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.model import ModelConfig
+from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.checkpoint import state as checkpoint
-from slime_like.megatron_backend.checkpoint.folder import TRACKER, find, is_megatron_folder
+from slime_like.megatron_backend.checkpoint.folder import TRACKER, find, is_megatron_folder, read_client_state
 from slime_like.megatron_backend.hf.files import is_hf_folder
 from slime_like.megatron_backend.hf.names_and_shards import load_hf
 from slime_like.megatron_backend.model.provider import unwrap
+from slime_like.records import REFERENCE, TEACHER, WeightsRef
 
 
 def start_source(options: CheckpointConfig) -> str:
@@ -48,6 +50,34 @@ def reference_step(options: CheckpointConfig) -> int | None:
             " drop it."
         )
     return options.ref_ckpt_step
+
+
+def frozen_sources(config: RunConfig) -> list[tuple[WeightsRef, str, int | None]]:
+    """The models that only score beside a policy, in its processes: name, folder and checkpoint (None: the newest)."""
+    if config.role != "actor":
+        return []
+    options, loss = config.checkpoint, config.loss
+    sources = (
+        (REFERENCE, options.ref_load if config.swaps_reference else None, reference_step(options)),
+        (TEACHER, loss.opd_teacher_load if loss.use_opd else None, loss.opd_teacher_ckpt_step),
+    )
+    return [(weights, folder, step) for weights, folder, step in sources if folder is not None]
+
+
+def parts_to_continue(options: CheckpointConfig, source: str) -> dict[str, bool] | None:
+    """What a run takes of the checkpoint in start_source() beside weights, by TrainWorker.load_state's names.
+
+    None: there is nothing to continue from but weights, which are loaded already.
+    """
+    is_checkpoint = options.load is not None and source == options.load and is_megatron_folder(source)
+    if not is_checkpoint or read_client_state(find(source, options.ckpt_step)).get("weights_only"):
+        return None
+    fresh = options.finetune
+    return {
+        "optimizer": not (options.no_load_optim or fresh),
+        "schedule": not fresh,
+        "rng": not (options.no_load_rng or fresh),
+    }
 
 
 def load_weights(

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError, SaveError
 from slime_like.megatron_backend.checkpoint.folder import Draft, read_client_state
+from slime_like.megatron_backend.checkpoint.layer_state import load_weights, without_absent_layer_state
 from slime_like.megatron_backend.checkpoint.reader import checked_copy
 from slime_like.megatron_backend.model.provider import unwrap
 from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT
@@ -171,7 +172,7 @@ def load(path: str, state: TrainState) -> dict:
     own_head = sharded[last].pop(OUTPUT_WEIGHT, None) if from_policy else None
     with checked_copy(path, sharded) as copy:
         try:
-            loaded = dist_checkpointing.load(sharded, copy)
+            loaded = dist_checkpointing.load(without_absent_layer_state(sharded, copy), copy)
         except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
             raise CheckpointError(
                 f"{path} cannot be loaded: {type(error).__name__}: {str(error).replace(copy, path)}"
@@ -179,7 +180,7 @@ def load(path: str, state: TrainState) -> dict:
     if own_head is not None:
         loaded[last][OUTPUT_WEIGHT] = own_head.data
     for name, chunk in chunks.items():
-        chunk.load_state_dict(loaded[name])
+        load_weights(chunk, loaded[name])
     if state.optimizer is not None:
         state.optimizer.load_state_dict(fit_optimizer_state(loaded["optimizer"], state.optimizer))
     if state.scheduler is not None:

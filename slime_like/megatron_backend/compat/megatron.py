@@ -22,6 +22,7 @@ import torch
 
 from slime_like.megatron_backend.compat.buffers import BUFFER_PATCHES
 from slime_like.megatron_backend.compat.experts import EXPERT_PATCHES
+from slime_like.megatron_backend.compat.transformer_engine import why_not
 
 _PACKAGE = "megatron"
 #: Functions that megatron calls with device="cuda" or device=torch.cuda.current_device().
@@ -71,6 +72,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    why_not()  # hides a transformer-engine that Megatron could not import
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         # jit_fuser is torch.compile, which would run a C++ compiler. Goes when megatron asks for CUDA before compiling.
@@ -91,11 +93,6 @@ def install() -> None:
         if _is_megatron(name) and module is not None:
             fix(module)
     sys.meta_path.insert(0, _Finder(fix))
-
-
-def has_transformer_engine() -> bool:
-    """Whether the GPU layer parts of transformer-engine can be used in this process."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _is_megatron(name: str) -> bool:

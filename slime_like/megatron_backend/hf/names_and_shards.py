@@ -17,7 +17,7 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf.files import HfReader
 from slime_like.megatron_backend.hf.tables import table_for
-from slime_like.megatron_backend.hf.tables.row import GATE_UP, GATE_UP_JOINED, PLAIN, QKV
+from slime_like.megatron_backend.hf.tables.row import GATE_UP, GATE_UP_JOINED, PLAIN, QKV, WeightRow
 from slime_like.megatron_backend.model.stage_weights import named_weights
 from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT, has_value_head
 from slime_like.planning.memory.parameters import model_parameters
@@ -67,13 +67,13 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[ParameterS
 
     Raises CheckpointError for one that the family's table does not know.
     """
-    by_name = {name: row for row in table_for(model) for name in row.megatron_names}
+    by_name = _rows(model)
     tied = not model.untie_embeddings_and_output_weights
     for chunk, name, parameter in ((part, *named) for part in stage for named in named_weights(part)):
         if name == OUTPUT_WEIGHT and has_value_head(chunk):
             continue
         layer, expert = _LAYER.search(name), _EXPERT.search(name)
-        row = by_name.get(_EXPERT.sub("{expert}", _LAYER.sub("{layer}", name)))
+        row = by_name.get(_template(name))
         if row is None:
             raise CheckpointError(f"parameter {name} is in no name table of the model's family.")
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
@@ -83,11 +83,22 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[ParameterS
             parameter=parameter,
             templates=(_EMBEDDING,) if is_tied_copy else templates,
             layout=row.layout,
-            dim=_split_dim(parameter, row.layout, is_expert=expert is not None),
+            dim=_split_dim(parameter, row, is_expert=expert is not None),
             is_tied_copy=is_tied_copy,
             expert=int(expert[0]) if expert else None,
             num_local_experts=model.num_experts // parallel_state.get_expert_model_parallel_world_size(),
         )
+
+
+def mark_duplicated(chunk: torch.nn.Module, model: ModelConfig) -> None:
+    """Tell Megatron which matrices of a chunk every tensor parallel rank holds whole: their gradients then count once
+    in the norm, not once a rank. Under transformer-engine they bear the mark of a split matrix.
+    """
+    by_name = _rows(model)
+    for name, parameter in chunk.named_parameters():
+        row = by_name.get(_template(name))
+        if row is not None and row.duplicated:
+            parameter.tensor_model_parallel = False
 
 
 @torch.no_grad()
@@ -199,11 +210,23 @@ def rank_in_stage() -> int:
     )
 
 
-def _split_dim(parameter: torch.nn.Parameter, layout: str, *, is_expert: bool) -> int | None:
+def _rows(model: ModelConfig) -> dict[str, WeightRow]:
+    """The family's table by Megatron's names, with {layer} and {expert} for numbers."""
+    return {name: row for row in table_for(model) for name in row.megatron_names}
+
+
+def _template(name: str) -> str:
+    """A parameter's name as the table has it."""
+    return _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))
+
+
+def _split_dim(parameter: torch.nn.Parameter, row: WeightRow, *, is_expert: bool) -> int | None:
     """The dimension over which tensor parallel ranks share a parameter; None if each has all of it."""
+    if row.duplicated:
+        return None
     if is_expert:
         shared = parallel_state.get_expert_tensor_parallel_world_size() > 1
-        return (0 if layout == GATE_UP else 1) if shared else None
+        return (0 if row.layout == GATE_UP else 1) if shared else None
     shared = (
         getattr(parameter, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
     )

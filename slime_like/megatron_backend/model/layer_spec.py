@@ -1,5 +1,5 @@
-"""Layer parts: transformer-engine's where it is usable, otherwise ours on plain torch, with the same parameter names in
-checkpoints.
+"""Layer parts: transformer-engine's where it is usable and --attention-backend is not local, otherwise ours on plain
+torch, with the same parameter names in checkpoints.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as functional
-from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -24,8 +20,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from slime_like.megatron_backend.compat import megatron as compat
-from slime_like.megatron_backend.step.context_parallel import ContextShare
+from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
+from slime_like.megatron_backend.model.attention import CausalAttention
 
 
 def block_spec(config: TransformerConfig, chunk: int = 0, *, post_norms: bool = False) -> TransformerBlockSubmodules:
@@ -34,10 +30,14 @@ def block_spec(config: TransformerConfig, chunk: int = 0, *, post_norms: bool = 
     post_norms: see PostNormLayer.
     """
     options = {"normalization": config.normalization, "vp_stage": chunk}
-    if compat.has_transformer_engine():
+    if uses_transformer_engine(config.attention_backend.name):
         block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **options)
         norm = gpt_layer_specs.TENorm
     else:
+        # multi_latent_attention.py:58 (0.16.1) takes its own stand-in for transformer-engine as the real one, and then
+        # asks isinstance(…, a mock); and MLASelfAttention passes a matrix as whole only to TELinear. A process makes
+        # models of one kind of layers. Goes when it asks the spec.
+        multi_latent_attention.HAVE_TE, multi_latent_attention.TELinear = False, ReplicatedLinear
         # get_gpt_decoder_block_spec (0.16.1) takes no provider, so ours stands in while it runs. Goes when it takes
         # one.
         stock = gpt_layer_specs.LocalSpecProvider, gpt_layer_specs.LNImpl
@@ -128,12 +128,6 @@ class ReplicatedLinear(torch.nn.Module):
         return functional.linear(hidden, self.weight), None
 
 
-if not compat.has_transformer_engine():
-    # multi_latent_attention.py:58 (0.16.1) takes its own stand-in for transformer-engine as the real one, and then asks
-    # isinstance(…, a mock); and MLASelfAttention passes a matrix as whole only to TELinear. Goes when it asks the spec.
-    multi_latent_attention.HAVE_TE, multi_latent_attention.TELinear = False, ReplicatedLinear
-
-
 class Norm:
     """torch.nn.RMSNorm that tells megatron to sum its gradients over sequence parallel ranks (megatron's own refuses
     them).
@@ -156,96 +150,3 @@ class TorchSpecProvider(LocalSpecProvider):
 
     def core_attention(self):
         return CausalAttention
-
-
-class CausalAttention(MegatronModule):
-    """Causal attention on torch's SDPA, for packed (thd) and batched (sbhd) input; megatron's own takes no packed
-    input.
-
-    Same constructor and forward as megatron's DotProductAttention. No dropout. Context parallel ranks gather all
-    keys and values and attend from their own tokens.
-    """
-
-    def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, **_
-    ):
-        super().__init__(config=config)
-        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), (
-            f"only causal attention, not {attn_mask_type}"
-        )
-        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask=None,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-        **_,
-    ):
-        """query [t, heads, d] (thd) or [s, b, heads, d] -> the same with heads and d joined."""
-        assert attention_bias is None, "attention bias is not supported"
-        share = ContextShare.of_this_rank()
-        if packed_seq_params is None:
-            attended = (
-                self._attend(query, key, value)
-                if share.size == 1
-                else self._attend_over_ranks(query, key, value, [query.size(0) * share.size])
-            )
-            return attended.flatten(2)
-        if share.size > 1:
-            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-            return self._attend_over_ranks(query, key, value, packed_seq_params.cu_seqlens_q.diff().tolist()).flatten(1)
-        boundaries = packed_seq_params.cu_seqlens_q.tolist()
-        assert boundaries[-1] == query.size(0), (
-            f"the sequences of a pack end at {boundaries[-1]}, its tokens at {query.size(0)}"
-        )
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        parts = [
-            self._attend(query[a:b], key[a:b], value[a:b]) for a, b in zip(boundaries, boundaries[1:], strict=False)
-        ]
-        return torch.cat(parts).flatten(1)
-
-    def _attend_over_ranks(self, query, key, value, segments):
-        """[s, b, heads, d] of this rank's tokens -> the same.
-
-        segments: lengths of the sequences behind each other in s, of all ranks together.
-        """
-        group, share = parallel_state.get_context_parallel_group(), ContextShare.of_this_rank()
-        assert sum(segments) == share.size * query.size(0), (
-            f"a pack of {sum(segments)} tokens on {share.size} ranks, {query.size(0)} of them here"
-        )
-        parts = [
-            torch.as_tensor(dataclasses.replace(share, rank=rank).local(segments), device=query.device)
-            for rank in range(share.size)
-        ]
-        # In backward each rank receives the gradients of its keys and values from the tokens of all ranks.
-        gathered = gather_from_sequence_parallel_region(
-            torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=group
-        )
-        keys, values = gathered[torch.cat(parts).argsort()].split([key.size(-1), value.size(-1)], -1)
-        outputs, start, first = [], 0, 0
-        for length in segments:
-            here = slice(start, start + length // share.size)
-            positions = parts[share.rank][here] - first
-            visible = positions[:, None] >= torch.arange(length, device=query.device)
-            end = first + length
-            outputs.append(self._attend(query[here], keys[first:end], values[first:end], visible))
-            start, first = here.stop, end
-        return torch.cat(outputs)
-
-    def _attend(self, query, key, value, visible=None):
-        """[s, b, heads, d] each (fewer key/value heads with grouped queries) -> [s, b, heads, d].
-
-        visible: [s, keys] bool; by default causal.
-        """
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if key.size(1) != query.size(1):
-            key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
-        attended = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self.scale
-        )
-        return attended.permute(2, 0, 1, 3)

@@ -19,8 +19,11 @@ from megatron.core.utils import get_model_config
 from slime_like.config.model import ModelConfig
 from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
-from slime_like.megatron_backend.compat import megatron as compat
+from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
+from slime_like.megatron_backend.hf.names_and_shards import mark_duplicated
+from slime_like.megatron_backend.model.attention import CausalAttention
 from slime_like.megatron_backend.model.layer_spec import block_spec
+from slime_like.megatron_backend.model.packed import take_packs_as_rows
 from slime_like.megatron_backend.model.value_head import put_value_head
 
 
@@ -32,11 +35,6 @@ def trains_in_bf16(optimizer: OptimizerConfig) -> bool:
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bool) -> TransformerConfig:
     """Megatron's description of the layers. Needs the process groups' sizes only through `parallel`."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    # With one stage the flags can only say what is so anyway.
-    uneven = parallel.pipeline_model_parallel_size > 1
-    interleaved = parallel.virtual_pipeline_size(model.num_layers) is not None
-    first_layers = parallel.decoder_first_pipeline_num_layers if uneven else None
-    last_layers = parallel.decoder_last_pipeline_num_layers if uneven else None
     return (MLATransformerConfig if model.multi_latent_attention else TransformerConfig)(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -61,25 +59,15 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         pipeline_dtype=dtype,
         bf16=bf16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_size(model.num_layers),
-        num_layers_in_first_pipeline_stage=first_layers,
-        num_layers_in_last_pipeline_stage=last_layers,
         sequence_parallel=parallel.sequence_parallel,
+        **_pipeline(model, parallel),
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
-        # Packs differ in length, so the stages tell each other the shape of what they send. Interleaved, two stages
-        # would exchange the shapes of both directions in one batch and take one for the other (0.16.1), so there packs
-        # have one length (packing.PackLayout.holding).
-        variable_seq_lengths=not interleaved,
-        # Megatron's rule: two stages must not exchange both directions in one batch either.
-        overlap_p2p_comm=interleaved,
         # The only dispatcher for variable lengths; 0.16.1 refuses its default even for models without experts.
         moe_token_dispatcher_type="alltoall",
         **_experts(model, parallel),
-        batch_p2p_comm=torch.cuda.is_available() and not interleaved,
         # Every rank draws the whole weight and keeps its part, so an unloaded tensor would not depend on the layout.
         use_cpu_initialization=not torch.cuda.is_available(),
         # These kernels need apex or a compiler; without them the same numbers come out on every host.
@@ -113,6 +101,27 @@ def _latent(model: ModelConfig) -> dict:
     }
 
 
+def _pipeline(model: ModelConfig, parallel: ParallelConfig) -> dict:
+    """Which layers a pipeline stage has, and how stages exchange what they send."""
+    num_chunks = parallel.virtual_pipeline_size(model.num_layers)
+    interleaved = num_chunks is not None
+    # With one stage the flags can only say what is so anyway.
+    uneven = parallel.pipeline_model_parallel_size > 1
+    return {
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": num_chunks,
+        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers if uneven else None,
+        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers if uneven else None,
+        # Packs differ in length, so the stages tell each other the shape of what they send. Interleaved, two stages
+        # would exchange the shapes of both directions in one batch and take one for the other (0.16.1), so there packs
+        # have one length (packing.PackLayout.holding).
+        "variable_seq_lengths": not interleaved,
+        # Megatron's rule: two stages must not exchange both directions in one batch either.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
+    }
+
+
 def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict:
     """What TransformerConfig needs to know of the experts; nothing for a dense model.
 
@@ -122,7 +131,7 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict:
     """
     if not model.num_experts:
         return {}
-    fast = compat.has_transformer_engine()
+    fast = uses_transformer_engine(model.attention_backend)
     return {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.mlp_size,
@@ -206,6 +215,9 @@ def _build_chunk(
     )
     if value_head:
         put_value_head(stage)
+    mark_duplicated(stage, model)
+    if any(isinstance(module, CausalAttention) for module in stage.modules()):
+        take_packs_as_rows(stage)
     if torch.cuda.is_available():
         stage = stage.cuda()
     if config.bf16:

@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from slime_like.algorithms.covariance import Collectives, draws, picked
 from slime_like.algorithms.token_advantages import sample_advantages
 from slime_like.config.loss import LossConfig
+from slime_like.megatron_backend.step.batch import Scores, StepBatch
 from slime_like.megatron_backend.step.packing import packed_rows, record_layout
-from slime_like.megatron_backend.step.runner import Scores, StepBatch
 from slime_like.records import TrainSample
 
 #: The samples of each train step; positions in them are those of PackedBatch.samples.

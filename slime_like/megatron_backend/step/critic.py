@@ -17,11 +17,12 @@ from slime_like.errors import DataError
 from slime_like.megatron_backend.checkpoint.folder import is_megatron_folder
 from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step
 from slime_like.megatron_backend.step.advantages import Parts, rollout_advantages
+from slime_like.megatron_backend.step.batch import StepBatch
 from slime_like.megatron_backend.step.context_parallel import whole
 from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.objective import LossParts
 from slime_like.megatron_backend.step.packing import PackedBatch, packed_rows
-from slime_like.megatron_backend.step.runner import StepBatch, StepRunner
+from slime_like.megatron_backend.step.runner import StepRunner
 from slime_like.records import TrainSample
 
 #: The critic's folder inside --save and --load.

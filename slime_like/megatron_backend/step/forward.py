@@ -108,8 +108,9 @@ class _VocabParallelLogProb(torch.autograd.Function):
     def backward(ctx, grad_log_prob, grad_entropy):
         logits, targets, normalizer, entropy = ctx.saved_tensors
         columns: _Columns = ctx.columns
-        if grad_entropy is not None and grad_log_prob is not None and not grad_entropy.any():
-            grad_entropy = None  # an entropy that is only measured
+        # An entropy that a user's loss only measured. A GPU is not asked: it would have to finish everything first.
+        if not logits.is_cuda and not (grad_entropy is None or grad_log_prob is None or grad_entropy.any()):
+            grad_entropy = None
         per_row = [None if grad is None else grad / columns.temperature for grad in (grad_log_prob, grad_entropy)]
         grad = logits if ctx.replaces else torch.empty_like(logits)
         for rows in _blocks(logits, ctx.chunk_tokens) if columns.width else ():

@@ -64,7 +64,8 @@ class Objective:
         policy_loss, reported = self._policy_loss(batch)
         corrected, corrections = self._correct(policy_loss, batch)
         pg_loss, entropy = weighted_sum(corrected, batch.policy_weights), mean(batch.entropy)
-        loss = pg_loss - self._loss.entropy_coef * entropy
+        # Without a coefficient entropy is measured only: no gradient of zeros to pass back over the vocabulary.
+        loss = pg_loss - self._loss.entropy_coef * entropy if self._loss.entropy_coef else pg_loss
         sums = {
             "train/pg_loss": pg_loss,
             "train/entropy": entropy,

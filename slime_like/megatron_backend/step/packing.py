@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
+from slime_like.megatron_backend.model.packed import PackedSequences, packed_sequences
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 from slime_like.records import TrainSample
 
@@ -63,7 +63,7 @@ class PackedBatch:
     tokens: torch.Tensor  # [R, T] int64
     positions: torch.Tensor  # [R, T] int64, from 0 in each sample
     targets: torch.Tensor  # [R x T] int64: the token predicted at j; 0 at the end of a sample
-    sequences: PackedSeqParams | None  # None: padded
+    sequences: PackedSequences | None  # None: padded
     trained: torch.Tensor  # [K] int64: which j are trained on
     weights: torch.Tensor  # [K] float32: what each weighs in the mean over the global batch, its own weight included
     own_weights: torch.Tensor  # [K] float32: TrainSample.weights, what each weighs in a sum
@@ -100,31 +100,15 @@ def pack(
     chosen = [samples[i] for i in indices]
     lengths = [len(s.tokens) for s in chosen]
     segments = layout.segments(lengths, context)
-    # T counts the padding; max_seqlen is the longest sequence, because megatron (0.16.1) takes positions over the whole
-    # pack when it equals T.
-    boundaries = torch.tensor(np.concatenate([[0], np.cumsum(segments)]), dtype=torch.int32, device=device)
     tokens = np.zeros(sum(segments), dtype=np.int64)
     positions = np.concatenate([np.arange(n) for n in segments]).astype(np.int64)
     targets, padding = np.zeros_like(tokens), np.ones(len(tokens), dtype=bool)
-    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
-    start = first = 0  # of a sample among the scores, and among the padded sequences
-    for place, (index, sample) in enumerate(zip(indices, chosen, strict=True)):
-        length = len(sample.tokens)
-        tokens[first : first + length], padding[first : first + length] = sample.tokens, False
-        targets[first : first + length - 1] = sample.tokens[1:]
-        at = np.flatnonzero(sample.loss_mask[1:])
-        trained.append(at + start)
-        own_weights.append(sample.weights[1:][at])
-        weights.append(token_weights[index] * sample.weights[1:][at].astype(np.float64))
-        owners.append(np.full(len(at), place))
-        advantages.append(sample.advantages[1:][at])
-        engine.append(sample.engine_logprobs[1:][at])
-        start, first = start + length, first + segments[place]
-
-    def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
-
-    rows, longest = len(segments) if layout.padded else 1, max(segments)
+    first = 0
+    for sample, segment in zip(chosen, segments, strict=False):  # segments of padding alone come last
+        end = first + len(sample.tokens)
+        tokens[first:end], targets[first : end - 1], padding[first:end] = sample.tokens, sample.tokens[1:], False
+        first += segment
+    rows = len(segments) if layout.padded else 1
     local, restoring = context.local(segments), context.restoring(lengths, segments)
     return PackedBatch(
         samples=tuple(indices),
@@ -132,18 +116,42 @@ def pack(
         tokens=torch.as_tensor(tokens[local], device=device).reshape(rows, -1),
         positions=torch.as_tensor(positions[local], device=device).reshape(rows, -1),
         targets=torch.as_tensor(targets[local], device=device),
-        sequences=None if layout.padded else _sequences(boundaries, longest),
-        trained=joined(trained, torch.int64),
-        weights=joined(weights, torch.float32),
-        own_weights=joined(own_weights, torch.float32),
-        sample_of_token=joined(owners, torch.int64),
-        advantages=joined(advantages, torch.float32),
-        engine_logprobs=joined(engine, torch.float32),
+        sequences=None if layout.padded else packed_sequences(segments, context, device),
+        **_trained_columns(chosen, token_weights[list(indices)], device=device),
         restoring=None if restoring is None else torch.as_tensor(restoring, device=device),
         padding=torch.as_tensor(padding[local], device=device).reshape(rows, -1) if padding.any() else None,
         metadata=tuple(sample.metadata for sample in chosen),
         routed_experts=_routed_experts(chosen, segments, local, rows=rows, device=device),
     )
+
+
+def _trained_columns(
+    samples: Sequence[TrainSample], token_weights: np.ndarray, *, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The columns [K] of PackedBatch: one entry for each trained token. token_weights: [len(samples)]."""
+    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
+    start = 0  # of a sample among the scores
+    for place, sample in enumerate(samples):
+        at = np.flatnonzero(sample.loss_mask[1:])
+        trained.append(at + start)
+        own_weights.append(sample.weights[1:][at])
+        weights.append(token_weights[place] * sample.weights[1:][at].astype(np.float64))
+        owners.append(np.full(len(at), place))
+        advantages.append(sample.advantages[1:][at])
+        engine.append(sample.engine_logprobs[1:][at])
+        start += len(sample.tokens)
+
+    def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
+
+    return {
+        "trained": joined(trained, torch.int64),
+        "weights": joined(weights, torch.float32),
+        "own_weights": joined(own_weights, torch.float32),
+        "sample_of_token": joined(owners, torch.int64),
+        "advantages": joined(advantages, torch.float32),
+        "engine_logprobs": joined(engine, torch.float32),
+    }
 
 
 def _routed_experts(
@@ -159,12 +167,6 @@ def _routed_experts(
         first += segment
     mine = torch.as_tensor(whole[local], device=device)
     return mine.reshape(rows, -1, *mine.shape[1:])
-
-
-def _sequences(boundaries: torch.Tensor, longest: int) -> PackedSeqParams:
-    """Padding at a sequence's end is seen by no token before it, so it may pass for a part of the sequence."""
-    both = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), boundaries)
-    return PackedSeqParams(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **both)
 
 
 def num_trained_tokens(sample: TrainSample) -> int:

@@ -4,65 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slime_like.algorithms.flops import forward_flops
 from slime_like.algorithms.loss_plugins import load_loss_plugins
-from slime_like.algorithms.micro_batches import plan_micro_batches
 from slime_like.algorithms.policy_losses import LossBatch
-from slime_like.algorithms.reduce import checked_weights, token_weights
-from slime_like.config.base import PluginArgs
-from slime_like.config.batch import BatchConfig
-from slime_like.config.loss import LossConfig
-from slime_like.config.model import ModelConfig
-from slime_like.config.parallel import ParallelConfig
-from slime_like.errors import DataError, RunError
+from slime_like.config.run import RunConfig
+from slime_like.errors import RunError
 from slime_like.megatron_backend.model.provider import unwrap
 from slime_like.megatron_backend.step.balancing import has_balancing_loss, take_balancing_loss
-from slime_like.megatron_backend.step.context_parallel import ContextShare, whole
+from slime_like.megatron_backend.step.batch import Scores, StepBatch
+from slime_like.megatron_backend.step.context_parallel import whole
 from slime_like.megatron_backend.step.forward import Scoring, device_of, log_probs_and_entropy, run_model
 from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.objective import TOKEN_MEANS, LossParts, Objective
-from slime_like.megatron_backend.step.packing import PackedBatch, PackLayout, laid_out_as, num_trained_tokens, pack
+from slime_like.megatron_backend.step.packing import PackedBatch, laid_out_as
 from slime_like.megatron_backend.step.routing_replay import Routing, RoutingReplay
-from slime_like.records import TrainSample
-
-#: A number a token, for each micro-batch in predicting layout [T]; None on pipeline stages that have no logits.
-Scores = list[torch.Tensor] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepBatch:
-    """This data parallel rank's micro-batches of one train step, and the whole step's size."""
-
-    packs: tuple[PackedBatch, ...]
-    num_samples: int
-    num_tokens: int
-    num_trained_tokens: int
-    #: [K] a pack: what tokens weigh in the policy loss; None: the packs' own weights
-    policy_weights: tuple[torch.Tensor, ...] | None = None
-    picked: tuple[torch.Tensor, ...] | None = None  # [K] a pack: LossBatch.picked
-    #: the same samples in larger packs, for passes without gradients; None: packs
-    scoring_packs: tuple[PackedBatch, ...] | None = None
-    #: What a loss compares with, a number a token, [T] a pack in predicting layout. old: log-probs before the rollout's
-    #: first step (without them the present ones, detached); reference, teacher: theirs, for the KL loss and to measure
-    #: the distillation; values, returns: a critic's.
-    columns: Mapping[str, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
-
-    def with_columns(self, **columns: Scores) -> StepBatch:
-        """The batch with more columns; one that is None, as on stages without logits, is left out."""
-        return dataclasses.replace(
-            self, columns={**self.columns, **{name: rows for name, rows in columns.items() if rows is not None}}
-        )
-
-    def column(self, name: str, index: int) -> torch.Tensor | None:
-        """A column's numbers at the trained tokens of one micro-batch, [K]."""
-        rows = self.columns.get(name)
-        return None if rows is None else rows[index][self.packs[index].trained]
+from slime_like.megatron_backend.verbs import Outputs
 
 
 class StepRunner:
@@ -74,32 +35,20 @@ class StepRunner:
     #: What a pass says of each token.
     scores: tuple[str, ...] = ("log_probs", "entropy")
 
-    def __init__(
-        self,
-        model: Sequence[torch.nn.Module],
-        *,
-        model_config: ModelConfig,
-        parallel: ParallelConfig,
-        batch: BatchConfig,
-        loss: LossConfig,
-        temperature: float,
-        plugin_args: PluginArgs | None = None,
-    ):
+    def __init__(self, config: RunConfig, model: Sequence[torch.nn.Module], *, replay: RoutingReplay | None = None):
+        """model: this rank's chunks. replay: of a policy that trains with the experts of another pass."""
         self.model = list(model)
-        self.loss = loss
-        self._plugins, self._plugin_args = load_loss_plugins(loss), plugin_args
-        self._objective = Objective(loss, self._plugins, plugin_args)
-        # set by who owns a policy that trains with the experts of another pass
-        self.replay: RoutingReplay | None = None
-        self._batch = batch
-        self._flops = forward_flops(model_config) if batch.balance_by_flops else None
-        chunk = batch.log_probs_chunk_size if batch.log_probs_chunk_size > 0 else None
-        self._scoring = Scoring(vocab_size=model_config.vocab_size, temperature=temperature, chunk_tokens=chunk)
-        padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
-        multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
-        self._layout = PackLayout(padded=batch.qkv_format == "bshd", multiple=multiple)
+        self.loss = config.loss
+        self._objective = Objective(config.loss, load_loss_plugins(config.loss), config.plugin_args())
+        self._replay = replay
         self._device = device_of(unwrap(model))
-        self._balanced_model = model_config if has_balancing_loss(model_config) else None
+        self._scoring = Scoring(
+            vocab_size=config.model.vocab_size,
+            # supervised answers were not sampled
+            temperature=1.0 if config.is_sft else config.rollout.rollout_temperature,
+            chunk_tokens=config.batch.log_probs_chunk_tokens(on_gpu=self._device.type == "cuda"),
+        )
+        self._balanced_model = config.model if has_balancing_loss(config.model) else None
 
     @contextlib.contextmanager
     def at_temperature(self, temperature: float | None) -> Iterator[None]:
@@ -111,107 +60,29 @@ class StepRunner:
         finally:
             self._scoring = before
 
-    def prepare(self, samples: Sequence[TrainSample]) -> StepBatch:
-        """Cut one train step's samples (the same list on every rank) and keep this rank's part.
-
-        Raises DataError for a sample of one token or none.
-        """
-        lengths = [len(s.tokens) for s in samples]
-        if not lengths or min(lengths) < 2:
-            short = [f"{s.prompt_index}/{s.sample_index}" for s in samples if len(s.tokens) < 2]
-            raise DataError(
-                f"a train step needs samples of at least 2 tokens; too short are {short or 'all (there are none)'}."
-            )
-        if self.replay is not None:
-            self.replay.check(samples)
-        trained = [num_trained_tokens(s) for s in samples]
-        rollouts = [(s.prompt_index, s.sample_index) for s in samples]
-        weights = token_weights(
-            trained, reduction=self.loss.reduction, rollouts=rollouts, divisor=self.loss.loss_divisor
-        )
-        share = ContextShare.of_this_rank()
-
-        def packed(tokens_per_gpu: int | None) -> tuple[PackedBatch, ...]:
-            mine = self._plan(lengths, share, tokens_per_gpu)
-            layout = self._layout
-            if len(self.model) > 1:
-                # The interleaved schedule knows one shape for all micro-batches (model/provider.py says why).
-                layout = layout.holding([[lengths[i] for i in indices] for indices in mine], share)
-            return tuple(
-                pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine
-            )
-
-        limit, scoring_limit = self._batch.max_tokens_per_gpu, self._batch.log_probs_max_tokens_per_gpu
-        packs = packed(limit)
-        return StepBatch(
-            packs=packs,
-            policy_weights=self._policy_weights(samples, packs),
-            num_samples=len(samples),
-            num_tokens=sum(lengths),
-            num_trained_tokens=sum(trained),
-            scoring_packs=packed(scoring_limit) if scoring_limit not in (None, limit) else None,
-        )
-
-    def _policy_weights(
-        self, samples: Sequence[TrainSample], packs: Sequence[PackedBatch]
-    ) -> tuple[torch.Tensor, ...] | None:
-        """What trained tokens weigh in the policy loss, [K] a pack, as the user's reducer says of the whole train step.
-
-        None without one.
-        """
-        if self._plugins.pg_reducer is None:
-            return None
-        answer = self._plugins.pg_reducer(self._plugin_args, list(samples))
-        weights = checked_weights(answer, len(samples), str(self.loss.custom_pg_loss_reducer_function_path))
-        each = [
-            torch.as_tensor(weights[list(p.samples)], dtype=torch.float32, device=self._device)[p.sample_of_token]
-            for p in packs
-        ]
-        return tuple(row * p.own_weights for row, p in zip(each, packs, strict=True))
-
-    def _plan(
-        self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None
-    ) -> Sequence[tuple[int, ...]]:
-        """This data parallel rank's micro-batches: positions of samples.
-
-        Which samples it gets does not depend on tokens_per_gpu.
-        """
-        # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one
-        # GPU.
-        batch = dataclasses.replace(self._batch, max_tokens_per_gpu=tokens_per_gpu and tokens_per_gpu * share.size)
-        plan = plan_micro_batches(
-            [share.padded(length) for length in lengths],
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            batch=batch,
-            # Megatron's condition for the interleaved schedule.
-            count_multiple=parallel_state.get_pipeline_model_parallel_world_size() if len(self.model) > 1 else 1,
-            costs=[self._flops.of(length) for length in lengths] if self._flops else None,
-        )
-        return plan[parallel_state.get_data_parallel_rank()]
-
     @torch.no_grad()
-    def forward(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> dict[str, Scores]:
+    def forward(self, batch: StepBatch, *, routing: Routing = Routing.OWN) -> Outputs:
         """`scores` under the present weights; no gradients.
 
         routing: REPLAY for the policy itself, OWN for other weights swapped in.
         """
-        return self._forward(batch, routing, None)
+        return Outputs(batch=batch, scores=self._forward(batch, routing, None))
 
     @torch.no_grad()
-    def forward_recording(self, batch: StepBatch) -> tuple[dict[str, Scores], StepBatch]:
+    def forward_recording(self, batch: StepBatch) -> Outputs:
         """As forward, for the policy; the batch comes back with the experts that its routers chose, where train steps
         are to replay these.
         """
-        if self.replay is None or not self.replay.records:
-            return self._forward(batch, Routing.REPLAY, None), batch
+        if self._replay is None or not self._replay.records:
+            return self.forward(batch, routing=Routing.REPLAY)
         recorded: list[dict[int, torch.Tensor]] = [{} for _ in batch.packs]
         # in the packs that are trained on
         scores = self._forward(dataclasses.replace(batch, scoring_packs=None), Routing.RECORD, recorded)
         packs = [
-            dataclasses.replace(p, routed_experts=self.replay.as_routed_experts(p, r))
+            dataclasses.replace(p, routed_experts=self._replay.as_routed_experts(p, r))
             for p, r in zip(batch.packs, recorded, strict=True)
         ]
-        return scores, dataclasses.replace(batch, packs=tuple(packs))
+        return Outputs(batch=dataclasses.replace(batch, packs=tuple(packs)), scores=scores)
 
     def _forward(self, batch: StepBatch, routing: Routing, recorded: list[dict] | None) -> dict[str, Scores]:
         wide = batch if batch.scoring_packs is None else dataclasses.replace(batch, packs=batch.scoring_packs)
@@ -231,11 +102,8 @@ class StepRunner:
         is_last = parallel_state.is_pipeline_last_stage()
         return {name: [part[name] for part in scores] if is_last else None for name in self.scores}
 
-    def forward_backward(self, batch: StepBatch, loss: LossSpec) -> tuple[dict[str, float], dict[str, Scores]]:
-        """Add one loss's gradients to the buffers (not yet summed over ranks).
-
-        Returns metrics, equal on every rank, and `scores`.
-        """
+    def forward_backward(self, batch: StepBatch, loss: LossSpec) -> Outputs:
+        """Add one loss's gradients to the buffers (not yet summed over ranks); gives metrics and `scores`."""
         scale = parallel_state.get_data_parallel_world_size() * len(batch.packs)
         position = {id(p): i for i, p in enumerate(batch.packs)}
 
@@ -248,7 +116,8 @@ class StepRunner:
             return parts.loss * scale, (parts.sums, parts.maxima, {name: row.detach() for name, row in scores.items()})
 
         outputs = self._run(batch, loss_function, forward_only=False, routing=Routing.REPLAY)
-        return self._metrics(self._reduce(outputs, batch), batch), self._columns([scores for *_, scores in outputs])
+        scores = self._columns([scores for *_, scores in outputs])
+        return Outputs(batch=batch, scores=scores, metrics=self._metrics(self._reduce(outputs, batch), batch))
 
     def _metrics(self, sums: dict[str, float], batch: StepBatch) -> dict[str, float]:
         if self._balanced_model is None:
@@ -292,7 +161,7 @@ class StepRunner:
         routing: Routing = Routing.OWN,
         recorded: list[dict] | None = None,
     ) -> list:
-        replay, position = self.replay, {id(p): i for i, p in enumerate(batch.packs)}
+        replay, position = self._replay, {id(p): i for i, p in enumerate(batch.packs)}
 
         def routed(model, pack_: PackedBatch):
             if replay is None:

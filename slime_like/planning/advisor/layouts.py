@@ -264,21 +264,6 @@ def _try(
     if plan is None:
         return None
     memory = memory_plan(config, plan)
-    if gpus[1] == 0:
-        # The engines' share is what the trainer leaves: everything of the fullest generating phase but the cache.
-        others = max(
-            p.total_bytes - p.bytes.get("kv_cache", 0) - p.bytes.get("engine weights", 0)
-            for gpu in memory.per_gpu
-            for p in gpu.phases[:2]
-        )
-        share = math.floor(100 * (1 - _MARGIN - others / memory.limit_bytes)) / 100
-        if share <= 0:
-            return None
-        settings["engine"] = {"mem_fraction_static": min(0.85, share)}
-        config, plan = _plan(request, settings)
-        if plan is None:
-            return None
-        memory = memory_plan(config, plan)
     fullest = memory.fullest
     cache = min(
         p.bytes.get("kv_cache", 0)
@@ -330,8 +315,9 @@ def _settings(request: Request, gpus: tuple[int, int, int], parallel: dict, opti
             if apart or trainer <= request.gpus_per_node
             else {"update_weight_transport": fitting(colocate=True, several_machines=True)[0]}
         ),
-        # Engines apart from the trainer fill their cards up to a tenth that SGLang works in.
-        "engine": {"mem_fraction_static": 0.85},
+        # Engines apart from the trainer fill their cards up to a tenth that SGLang works in; the plan derives the share
+        # of others.
+        "engine": {"mem_fraction_static": 0.85} if apart else {},
     }
 
 

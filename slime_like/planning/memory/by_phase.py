@@ -1,9 +1,9 @@
 """Config + placement -> bytes on every GPU in every phase of a step, and whether they fit.
 
 Weights, gradients and optimizer state of the trainer are exact; everything else is an estimate (docs/planning.md says
-how good). It tells what this version does, not what could be done: the trainer keeps weights, gradients and optimizer
-state on its GPUs in every phase, only engines give memory back (--offload-rollout); a swapped reference lies in the
-host's memory.
+how good). It tells what this version does, not what could be done: on shared GPUs engines give their memory back while
+training (--offload-rollout) and trainers theirs while engines generate (--offload-train); a swapped reference lies in
+the host's memory.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import dataclasses
 import functools
 
 from slime_like.config.run import RunConfig
-from slime_like.planning.hardware import GIB, card_bytes
-from slime_like.planning.memory.engine_bytes import EngineBytes, engine_bytes
-from slime_like.planning.memory.role_bytes import PhaseBytes, RoleBytes
+from slime_like.planning.hardware import GIB, PROCESS_BYTES, card_bytes
+from slime_like.planning.memory.engine_bytes import EngineBytes, engine_bytes, has_share
+from slime_like.planning.memory.role_bytes import PhaseBytes, RankKey, RoleBytes
 from slime_like.planning.placement import PlacementPlan
 
 #: The phases of one step, in order; "start" stands before the first.
 PHASES = ("start", "generate", "score", "train", "sync")
-
-#: CUDA context, NCCL channels and cuBLAS workspaces of one process: an order of magnitude, it cannot be computed.
-PROCESS_BYTES = GIB
 
 #: Phases in which nothing of the run happens, by mode.
 _ABSENT = {"train_only": ("generate", "sync"), "rollout_only": ("score", "train", "sync")}
@@ -63,11 +60,16 @@ class GpuMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Every GPU of the run. advice: flags that would make it fit, best first; empty where it does."""
+    """Every GPU of the run. advice: flags that would make it fit, best first; empty where it does.
+
+    mem_fraction_static: what engines on the trainer's GPUs are started with, where --sglang-mem-fraction-static does
+    not say it.
+    """
 
     limit_bytes: int
     per_gpu: tuple[GpuMemory, ...]
     advice: tuple[str, ...] = ()
+    mem_fraction_static: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -97,39 +99,81 @@ class MemoryPlan:
             }
             for gpu in self.per_gpu
         ]
-        return {"limit_bytes": self.limit_bytes, "fits": self.fits, "advice": list(self.advice), "per_gpu": per_gpu}
+        share = {} if self.mem_fraction_static is None else {"mem_fraction_static": self.mem_fraction_static}
+        return {
+            "limit_bytes": self.limit_bytes, "fits": self.fits, "advice": list(self.advice), **share, "per_gpu": per_gpu
+        }  # fmt: skip
 
 
 def memory_plan(config: RunConfig, plan: PlacementPlan) -> MemoryPlan:
     """Bytes of every GPU of `plan` in every phase. The architecture must be known."""
-    gpus = _gpus(config, plan)
+    limit, cards = card_bytes(config.placement), _Cards(config, plan)
+    engine = None
+    if cards.engine_bundles:
+        engine = engine_bytes(config, limit, cards.beside_engines() if config.shares_cards else None)
+    gpus = _gpus(config, cards, engine, limit)
     fullest = max(gpus, key=lambda gpu: (not gpu.fits, gpu.peak_bytes), default=None)
     advice = () if fullest is None or fullest.fits else tuple(_advice(config, plan, fullest))
-    return MemoryPlan(limit_bytes=card_bytes(config.placement), per_gpu=gpus, advice=advice)
+    derives = engine is not None and config.shares_cards and not has_share(config)
+    return MemoryPlan(
+        limit_bytes=limit,
+        per_gpu=gpus,
+        advice=advice,
+        mem_fraction_static=engine.share if engine is not None and derives else None,
+    )
 
 
-def _gpus(config: RunConfig, plan: PlacementPlan) -> tuple[GpuMemory, ...]:
-    limit = card_bytes(config.placement)
-    phases = tuple(name for name in PHASES if name not in _ABSENT.get(plan.mode, ()))
-    roles = {name: RoleBytes(config, plan, name) for name in plan.roles if name != "rollout"}
-    engine = engine_bytes(config, limit) if any(e.bundles for e in plan.engines) else None
-    engine_bundles = {index for e in plan.engines for index in e.bundles}
-    positions = {name: {index: rank for rank, index in enumerate(plan.roles[name].bundles)} for name in roles}
-    known: dict[tuple, tuple[tuple[PhaseMemory, ...], int]] = {}
-    gpus = []
-    for bundle in plan.bundles:
-        here = [
-            (name, roles[name].key(positions[name][bundle.index])) for name in roles if bundle.index in positions[name]
+#: What holds one GPU: (role, what tells its rank from others), and whether an engine does.
+_Holders = tuple[tuple[tuple[str, RankKey], ...], bool]
+
+
+class _Cards:
+    """Which roles hold each GPU of a plan; GPUs with the same holders have the same bytes."""
+
+    def __init__(self, config: RunConfig, plan: PlacementPlan):
+        self.plan = plan
+        self.phases = tuple(name for name in PHASES if name not in _ABSENT.get(plan.mode, ()))
+        self.engine_bundles = {index for engine in plan.engines for index in engine.bundles}
+        self._roles = {name: RoleBytes(config, plan, name) for name in plan.roles if name != "rollout"}
+        positions = [
+            (name, {index: rank for rank, index in enumerate(plan.roles[name].bundles)}) for name in self._roles
         ]
-        has_engine = engine is not None and bundle.index in engine_bundles
-        key = (tuple(here), has_engine)
-        if key not in known:
-            parts = [roles[name].phases(role_key) for name, role_key in here]
-            if has_engine and engine is not None:
+        self.holders: list[_Holders] = [
+            (
+                tuple((name, self._roles[name].key(at[index])) for name, at in positions if index in at),
+                index in self.engine_bundles,
+            )
+            for index in (bundle.index for bundle in plan.bundles)
+        ]
+
+    def role_phases(self, holders: _Holders) -> list[PhaseBytes]:
+        """What each training role holds there."""
+        return [self._roles[name].phases(key) for name, key in holders[0]]
+
+    def host_bytes(self, holders: _Holders) -> int:
+        """In the host's memory."""
+        return sum(self._roles[name].host_bytes(key) for name, key in holders[0])
+
+    def beside_engines(self) -> dict[str, int]:
+        """Most bytes of training roles on a GPU with an engine, by phase."""
+        most = dict.fromkeys(self.phases, 0)
+        for holders in dict.fromkeys(held for held in self.holders if held[1]):
+            for phase in _add(self.role_phases(holders), self.phases):
+                most[phase.name] = max(most[phase.name], phase.total_bytes)
+        return most
+
+
+def _gpus(config: RunConfig, cards: _Cards, engine: EngineBytes | None, limit: int) -> tuple[GpuMemory, ...]:
+    known: dict[_Holders, tuple[tuple[PhaseMemory, ...], int, bool]] = {}
+    gpus = []
+    for bundle, holders in zip(cards.plan.bundles, cards.holders, strict=True):
+        if holders not in known:
+            parts, fits = cards.role_phases(holders), True
+            if holders[1] and engine is not None:
                 parts.append(_engine_phases(config, engine))
-            known[key] = (_add(parts, phases), sum(roles[name].host_bytes(role_key) for name, role_key in here))
-        memory, host = known[key]
-        fits = not has_engine or engine is None or engine.kv_cache > 0
+                fits = engine.kv_cache > 0
+            known[holders] = (_add(parts, cards.phases), cards.host_bytes(holders), fits)
+        memory, host, fits = known[holders]
         gpus.append(GpuMemory(bundle=bundle.index, phases=memory, limit_bytes=limit, host_bytes=host, engine_fits=fits))
     return tuple(gpus)
 
@@ -180,6 +224,8 @@ def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]
             f"--sglang-mem-fraction-static {share:g}: {phase.name} is {over / GIB:.1f} GiB too full, the KV cache has"
             f" {gib['kv_cache']}"
         )
+    if config.shares_cards and not config.offloads_train(on_gpu=True) and phase.name in ("start", "generate"):
+        advice.append("--offload-train: the trainer leaves its GPUs while engines generate")
     if plan.mode == "colocate" and not config.offload_rollout and phase.name in ("score", "train"):
         advice.append("--offload-rollout: the engines give their memory back while training")
     if parts.get("activations", 0) and config.parallel.recompute_granularity != "full":
@@ -187,7 +233,7 @@ def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: activations are"
             f" {gib['activations']}"
         )
-    if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size < 0:
+    if parts.get("logits", 0) > 2 * GIB and config.batch.log_probs_chunk_size == -1:
         advice.append(f"--log-probs-chunk-size 1024: what stands around the logits is {gib['logits']}")
     if parts.get("logits", 0) + parts.get("activations", 0) > 2 * GIB and config.batch.max_tokens_per_gpu:
         advice.append(

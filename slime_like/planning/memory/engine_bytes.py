@@ -6,11 +6,12 @@ Estimates of SGLang's layout, without its quantisation.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
-from slime_like.planning.hardware import GIB
+from slime_like.planning.hardware import GIB, PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
 from slime_like.planning.memory.parameters import stage_parameters
 from slime_like.planning.memory.trainer_bytes import Precision
@@ -32,11 +33,13 @@ class EngineBytes:
     """One GPU of an engine.
 
     kv_cache is what --sglang-mem-fraction-static leaves beside the weights; below 0 the engine cannot start.
+    share: that flag's value.
     """
 
     weights: int
     kv_cache: int
     work: int
+    share: float
 
 
 def mem_fraction(config: RunConfig, card: int) -> float:
@@ -48,8 +51,24 @@ def mem_fraction(config: RunConfig, card: int) -> float:
     return 1 - reserve / card
 
 
-def engine_bytes(config: RunConfig, card: int) -> EngineBytes:
-    """The fullest GPU of an engine."""
+def colocated_share(config: RunConfig, card: int, beside: Mapping[str, int], work: int) -> float:
+    """--sglang-mem-fraction-static of an engine that shares its card with training roles, rounded down to 1/1000.
+
+    beside: most bytes of those roles on one card, by phase; work: the engine's beside its weights and cache. SGLang
+    takes the flag of what is free when it starts (kv_cache_configurator.py, 0.5.23), which is when training roles are
+    built and, with --offload-train, have left the card. Static memory must fit beside them in every phase in which it
+    is there, and leave SGLang its own reserve.
+    """
+    free = card - beside["start"]
+    if free <= 0:
+        return 0.0
+    phases = [phase for phase in beside if phase in ("start", "generate") or not config.offload_rollout]
+    room = min(card - beside[phase] - PROCESS_BYTES - (work if phase == "generate" else 0) for phase in phases)
+    return max(0, int(1000 * min(room / free, mem_fraction(config, free)))) / 1000
+
+
+def engine_bytes(config: RunConfig, card: int, beside: Mapping[str, int] | None = None) -> EngineBytes:
+    """The fullest GPU of an engine. beside: most bytes of training roles on its card, by phase; None: it is alone."""
     width, tp, pp = Precision.of(config.optimizer).weight, config.engine_tp_size, config.engine_pp_size
     attention_tp = max(1, tp // config.engine_dp_size) if config.engine.dp_attention else tp
     weights = width * engine_elements(config.model, tp=tp, attention_tp=attention_tp, pp=pp)
@@ -57,7 +76,16 @@ def engine_bytes(config: RunConfig, card: int) -> EngineBytes:
     tokens = config.engine.sglang.get("chunked_prefill_size")
     prefill = int(tokens) if isinstance(tokens, str) and int(tokens) > 0 else _PREFILL_TOKENS
     work = _GRAPH_BYTES + int(prefill * sizes.forward_only())
-    return EngineBytes(weights=weights, kv_cache=int(mem_fraction(config, card) * card) - weights, work=work)
+    free = card - (beside or {}).get("start", 0)
+    share = mem_fraction(config, card)
+    if beside is not None and not has_share(config):
+        share = colocated_share(config, card, beside, work)
+    return EngineBytes(weights=weights, kv_cache=int(share * free) - weights, work=work, share=share)
+
+
+def has_share(config: RunConfig) -> bool:
+    """Whether --sglang-mem-fraction-static was given."""
+    return isinstance(config.engine.sglang.get("mem_fraction_static"), str)
 
 
 def engine_elements(model: ModelConfig, *, tp: int, attention_tp: int, pp: int) -> int:

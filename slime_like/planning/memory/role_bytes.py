@@ -6,7 +6,9 @@ import dataclasses
 
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
-from slime_like.planning.hardware import GIB
+from slime_like.config.transports import transport_of
+from slime_like.planning.cards import cards_are_shared
+from slime_like.planning.hardware import PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
 from slime_like.planning.memory.parameters import Variant, stage_buffer_bytes, stage_chunks
 from slime_like.planning.memory.trainer_bytes import Precision, StageBytes, TrainerBytes, bucket_elements
@@ -16,6 +18,8 @@ from slime_like.planning.placement import PlacementPlan
 PhaseBytes = dict[str, dict[str, int]]
 
 _PHASES = ("start", "generate", "score", "train", "sync")
+#: In which engines have weights and KV cache.
+_ENGINES_ALONE = ("start", "generate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,7 @@ class RoleBytes:
         self.name, self._config, self._plan, self._role = name, config, plan, plan.roles[name]
         self._precision = Precision.of(config.optimizer)
         self._trained = name in ("actor", "critic")
+        self._offloads = name != "reward" and config.offloads_train(on_gpu=True)
         self._swapped = name == "ref" and not plan.has_processes("ref")
         self._variant = Variant(value_head=name in ("critic", "reward"))
         parallel, model = config.parallel, config.model
@@ -57,6 +62,14 @@ class RoleBytes:
         self._sizes = ActivationSizes(model=model, parallel=parallel, width=self._precision.weight)
         self._stages: dict[int, StageBytes] = {}
         self._largest: dict[int, int] = {}
+        # to engines on the trainer's own cards every rank sends the whole model
+        self._all_send = (
+            name == "actor"
+            and plan.transport is not None
+            and transport_of(plan.transport).by_card
+            and cards_are_shared(plan, plan.engines)
+        )
+        self._largest_of_all = 0
         self._keys: dict[tuple[int, int, int, int], RankKey] = {}
 
     def key(self, rank: int) -> RankKey:
@@ -78,20 +91,23 @@ class RoleBytes:
             )
         data_rank = within // parallel.tensor_model_parallel_size
         first_copy = data_rank < parallel.context_parallel_size
-        source = (2 if within == 0 else 1) if first_copy else 0
+        source = 2 if self._all_send else (2 if within == 0 else 1) if first_copy else 0
         short = (stage, data_rank, within // self._experts, source)
         if short not in self._keys:
             self._keys[short] = RankKey(stage, self._stages[stage].of(data_rank, within // self._experts), source)
         return self._keys[short]
 
     def host_bytes(self, key: RankKey) -> int:
-        """In the host's memory: the swapped reference and, while it is swapped in, the actor's own weights.
+        """In the host's memory: the swapped reference and, while it is swapped in, the actor's own weights; what
+        leaves the GPU while engines generate (gradients are zeros then, of which no copy is kept).
 
         Offloaded optimizer state.
         """
+        held, only_weights = key.held, key.held.num_parameters * self._precision.weight
         if self._swapped:
-            return 2 * key.held.num_parameters * self._precision.weight
-        return key.held.host_optimizer if self._trained else 0
+            return 2 * only_weights
+        offloaded = held.weights + held.optimizer if self._trained else only_weights
+        return (offloaded if self._offloads else 0) + (held.host_optimizer if self._trained else 0)
 
     def phases(self, key: RankKey) -> PhaseBytes:
         """phase -> {part: bytes} of one rank."""
@@ -100,22 +116,34 @@ class RoleBytes:
         model, parallel = self._config.model, self._config.parallel
         prefix, held = "" if self.name == "actor" else self.name + " ", key.held
         buffers = stage_buffer_bytes(model, parallel, key.stage, weight_bytes=self._precision.weight)
-        process = {prefix + "weights": held.weights + buffers, "communication": GIB}
+        away = {"communication": PROCESS_BYTES}
+        process = {prefix + "weights": held.weights + buffers, **away}
         if self.name in ("ref", "reward"):  # score only: no gradient buffers, no optimizer
             process[prefix + "weights"] = held.num_parameters * self._precision.weight + buffers
             scoring = "score" if self.name == "ref" else "generate"  # rewards are computed while engines still generate
-            return {phase: process | (self._scoring(key, prefix) if phase == scoring else {}) for phase in _PHASES}
-        process[prefix + "gradients"] = held.gradients
+            leaves = (*_ENGINES_ALONE, "sync") if self._offloads else ()
+            return {
+                phase: away if phase in leaves else process | (self._scoring(key, prefix) if phase == scoring else {})
+                for phase in _PHASES
+            }
+        weights = process
+        process = process | {prefix + "gradients": held.gradients}
         main_weights = self._main_weights(held)
         first = process | {prefix + "optimizer": main_weights}
         full = process | {prefix + "optimizer": held.optimizer}
         return {
-            "start": first,
-            "generate": full,
+            "start": away if self._offloads else first,  # when engines start: trainers are built before them
+            "generate": away if self._offloads else full,
             "score": full | (self._scoring(key, prefix) if self._scores else {}),
             "train": full | self._training(key, prefix),
-            "sync": full | (self._syncing(key) if self.name == "actor" else {}),
+            "sync": self._sync_holds(full, weights, away) | (self._syncing(key) if self.name == "actor" else {}),
         }
+
+    def _sync_holds(self, full: dict[str, int], weights: dict[str, int], away: dict[str, int]) -> dict[str, int]:
+        """While engines take the policy's weights."""
+        if not self._offloads:
+            return full
+        return weights if self.name == "actor" else away
 
     def _main_weights(self, held: TrainerBytes) -> int:
         """fp32 main weights: Adam's moments come with the first step."""
@@ -153,8 +181,7 @@ class RoleBytes:
     def _logits(self, key: RankKey, tokens: int) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
             return 0
-        chunk = self._config.batch.log_probs_chunk_size
-        return int(self._sizes.logits(tokens, chunk_tokens=chunk if chunk > 0 else None))
+        return int(self._sizes.logits(tokens, chunk_tokens=self._config.batch.log_probs_chunk_tokens(on_gpu=True)))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
         tokens = self._most_tokens(
@@ -197,8 +224,17 @@ class RoleBytes:
 
         Its neighbours gather one tensor with it.
         """
-        bucket = max(self._config.sync.update_weight_buffer_size, self._largest[key.stage])
-        return {"sync buffers": (0, self._largest[key.stage], 2 * bucket)[key.source]}
+        buffer, stages = self._config.sync.update_weight_buffer_size, self._config.parallel.pipeline_model_parallel_size
+        if not self._all_send or stages == 1:
+            bucket = max(buffer, self._largest[key.stage])
+            return {"sync buffers": (0, self._largest[key.stage], 2 * bucket)[key.source]}
+        if not self._largest_of_all:
+            for stage in range(stages):
+                self.key(stage * self._per_stage)
+            self._largest_of_all = max(self._largest.values())  # of all stages
+        largest = self._largest_of_all
+        # and what goes from stage to stage
+        return {"sync buffers": 2 * max(buffer, largest) + max(buffer // 2, largest)}
 
 
 def held_elements(held: TrainerBytes, precision: Precision) -> int:

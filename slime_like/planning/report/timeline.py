@@ -51,6 +51,14 @@ def render_memory(plan: MemoryPlan) -> str:
             lines.append(f"    host     {first.host_bytes / GIB:.1f} GiB in the host's memory for each of them")
     if len(groups) > _BLOCKS:
         lines += ["", f"  and {sum(map(len, groups[_BLOCKS:]))} GPUs with lower peaks"]
+    if plan.mem_fraction_static is not None:
+        lines += [
+            "",
+            (
+                f"  engines start with --sglang-mem-fraction-static {plan.mem_fraction_static:g} of what is free then:"
+                " derived, as the flag is not given"
+            ),
+        ]
     lines += ["", "  " + legend(plan)]
     if plan.advice:
         lines += ["", "  it would fit with one or more of:"] + [f"    {advice}" for advice in plan.advice]

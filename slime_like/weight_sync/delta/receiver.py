@@ -1,5 +1,5 @@
-"""Keeps a copy of the weights beside an engine and applies deltas to it: runs on the engine's host, needs neither torch
-nor SGLang.
+"""Keeps a copy of the weights beside an engine and applies deltas to it: runs on the engine's host, needs aiohttp, but
+neither torch nor SGLang.
 
     python -m slime_like.weight_sync.delta.receiver --directory /local/weights --host 10.0.0.5 --port 20500
     --api-key-file key.txt
@@ -11,22 +11,25 @@ nor SGLang.
     POST /commit    {"version": 7} -> {"folder": ...}                    the driver; the engine then loads this folder
 
 Every request needs `Authorization: Bearer <key>`; nothing is read of one that has not. Refusals are JSON, {"error":
-...}: 401 the key, 409 not in step, 413 too large, 422 damaged (naming the tensor and both digests), 507 the disk.
+...}: 401 the key, 408 silence, 409 not in step, 411 no length, 413 too large, 422 damaged (naming the tensor and both
+digests), 507 the disk.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import asyncio
+import concurrent.futures
 import hmac
 import json
 import logging
 import os
 import socket
 import sys
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
 
 from slime_like.errors import WeightSyncError
 from slime_like.utils.logs import LOG_LEVELS, start_logging
@@ -38,12 +41,18 @@ logger = logging.getLogger("slime_like.weight_sync.delta.receiver")  # as a prog
 
 MIN_KEY_CHARS = 16
 _MAX_JSON_BYTES = 64 << 10
-#: What is read of a body at a time.
-_READ_BYTES = 1 << 20
-#: How long a connection may be silent, in seconds.
+#: How long a connection may be silent, in seconds: before, within and after a request.
 _SILENCE_S = 60.0
-#: How long what a refused request still sends is thrown away, in seconds.
+#: How long what a refused request still sends is thrown away, in seconds: closing at once would reset the connection
+#: before the answer is read.
 _LINGER_S = 2.0
+#: Shards that are received at a time, each in memory; others wait. More pipeline stages than runs have.
+_MAX_SHARDS_AT_A_TIME = 64
+#: Threads that hash and write. The store lets one write at a time.
+_NUM_THREADS = 4
+
+
+_T = TypeVar("_T")
 
 
 class _Refusal(Exception):
@@ -52,74 +61,127 @@ class _Refusal(Exception):
         super().__init__(message)
 
 
-class ReceiverServer(ThreadingHTTPServer):
-    """Serves one VersionStore."""
+class ReceiverServer:
+    """Serves one VersionStore. Raises OSError or OverflowError if it cannot listen at the address.
 
-    daemon_threads = True
+    silence_s: how long a client may be silent, in seconds.
+    """
 
-    def __init__(self, address: tuple[str, int], store: VersionStore, *, api_key: str, max_bytes: int):
-        self.store, self.api_key, self.max_bytes = store, api_key, max_bytes
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, _Handler)
+    def __init__(
+        self,
+        address: tuple[str, int],
+        store: VersionStore,
+        *,
+        api_key: str,
+        max_bytes: int,
+        silence_s: float = _SILENCE_S,
+    ):
+        self._store, self._api_key, self._max_bytes, self._silence_s = store, api_key.encode(), max_bytes, silence_s
+        self._shards = asyncio.Semaphore(_MAX_SHARDS_AT_A_TIME)
+        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "receiver")
+        self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
+        over_ipv6 = ":" in address[0]
+        family = socket.AF_INET6 if over_ipv6 else socket.AF_INET
+        self._listener = socket.create_server(address, family=family, dualstack_ipv6=over_ipv6)
+        self.port: int = self._listener.getsockname()[1]
 
+    def serve_forever(self) -> None:
+        """Answer until `stop` is called or the process is interrupted."""
+        asyncio.run(self._serve())
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = _SILENCE_S
-    server: ReceiverServer
+    def stop(self) -> None:
+        """Let `serve_forever` end; from any thread, before or after it has begun."""
+        if not self._stop.done():
+            self._stop.set_result(None)
 
-    def do_GET(self) -> None:
-        self._serve({"/state": lambda: self.server.store.state()})
+    def close(self) -> None:
+        """Give the address back and wait for what is being written."""
+        self._listener.close()
+        self._threads.shutdown()
 
-    def do_POST(self) -> None:
-        self._serve({"/begin": self._begin, "/shard": self._shard, "/finish": self._finish, "/commit": self._commit})
-
-    def _serve(self, routes: dict) -> None:
-        try:
-            key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(key.encode(errors="surrogateescape"), self.server.api_key.encode()):
-                raise _Refusal(401, "the key is wrong")
-            if self.path not in routes:
-                raise _Refusal(404, f"{self.command} {self.path} is not known")
-            self._answer(200, routes[self.path]())
-        except _Refusal as refusal:
-            self._answer(refusal.status, {"error": refusal.message}, close=True)
-        except NotInStepError as error:
-            self._answer(409, {"error": str(error)})
-        except DeltaError as error:
-            self._answer(422, {"error": str(error)})
-        except TimeoutError:
-            self._answer(408, {"error": f"nothing came for {_SILENCE_S:.0f} s"}, close=True)
-        except OSError as error:
-            logger.warning("%s %s: %s", self.command, self.path, error)
-            self._answer(507, {"error": f"{type(error).__name__}: {error}"}, close=True)
-
-    def _begin(self) -> dict:
-        (version,) = self._json(version=int)
-        self.server.store.begin(version)
-        return {}
-
-    def _shard(self) -> dict:
-        self.server.store.apply(self._body(self.server.max_bytes))
-        return {}
-
-    def _finish(self) -> dict:
-        version, source, num_sources, num_shards, expected = self._json(
-            version=int, source=int, num_sources=int, num_shards=int, digest=str
+    async def _serve(self) -> None:
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/state", self._state, allow_head=False)
+        app.router.add_post("/begin", self._begin)
+        app.router.add_post("/shard", self._shard)
+        app.router.add_post("/finish", self._finish)
+        app.router.add_post("/commit", self._commit)
+        runner = web.AppRunner(
+            app,
+            access_log=logger,
+            access_log_format='%a "%r" %s',
+            auto_decompress=False,  # unpacked, a body would be larger than its Content-Length
+            keepalive_timeout=self._silence_s,
+            lingering_time=_LINGER_S,
+            shutdown_timeout=1.0,
         )
-        self.server.store.finish(version, source, num_sources=num_sources, num_shards=num_shards, expected=expected)
-        return {}
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._listener).start()
+            await asyncio.wrap_future(self._stop)
+        finally:
+            await runner.cleanup()
 
-    def _commit(self) -> dict:
-        (version,) = self._json(version=int)
-        done = self.server.store.commit(version)
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Asks for the key before anything else; every refusal is JSON."""
+        try:
+            shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(shown.encode(errors="surrogateescape"), self._api_key):
+                raise _Refusal(401, "the key is wrong")
+            return await handler(request)
+        except _Refusal as refusal:
+            return _refused(refusal.status, refusal.message, close=True)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+            return _refused(404, f"{request.method} {request.path} is not known", close=True)
+        except NotInStepError as error:
+            return _refused(409, str(error))
+        except DeltaError as error:
+            return _refused(422, str(error))
+        except OSError as error:
+            logger.warning("%s %s: %s", request.method, request.path, error)
+            return _refused(507, f"{type(error).__name__}: {error}", close=True)
+
+    async def _state(self, _: web.Request) -> web.Response:
+        return web.json_response(await self._in_thread(self._store.state))
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        (version,) = await self._json(request, version=int)
+        await self._in_thread(self._store.begin, version)
+        return web.json_response({})
+
+    async def _shard(self, request: web.Request) -> web.Response:
+        async with self._shards:
+            await self._in_thread(self._store.apply, await self._body(request, self._max_bytes))
+        return web.json_response({})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        version, source, num_sources, num_shards, expected = await self._json(
+            request, version=int, source=int, num_sources=int, num_shards=int, digest=str
+        )
+        await self._in_thread(
+            lambda: self._store.finish(
+                version, source, num_sources=num_sources, num_shards=num_shards, expected=expected
+            )
+        )
+        return web.json_response({})
+
+    async def _commit(self, request: web.Request) -> web.Response:
+        (version,) = await self._json(request, version=int)
+        done = await self._in_thread(self._store.commit, version)
         logger.info("version %d is complete: %s", version, done.folder)
-        return {"folder": done.folder}
+        return web.json_response({"folder": done.folder})
 
-    def _json(self, **fields: type) -> list[Any]:
+    async def _in_thread(self, work: Callable[..., _T], *values: Any) -> _T:
+        """What the store answers; it hashes and writes, and others are served meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *values)
+
+    async def _json(self, request: web.Request, **fields: type) -> list[Any]:
         """The values of a JSON object with exactly these fields; integers are not negative."""
         try:
-            data = json.loads(bytes(self._body(_MAX_JSON_BYTES)))
+            data = json.loads(bytes(await self._body(request, _MAX_JSON_BYTES)))
         except (ValueError, RecursionError):
             raise _Refusal(400, "the request is no JSON") from None
         if not isinstance(data, dict) or data.keys() != fields.keys():
@@ -129,51 +191,35 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refusal(400, f"{name} must be {'a whole number of at least 0' if kind is int else 'a text'}")
         return [data[name] for name in fields]
 
-    def _body(self, limit: int) -> bytearray:
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 19) or self.headers.get("Transfer-Encoding"):
+    async def _body(self, request: web.Request, limit: int) -> bytearray:
+        length = request.content_length
+        if length is None:
             raise _Refusal(411, "a request must tell its Content-Length")
-        if int(length) > limit:
-            raise _Refusal(413, f"{int(length)} bytes, at most {limit} are taken (--max-bytes)")
+        if length > limit:
+            raise _Refusal(413, f"{length} bytes, at most {limit} are taken (--max-bytes)")
         body = bytearray()  # grows with what comes, not to what the request claims
-        while len(body) < int(length):
-            part = self.rfile.read(min(_READ_BYTES, int(length) - len(body)))
+        while len(body) < length:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    part = await request.content.readany()
+            except TimeoutError:
+                raise _Refusal(408, f"nothing came for {self._silence_s:g} s") from None
+            except (OSError, web.RequestPayloadError):  # the client has gone
+                part = b""
             if not part:
-                raise _Refusal(400, f"the request ended after {len(body)} of {int(length)} bytes")
+                message = f"the request ended after {len(body)} of {length} bytes"
+                logger.warning("%s %s: %s", request.method, request.path, message)
+                raise _Refusal(400, message)
             body += part
         return body
 
-    def _answer(self, status: int, data: dict, *, close: bool = False) -> None:
-        body = json.dumps(data).encode()
-        try:
-            self.send_response(status)
-            if close:  # its body may not have been read
-                self.close_connection = True
-                self.send_header("Connection", "close")
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-            if close:
-                self._linger()
-        except OSError as error:
-            logger.warning("%s went away before it was answered: %s", self.address_string(), error)
-            self.close_connection = True
 
-    def _linger(self) -> None:
-        """Throw away what is still being sent, for a moment: closing at once would reset the connection before the
-        answer is read.
-        """
-        self.wfile.flush()
-        self.connection.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + _LINGER_S
-        self.connection.settimeout(_LINGER_S)
-        with contextlib.suppress(TimeoutError):
-            while time.monotonic() < deadline and self.connection.recv(1 << 16):
-                pass
-
-    def log_message(self, format: str, *args: object) -> None:
-        logger.info("%s %s", self.address_string(), format % args)
+def _refused(status: int, message: str, *, close: bool = False) -> web.Response:
+    """close: no other request on this connection, since the body of this one may not have been read."""
+    response = web.json_response({"error": message}, status=status)
+    if close:
+        response.force_close()
+    return response
 
 
 def read_key(path: str) -> str:
@@ -185,6 +231,8 @@ def read_key(path: str) -> str:
         raise WeightSyncError(f"--api-key-file {path}: {error.strerror}.") from None
     if mode & 0o077:
         raise WeightSyncError(f"--api-key-file {path}: other users can read it. Fix: chmod 600 {path}.")
+    if not (key.isascii() and key.isprintable()):
+        raise WeightSyncError(f"--api-key-file {path}: a header takes no such key. Fix: one line of ASCII characters.")
     if len(key) < MIN_KEY_CHARS:
         raise WeightSyncError(
             f"--api-key-file {path}: a key of {len(key)} characters. Fix: at least {MIN_KEY_CHARS}, such as of: openssl"
@@ -230,8 +278,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     held = store.state()["version"]
     print(
-        f"receiver at {host_port(options.host, server.server_port)} holds"
-        f" {'nothing' if held is None else f'version {held}'}",
+        f"receiver at {host_port(options.host, server.port)} holds {'nothing' if held is None else f'version {held}'}",
         flush=True,
     )
     try:
@@ -239,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        server.server_close()
+        server.close()
         store.close()
     return 0
 

@@ -3,7 +3,7 @@ the last. No torch.
 
     <directory>/.lock                      held as long as a receiver uses the folder
     <directory>/.staging/                  the version that is being received; removed when the next one begins
-    <directory>/version-00000007-000012/   complete: shards, their index, and manifest.json with every tensor's digest
+    <directory>/version-00000007-000012/   complete (version_folder.py)
 
 A shard in which nothing changed is a hard link to the last version's, so files are never written to once they are
 named. A version counts when its folder has its final name. What a crash leaves torn is found at the next start, where
@@ -12,14 +12,11 @@ every digest is checked.
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import json
 import logging
 import os
 import re
 import shutil
-import struct
 import threading
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -34,14 +31,22 @@ from slime_like.weight_sync.delta.frame import (
     Frame,
     FramePlace,
     FrameTensor,
-    TensorKey,
     read_frame,
     source_digest,
+)
+from slime_like.weight_sync.delta.version_folder import (
+    ShardFile,
+    ShardFiles,
+    Version,
+    check_version,
+    read_version,
+    safetensors_header,
+    write_index,
+    write_manifest,
 )
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
 _VERSION_FOLDER = re.compile(r"version-\d{8}-(\d{6})")
 #: Versions have eight digits in a folder's name.
 MAX_VERSION = 10**8 - 1
@@ -54,36 +59,6 @@ _CHUNK_BYTES = 8 << 20
 
 class NotInStepError(WeightSyncError):
     """What was sent does not follow what is here: another sync has begun, or an earlier version is missing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardFile:
-    """One safetensors file. start: where its first tensor begins."""
-
-    file: str
-    start: int
-    tensors: tuple[tuple[TensorKey, bytes], ...]  # with the digest of each
-
-    def places(self) -> Iterator[tuple[TensorKey, bytes, int]]:
-        """(tensor, digest, first byte in the file)."""
-        at = self.start
-        for key, after in self.tensors:
-            yield key, after, at
-            at += key.num_bytes
-
-
-ShardFiles = dict[tuple[int, int], ShardFile]  # by (source, number)
-
-
-@dataclasses.dataclass(frozen=True)
-class Version:
-    """A complete version. sources: digest of each source's share."""
-
-    folder: str
-    sequence: int
-    version: int
-    sources: dict[int, str]
-    shards: ShardFiles
 
 
 class VersionStore:
@@ -220,12 +195,11 @@ class VersionStore:
                     f"version {version} is not complete: sources {sorted(self._finished)} of"
                     f" {self._num_sources or 'some'} have sent all"
                 )
-            self._write_index()
+            write_index(self._staging, self._shards.values())
             sequence = 1 if self.current is None else self.current.sequence + 1
             final = os.path.join(self.directory, f"version-{version:08d}-{sequence:06d}")
             done = Version(final, sequence, version, dict(self._finished), dict(self._shards))
-            with open(os.path.join(self._staging, "manifest.json"), "w") as file:
-                json.dump(_to_json(done), file)
+            write_manifest(self._staging, done)
             shutil.rmtree(final, ignore_errors=True)  # a torn one
             os.rename(self._staging, final)
             self.current, self._next = done, None
@@ -253,7 +227,7 @@ class VersionStore:
             if base is None or self.current is None
             else np.memmap(os.path.join(self.current.folder, base.file), dtype=np.uint8, mode="r")
         )
-        header = _safetensors_header([entry.key for entry in frame.entries])
+        header = safetensors_header([entry.key for entry in frame.entries])
         with open(path, "xb") as file:
             file.write(header)
             for entry, payload in zip(frame.entries, frame.payloads, strict=True):
@@ -271,18 +245,6 @@ class VersionStore:
                     raise DeltaError(f"{_where(frame.place)}, {entry.key.name}: {error}") from None
         return len(header)
 
-    def _write_index(self) -> None:
-        weight_map: dict[str, str] = {}
-        total = 0
-        for shard in self._shards.values():
-            for key, _ in shard.tensors:
-                if key.name in weight_map:
-                    raise DeltaError(f"{key.name} was sent twice: {weight_map[key.name]} and {shard.file}")
-                weight_map[key.name] = shard.file
-                total += key.num_bytes
-        with open(os.path.join(self._staging, "model.safetensors.index.json"), "w") as file:
-            json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, file, indent=1)
-
     def _newest(self) -> Version | None:
         """The newest version whose bytes are what its manifest says; everything else is removed."""
         shutil.rmtree(self._staging, ignore_errors=True)
@@ -293,8 +255,8 @@ class VersionStore:
                 folders.append((int(match[1]), os.path.join(self.directory, name)))
         for _, folder in sorted(folders, reverse=True):
             try:
-                version = _from_json(folder)
-                _check_version(version)
+                version = read_version(folder)
+                check_version(version)
             except (OSError, ValueError, KeyError, TypeError, DeltaError) as error:
                 logger.warning("%s is not used: %s: %s", folder, type(error).__name__, error)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -338,75 +300,3 @@ def _new_chunks(entry: FrameTensor, payload: memoryview, old: np.ndarray | None)
         raise DeltaError(f"{len(payload)} bytes of a change, though nothing changed")
     for start in range(0, len(old), _CHUNK_BYTES):
         yield np.asarray(old[start : start + _CHUNK_BYTES])
-
-
-def _safetensors_header(keys: list[TensorKey]) -> bytes:
-    """The beginning of a safetensors file whose tensors follow in this order (huggingface/safetensors, README
-    "Format").
-    """
-    entries: dict = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for key in keys:
-        entries[key.name] = {"dtype": key.dtype, "shape": list(key.shape), "data_offsets": [at, at + key.num_bytes]}
-        at += key.num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _to_json(version: Version) -> dict:
-    return {
-        "format": _FORMAT,
-        "sequence": version.sequence,
-        "version": version.version,
-        "sources": {str(source): value for source, value in version.sources.items()},
-        "shards": [
-            {
-                "source": source,
-                "shard": number,
-                "file": shard.file,
-                "start": shard.start,
-                "tensors": [[key.name, key.dtype, list(key.shape), after.hex()] for key, after in shard.tensors],
-            }
-            for (source, number), shard in sorted(version.shards.items())
-        ],
-    }
-
-
-def _from_json(folder: str) -> Version:
-    with open(os.path.join(folder, "manifest.json")) as file:
-        data = json.load(file)
-    if data["format"] != _FORMAT:
-        raise ValueError(f"format {data['format']}, known is {_FORMAT}")
-    shards = {
-        (entry["source"], entry["shard"]): ShardFile(
-            os.path.basename(entry["file"]),
-            entry["start"],
-            tuple(
-                (TensorKey(name, dtype, tuple(shape)), bytes.fromhex(after))
-                for name, dtype, shape, after in entry["tensors"]
-            ),
-        )
-        for entry in data["shards"]
-    }
-    return Version(folder, data["sequence"], data["version"], {int(k): v for k, v in data["sources"].items()}, shards)
-
-
-def _check_version(version: Version) -> None:
-    """Read every tensor. Raises DeltaError naming the first whose digest is wrong, OSError for a missing file."""
-    for shard in version.shards.values():
-        path = os.path.join(version.folder, shard.file)
-        size = shard.start + sum(key.num_bytes for key, _ in shard.tensors)
-        if os.path.getsize(path) != size:
-            raise DeltaError(f"{path} has {os.path.getsize(path)} bytes, it must have {size}")
-        if size == 0:
-            continue
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-        for key, after, at in shard.places():
-            actual = digest(data[at : at + key.num_bytes])
-            if actual != after:
-                raise DeltaError(f"{path}, {key.name}: its digest is {actual.hex()}, it must be {after.hex()}")
-    for source, expected in version.sources.items():
-        mine = sorted((number, shard.tensors) for (of, number), shard in version.shards.items() if of == source)
-        if source_digest(mine) != expected:
-            raise DeltaError(f"the digest of source {source} is not that of its tensors")

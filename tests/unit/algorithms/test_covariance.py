@@ -18,8 +18,8 @@ ALONE = Collectives()
 
 
 def test_covariances_by_hand():
-    found, count = covariances(torch.tensor([-1.0, -3.0]), torch.tensor([1.0, 0.0]), ALONE)
-    assert found.tolist() == [0.5, 0.5] and count == 2
+    per_token, count = covariances(torch.tensor([-1.0, -3.0]), torch.tensor([1.0, 0.0]), ALONE)
+    assert per_token.tolist() == [0.5, 0.5] and count == 2
 
 
 def test_lowest_by_hand():
@@ -34,11 +34,11 @@ def test_lowest_by_hand():
 def step(seed=0, samples=12):
     """A train step's samples, their trained tokens' log-probs, and one advantage each."""
     rng = np.random.default_rng(seed)
-    made = []
+    train_samples = []
     for number in range(samples):
         length = int(rng.integers(3, 30))
         mask = np.array([0, *rng.integers(0, 2, length - 1)], dtype=np.int8)
-        made.append(
+        train_samples.append(
             TrainSample(
                 prompt_index=number // 4,
                 sample_index=number % 4,
@@ -51,8 +51,8 @@ def step(seed=0, samples=12):
                 weights=per_token(1.0, mask),
             )
         )
-    logs = [torch.tensor(rng.normal(size=int(s.loss_mask.sum())) * 2 - 2) for s in made]
-    return made, logs
+    logs = [torch.tensor(rng.normal(size=int(s.loss_mask.sum())) * 2 - 2) for s in train_samples]
+    return train_samples, logs
 
 
 def picks_of(samples, logs, places, loss, ranks=ALONE):
@@ -66,7 +66,7 @@ def picks_of(samples, logs, places, loss, ranks=ALONE):
 
 def together(num_ranks, work):
     """work(rank, Collectives) on one thread a rank; their collectives meet at a barrier."""
-    barrier, shared, found = threading.Barrier(num_ranks, timeout=20), [None] * num_ranks, [None] * num_ranks
+    barrier, shared, results = threading.Barrier(num_ranks, timeout=20), [None] * num_ranks, [None] * num_ranks
 
     def exchange(rank, tensor):
         shared[rank] = tensor
@@ -76,7 +76,7 @@ def together(num_ranks, work):
         return parts
 
     def run(rank):
-        found[rank] = work(
+        results[rank] = work(
             rank,
             Collectives(
                 sum=lambda t: torch.stack(exchange(rank, t)).sum(0), gather=lambda t: torch.cat(exchange(rank, t))
@@ -88,8 +88,8 @@ def together(num_ranks, work):
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert None not in found
-    return found
+    assert None not in results
+    return results
 
 
 KL_COV = LossConfig(policy_loss="kl_cov", kl_cov_ratio=0.1)

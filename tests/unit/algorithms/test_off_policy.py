@@ -141,18 +141,18 @@ def test_token_advantages_are_masked_one_by_one():
 
 def test_mismatch_by_hand():
     # Trainer .25, engine .5: ratio 1/2.
-    found = {
+    metrics = {
         name: value.item()
         for name, value in mismatch(torch.tensor([0.25]).log(), torch.tensor([0.5]).log(), low=0.6, high=2.0).items()
     }
     expected = {"kl": math.log(2), "k3_kl": -0.5 + math.log(2), "ratio": 0.5, "chi2": -0.75, "clip_ratio": 1.0}
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 def test_mismatch_averages_to_the_divergences():
     trainer, engine = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
-    found = mismatch(torch.tensor(np.log(trainer)), torch.tensor(np.log(engine)), low=0.0, high=2.0)
-    means = {name: sum(q * v for q, v in zip(engine, values.tolist(), strict=True)) for name, values in found.items()}
+    metrics = mismatch(torch.tensor(np.log(trainer)), torch.tensor(np.log(engine)), low=0.0, high=2.0)
+    means = {name: sum(q * v for q, v in zip(engine, values.tolist(), strict=True)) for name, values in metrics.items()}
     divergence = sum(q * math.log(q / p) for p, q in zip(trainer, engine, strict=True))
     assert means["kl"] == pytest.approx(divergence) and means["k3_kl"] == pytest.approx(divergence)
     assert means["ratio"] == pytest.approx(1.0)

@@ -172,7 +172,7 @@ CASES = [(name, {}) for name in rows.POLICY_LOSSES] + [("gspo", {"use_opd": True
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"), CASES, ids=lambda given: given if isinstance(given, str) else " ".join(given)
+    ("name", "extra"), CASES, ids=lambda value: value if isinstance(value, str) else " ".join(value)
 )
 def test_value_and_gradient_against_loops_over_floats(name, extra):
     """Values, and the gradient of a weighted sum against central differences, in float64.

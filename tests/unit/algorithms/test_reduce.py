@@ -59,8 +59,8 @@ def test_unknown_reduction_lists_the_known():
         token_weights([1], reduction="median")
 
 
-@pytest.mark.parametrize("given", [[1.0], [1.0, float("nan")], "ab", [[1.0, 2.0]], None])
-def test_a_reducer_must_give_one_number_a_sample(given):
+@pytest.mark.parametrize("weights", [[1.0], [1.0, float("nan")], "ab", [[1.0, 2.0]], None])
+def test_a_reducer_must_give_one_number_a_sample(weights):
     with pytest.raises(DataError, match="--custom-pg-loss-reducer-function-path my.reducer"):
-        checked_weights(given, 2, "my.reducer")
+        checked_weights(weights, 2, "my.reducer")
     assert checked_weights((1, 2), 2, "my.reducer").tolist() == [1.0, 2.0]

@@ -37,8 +37,8 @@ def sample(loss_mask, *, reward=1.0, advantage=0.0, kl=None, distillation=None):
 
 def test_returns_by_hand_skip_masked_tokens():
     rewards = torch.tensor([[9.0, 0.5, 9.0, 1.0, 9.0]]).double()
-    found = discounted_returns(rewards, torch.tensor([[0, 1, 0, 1, 0]]).bool(), gamma=0.5)
-    assert found.tolist() == [[0, 1.0, 0, 1.0, 0]]  # .5 + .5 x 1: the masked token is no step of the discount
+    returns = discounted_returns(rewards, torch.tensor([[0, 1, 0, 1, 0]]).bool(), gamma=0.5)
+    assert returns.tolist() == [[0, 1.0, 0, 1.0, 0]]  # .5 + .5 x 1: the masked token is no step of the discount
 
 
 def test_reward_and_kl_by_hand():
@@ -75,18 +75,18 @@ def test_distillation_by_hand():
 
 def batch(seed=0):
     rng = np.random.default_rng(seed)
-    made = []
+    samples = []
     for number in range(10):
         length = int(rng.integers(2, 25))
         mask = rng.integers(0, 2, length) * (number != 4)  # one sample has nothing to train on
         options = {"reward": float(rng.normal()), "advantage": float(rng.normal())}
-        made.append(sample(mask, **options, kl=rng.normal(size=length), distillation=rng.normal(size=length)))
-    return made
+        samples.append(sample(mask, **options, kl=rng.normal(size=length), distillation=rng.normal(size=length)))
+    return samples
 
 
 def oracle(samples, loss):
     """{(sample, token): advantage} over trained tokens, in loops over Python's floats."""
-    found = {}
+    advantages = {}
     for number, one in enumerate(samples):
         steps = [t for t in range(1, len(one.tokens)) if one.loss_mask[t]]
         for place, t in enumerate(steps):
@@ -99,12 +99,12 @@ def oracle(samples, loss):
                 value = float(one.advantages[t]) - loss.kl_coef * float(one.kl[t])
             if loss.use_opd:
                 value -= loss.opd_kl_coef * float(one.distillation[t])
-            found[number, t] = value
+            advantages[number, t] = value
     if loss.normalize_advantages:
-        mean = sum(found.values()) / len(found)
-        variance = sum((value - mean) ** 2 for value in found.values()) / (len(found) - 1)
-        found = {place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in found.items()}
-    return found
+        mean = sum(advantages.values()) / len(advantages)
+        variance = sum((value - mean) ** 2 for value in advantages.values()) / (len(advantages) - 1)
+        advantages = {place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in advantages.items()}
+    return advantages
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_missing_array_is_named():
         sample_advantages([short], LossConfig(use_opd=True), alone)
 
 
-@pytest.mark.parametrize("given", [[1.0], [1.0, math.inf], "ab", None, [[1.0, 2.0]]])
-def test_a_users_advantages_must_be_one_number_each(given):
+@pytest.mark.parametrize("advantages", [[1.0], [1.0, math.inf], "ab", None, [[1.0, 2.0]]])
+def test_a_users_advantages_must_be_one_number_each(advantages):
     with pytest.raises(DataError, match="--custom-advantage-function-path my.function"):
-        checked(given, 2, "my.function")
+        checked(advantages, 2, "my.function")

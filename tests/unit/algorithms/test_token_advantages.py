@@ -48,15 +48,15 @@ def ppo(**options):
 
 
 def test_reward_stands_at_the_last_trained_token():
-    found = token_rewards(torch.tensor([2.0, 5.0]).double(), mask([0, 1, 1, 0], [0, 0, 0, 0]))
-    assert found.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0]]
+    rewards = token_rewards(torch.tensor([2.0, 5.0]).double(), mask([0, 1, 1, 0], [0, 0, 0, 0]))
+    assert rewards.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0]]
 
 
 def test_kl_is_punished_at_every_trained_token():
-    found = token_rewards(
+    rewards = token_rewards(
         torch.tensor([1.0]).double(), mask([0, 1, 0, 1]), kl=tensor([0.5, 0.5, math.nan, 0.5]), kl_coef=0.1
     )
-    assert found[0].tolist() == pytest.approx([0, -0.05, 0, 0.95])
+    assert rewards[0].tolist() == pytest.approx([0, -0.05, 0, 0.95])
 
 
 def test_gae_by_hand():
@@ -123,8 +123,8 @@ def test_no_samples_are_no_advantages():
 
 
 def test_whitening_by_hand():
-    found = whiten(tensor([1, 9, 2], [3, 9, 9]), mask([1, 0, 1], [1, 0, 0]), alone)
-    np.testing.assert_allclose(found.numpy(), [[-1, 0, 0], [1, 0, 0]], atol=1e-7)
+    whitened = whiten(tensor([1, 9, 2], [3, 9, 9]), mask([1, 0, 1], [1, 0, 0]), alone)
+    np.testing.assert_allclose(whitened.numpy(), [[-1, 0, 0], [1, 0, 0]], atol=1e-7)
 
 
 def test_whitening_over_ranks_is_whitening_at_once():
@@ -187,10 +187,10 @@ def test_ppo_takes_rewards_as_they_are():
 )
 def test_value_loss_by_hand(value, old, target, loss, clipped):
     values = torch.tensor([value], requires_grad=True)
-    found = clipped_value_loss(values, torch.tensor([old]), torch.tensor([target]), value_clip=0.5)
-    assert found.loss.item() == pytest.approx(loss)
-    assert found.clipped.item() == clipped
-    found.loss.sum().backward()
+    result = clipped_value_loss(values, torch.tensor([old]), torch.tensor([target]), value_clip=0.5)
+    assert result.loss.item() == pytest.approx(loss)
+    assert result.clipped.item() == clipped
+    result.loss.sum().backward()
     assert values.grad.item() == pytest.approx(0 if clipped else value - target)
 
 

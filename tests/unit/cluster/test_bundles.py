@@ -53,9 +53,9 @@ def test_nodes_that_share_an_address_keep_their_gpus_together():
 
 def engines_on(nodes: str, **placement):
     """Check a plan whose bundle i lies on the node named nodes[i]."""
-    made = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(**placement)))
-    assert not made.problems
-    check_engines(made, [ReservedGpu(i, node, f"10.0.0.{node}", str(i)) for i, node in enumerate(nodes)])
+    plan = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(**placement)))
+    assert not plan.problems
+    check_engines(plan, [ReservedGpu(i, node, f"10.0.0.{node}", str(i)) for i, node in enumerate(nodes)])
 
 
 def test_engines_must_lie_where_the_plan_put_them():

@@ -11,9 +11,9 @@ from slime_like.planning.placement import make_plan
 
 
 def plan(**placement):
-    made = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(**placement)))
-    assert not made.problems
-    return made
+    layout = make_plan(dataclasses.replace(RunConfig(), placement=PlacementConfig(**placement)))
+    assert not layout.problems
+    return layout
 
 
 def nodes(*sizes):

@@ -18,7 +18,7 @@ from slime_like.cluster.train_group import TrainActor
 from slime_like.config.run import RunConfig
 config = RunConfig()
 config = dataclasses.replace(config, observability=dataclasses.replace(config.observability, log_level={level!r}))
-rank = TrainActor(config, 0, 1, 0, {log!r}, 1)
+rank = TrainActor(config, 0, 1, {log!r}, {{"OMP_NUM_THREADS": "1"}})
 rank._worker = types.SimpleNamespace(train=lambda step: step)
 assert rank.call("train", 7) == 7
 """

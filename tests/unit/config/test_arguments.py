@@ -74,8 +74,8 @@ def test_architecture_from_the_checkpoint_equals_flags(files):
 
 
 def test_architecture_that_disagrees_with_the_checkpoint_is_refused(files):
-    found = problems(files, MODEL.replace("--ffn-hidden-size 384", "--ffn-hidden-size 512"), ROLLOUT, PLACE)
-    assert any("--ffn-hidden-size: the command line says 512, --hf-checkpoint says 384" in p for p in found)
+    messages = problems(files, MODEL.replace("--ffn-hidden-size 384", "--ffn-hidden-size 512"), ROLLOUT, PLACE)
+    assert any("--ffn-hidden-size: the command line says 512, --hf-checkpoint says 384" in p for p in messages)
 
 
 def test_old_rope_theta_key_is_read(files, tmp_path):
@@ -111,7 +111,7 @@ def test_seed_script_of_external_mode_parses(files):
 
 
 def test_every_problem_at_once(tmp_path):
-    found = problems(
+    messages = problems(
         "--hf-checkpoint",
         str(tmp_path / "nowhere"),
         "--prompt-data",
@@ -120,7 +120,7 @@ def test_every_problem_at_once(tmp_path):
         PLACE,
         "--rm-type maths --num-rollout 3 --rollout-batch-size 3 --n-samples-per-prompt 3 --eval-interval 2",
     )
-    text = "\n".join(found)
+    text = "\n".join(messages)
     for part in (
         "no such folder",
         "no such file",

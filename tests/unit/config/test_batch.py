@@ -17,6 +17,15 @@ def test_flags_of_dynamic_batches_need_them(options):
     assert BatchConfig(**DYNAMIC, **options).problems() == []
 
 
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "on_host"), [(None, 1024, None), (-1, None, None), (7, 7, 7)], ids=["default", "all", "seven"]
+)
+def test_a_gpu_never_makes_two_whole_fp32_copies_of_the_logits_unless_it_is_asked_to(given, on_gpu, on_host):
+    batch = BatchConfig(log_probs_chunk_size=given)
+    assert batch.log_probs_chunk_tokens(on_gpu=True) == on_gpu
+    assert batch.log_probs_chunk_tokens(on_gpu=False) == on_host
+
+
 def test_score_packs_hold_at_least_a_token():
     assert BatchConfig(**DYNAMIC, log_probs_max_tokens_per_gpu=-1).problems() == [
         "--log-probs-max-tokens-per-gpu -1: must be at least 1."

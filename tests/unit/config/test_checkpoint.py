@@ -53,8 +53,8 @@ def test_missing_files(tmp_path: Path):
     assert CheckpointConfig().missing_files() == [
         "--hf-checkpoint is missing: the folder with config.json and the tokenizer."
     ]
-    given = CheckpointConfig(hf_checkpoint=str(tmp_path), ref_load=f"{tmp_path}/no")
-    assert given.missing_files() == [
+    config = CheckpointConfig(hf_checkpoint=str(tmp_path), ref_load=f"{tmp_path}/no")
+    assert config.missing_files() == [
         f"--hf-checkpoint {tmp_path}: has no config.json.",
         f"--ref-load {tmp_path}/no: no such folder.",
     ]

@@ -118,12 +118,12 @@ def is_refused(flag: str, value: str) -> bool:
 def test_taken_or_refused_with_an_alternative(line: str):
     flag, value = split_line(line)
     quoted = f"'{value}'" if "{" in value else value
-    found = problems_of(command_line(flag, quoted))
+    problems = problems_of(command_line(flag, quoted))
     if is_refused(flag, value):
-        assert len(found) == 1 and found[0].startswith(f"{flag} "), found
-        assert "Fix: " in found[0]
+        assert len(problems) == 1 and problems[0].startswith(f"{flag} "), problems
+        assert "Fix: " in problems[0]
     else:
-        assert found == []
+        assert problems == []
 
 
 def field_owner(name: str) -> str | None:
@@ -144,8 +144,9 @@ def test_what_is_taken_arrives(line: str):
     if owner is None:
         engine = present_names({name.removeprefix("sglang_"): value})[0]
         (engine_name,) = engine
-        given = config.engine.sglang[engine_name]
-        assert given is True if not value else " ".join(given if isinstance(given, list) else [given]) == value
+        engine_value = config.engine.sglang[engine_name]
+        words = engine_value if isinstance(engine_value, list) else [engine_value]
+        assert engine_value is True if not value else " ".join(words) == value
         return
     arrived = getattr(getattr(config, owner), name.removeprefix("no_") if switched_off else name)
     if not value:
@@ -173,10 +174,10 @@ def test_a_refused_flag_takes_its_values_with_it():
 
 
 def test_refusals_come_with_every_other_problem():
-    found = problems_of([*command_line("--spec", "a.b get_spec"), "--rollout-temperature", "0"])
-    assert [problem.split(" ")[0] for problem in found] == ["--spec", "--rollout-temperature"]
-    found = problems_of([*command_line("--spec", "a.b get_spec"), "--rollout-temperatur", "0"])
-    assert "--spec is refused" in found[0] and "unknown flag --rollout-temperatur" in found[1]
+    problems = problems_of([*command_line("--spec", "a.b get_spec"), "--rollout-temperature", "0"])
+    assert [problem.split(" ")[0] for problem in problems] == ["--spec", "--rollout-temperature"]
+    problems = problems_of([*command_line("--spec", "a.b get_spec"), "--rollout-temperatur", "0"])
+    assert "--spec is refused" in problems[0] and "unknown flag --rollout-temperatur" in problems[1]
 
 
 @pytest.mark.skipif(not known_arguments(), reason="SGLang is not installed: its renamed arguments cannot be told apart")
@@ -210,8 +211,8 @@ def test_kernels_for_gpus_are_a_note(flag: str, value: str):
 )
 def test_what_only_the_plan_can_do_is_said(flags: dict[str, str], reason: str):
     argv = shlex.split(" ".join(f"{name} {text}" for name, text in (BASE | flags).items())) + ["--plan"]
-    found = parse_args(argv).config.not_yet()
-    assert len(found) == 1 and reason in found[0] and "yet" in found[0]
+    reasons = parse_args(argv).config.not_yet()
+    assert len(reasons) == 1 and reason in reasons[0] and "yet" in reasons[0]
 
 
 def test_other_dispatchers_are_a_note():
@@ -230,8 +231,8 @@ def test_qwen3_moe_and_expert_parallelism_can_run():
     }
     argv = shlex.split(" ".join(f"{name} {text}" for name, text in (BASE | flags).items())) + ["--plan"]
     assert parse_args(argv).config.not_yet() == []
-    (found,) = parse_args([*argv, "--moe-router-load-balancing-type", "seq_aux_loss"]).config.not_yet()
-    assert "seq_aux_loss" in found
+    (reason,) = parse_args([*argv, "--moe-router-load-balancing-type", "seq_aux_loss"]).config.not_yet()
+    assert "seq_aux_loss" in reason
 
 
 def test_engines_that_do_not_tie_embeddings_are_refused():
@@ -244,8 +245,8 @@ def test_engines_that_do_not_tie_embeddings_are_refused():
         "--qk-layernorm": "",
     }
     argv = shlex.split(" ".join(f"{name} {text}" for name, text in tied.items())) + ["--plan"]
-    (found,) = parse_args(argv).config.not_yet()
-    assert "tied embeddings" in found and "SGLang" in found
+    (reason,) = parse_args(argv).config.not_yet()
+    assert "tied embeddings" in reason and "SGLang" in reason
     assert (
         parse_args(
             [*argv, "--debug-train-only", "--load-debug-rollout-data", "/nowhere/{rollout_id}.npz"]

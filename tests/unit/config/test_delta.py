@@ -83,9 +83,9 @@ def test_external_engines_have_their_own_receivers(monkeypatch):
     endpoints = [
         EngineEndpoint(index=index, url=f"http://{host}", external=True) for index, host in enumerate(("a:1", "b:2"))
     ]
-    found = Receivers(config, "/run").beside(endpoints)
-    assert [(one.receiver_url, one.receiver_key) for one in found] == [
+    addressed = Receivers(config, "/run").beside(endpoints)
+    assert [(one.receiver_url, one.receiver_key) for one in addressed] == [
         ("http://a:3", "k" * 20),
         ("https://b", "k" * 20),
     ]
-    assert "k" * 20 not in repr(found)
+    assert "k" * 20 not in repr(addressed)

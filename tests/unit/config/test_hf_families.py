@@ -136,8 +136,10 @@ def test_the_architecture_of_the_checkpoint_is_possible(name: str):
     ],
 )
 def test_a_forgotten_switch_is_named(repo_root: Path, name: str, switch: str):
-    found = disagreements(script_model(repo_root, name, drop=switch), model_from_hf(SCRIPTS[name], ModelConfig()))
-    assert len(found) == 1 and found[0].startswith(f"{switch}: the command line says False, --hf-checkpoint says True")
+    problems = disagreements(script_model(repo_root, name, drop=switch), model_from_hf(SCRIPTS[name], ModelConfig()))
+    assert len(problems) == 1 and problems[0].startswith(
+        f"{switch}: the command line says False, --hf-checkpoint says True"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,8 @@ def test_a_forgotten_switch_is_named(repo_root: Path, name: str, switch: str):
     ],
 )
 def test_a_checkpoint_that_differs_is_named(repo_root: Path, change: dict, flag: str):
-    found = disagreements(script_model(repo_root, "deepseek-v3"), model_from_hf(DEEPSEEK | change, ModelConfig()))
-    assert [problem.split(":")[0] for problem in found] == [flag]
+    problems = disagreements(script_model(repo_root, "deepseek-v3"), model_from_hf(DEEPSEEK | change, ModelConfig()))
+    assert [problem.split(":")[0] for problem in problems] == [flag]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +187,8 @@ def test_what_is_not_supported_is_named(hf: dict, message: str):
 
 def test_another_order_of_softmax_and_choice_is_named(repo_root: Path):
     flags = script_model(repo_root, "qwen3-30B-A3B")
-    (found,) = disagreements(flags, model_from_hf(QWEN3_MOE | {"norm_topk_prob": False}, ModelConfig()))
-    assert found.startswith("--moe-router-pre-softmax: the command line says False, --hf-checkpoint says True")
+    (problem,) = disagreements(flags, model_from_hf(QWEN3_MOE | {"norm_topk_prob": False}, ModelConfig()))
+    assert problem.startswith("--moe-router-pre-softmax: the command line says False, --hf-checkpoint says True")
 
 
 def test_layers_that_predict_further_are_left_out_with_a_note():

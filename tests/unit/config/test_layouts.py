@@ -117,8 +117,8 @@ def test_chunks_are_dealt_out_in_turn(num_layers, options, chunks):
     ],
 )
 def test_impossible_chunks_are_named(options, message):
-    found = ParallelConfig(**options).problems(DENSE)
-    assert len(found) == 1 and message in found[0], found
+    problems = ParallelConfig(**options).problems(DENSE)
+    assert len(problems) == 1 and message in problems[0], problems
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_impossible_chunks_are_named(options, message):
     ],
 )
 def test_layer_pattern(text, num_layers, experts):
-    assert "".join(str(int(given)) for given in parse_layer_pattern(text, num_layers)) == experts
+    assert "".join(str(int(has_experts)) for has_experts in parse_layer_pattern(text, num_layers)) == experts
 
 
 @pytest.mark.parametrize("text", ["0", "[0]*3+[1]*2", "[0,2,1,1]", "__import__('os')", "[1]*4+", ""])
@@ -158,8 +158,8 @@ def test_layer_pattern_that_makes_no_sense(text):
     ],
 )
 def test_impossible_splits_are_named(changes, message):
-    found = ParallelConfig(**changes).problems(MOE)
-    assert len(found) == 1 and message in found[0]
+    problems = ParallelConfig(**changes).problems(MOE)
+    assert len(problems) == 1 and message in problems[0]
 
 
 def test_experts_need_a_model_with_experts():
@@ -183,8 +183,8 @@ def test_experts_need_a_model_with_experts():
 )
 def test_impossible_architectures_are_named(changes, message):
     model = dataclasses.replace(DENSE, swiglu=True, normalization="RMSNorm", disable_bias_linear=True, **changes)
-    found = model.problems()
-    assert len(found) == 1 and message in found[0], found
+    problems = model.problems()
+    assert len(problems) == 1 and message in problems[0], problems
 
 
 def test_expert_tensor_size_follows_the_tensor_size():

@@ -152,16 +152,16 @@ def test_what_goes_together_is_taken(options):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), REFUSED, ids=lambda given: " ".join(given) if isinstance(given, dict) else None
+    ("options", "message"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, dict) else None
 )
 def test_what_contradicts_itself_is_refused(options, message):
-    found = LossConfig(**options).problems()
-    assert len(found) == 1 and message in found[0], found
+    problems = LossConfig(**options).problems()
+    assert len(problems) == 1 and message in problems[0], problems
 
 
 def problems_of(loss, **checkpoint):
-    found = RunConfig(loss=LossConfig(**loss), checkpoint=CheckpointConfig(ref_load="/ref", **checkpoint)).problems()
-    return [problem for problem in found if "--ref-update-interval" in problem]
+    problems = RunConfig(loss=LossConfig(**loss), checkpoint=CheckpointConfig(ref_load="/ref", **checkpoint)).problems()
+    return [problem for problem in problems if "--ref-update-interval" in problem]
 
 
 def test_a_moving_reference_needs_one_and_checkpoints_that_hold_it():
@@ -230,7 +230,7 @@ def said(samples=4, steps=1, **flags):
 
 
 @pytest.mark.parametrize(
-    ("given", "silent", "text"),
+    ("noticed", "silent", "text"),
     [
         ({"samples": 1}, {"samples": 2}, "advantages are raw rewards"),
         (
@@ -252,8 +252,8 @@ def said(samples=4, steps=1, **flags):
         ({"policy_loss": "kl_cov"}, {"policy_loss": "kl_cov", "use_rollout_logprobs": True}, "holds nothing back"),
     ],
 )
-def test_what_does_less_than_its_name_says_is_told(given, silent, text):
-    (notice,) = said(**given)
+def test_what_does_less_than_its_name_says_is_told(noticed, silent, text):
+    (notice,) = said(**noticed)
     assert text in notice
     assert said(**silent) == []
 

@@ -46,7 +46,7 @@ def test_patterns_that_make_no_sense(text: str, message: str):
 
 def test_derived_sizes():
     assert (TINY.num_kv_heads, TINY.head_size, TINY.mlp_size, TINY.context_tokens) == (2, 4, 32, 32768)
-    given = dataclasses.replace(
+    model = dataclasses.replace(
         TINY,
         group_query_attention=True,
         num_query_groups=1,
@@ -54,7 +54,7 @@ def test_derived_sizes():
         ffn_hidden_size=20,
         max_position_embeddings=512,
     )
-    assert (given.num_kv_heads, given.head_size, given.mlp_size, given.context_tokens) == (1, 16, 20, 512)
+    assert (model.num_kv_heads, model.head_size, model.mlp_size, model.context_tokens) == (1, 16, 20, 512)
     assert TINY.expert_layers == (False,) * 4
     assert dataclasses.replace(TINY, num_experts=2, moe_layer_freq="[0]+[1]*3").expert_layers == (
         False,

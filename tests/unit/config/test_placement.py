@@ -63,8 +63,8 @@ def test_card_needs_memory():
 
 
 def test_sync_flags_that_belong_to_another_transport():
-    def problems(**given) -> str:
-        return "\n".join(SyncConfig(**given).problems())
+    def problems(**options) -> str:
+        return "\n".join(SyncConfig(**options).problems())
 
     assert "--update-weight-disk-keep-files needs --update-weight-transport disk" in problems(
         update_weight_disk_keep_files=True
@@ -98,3 +98,10 @@ def test_a_transform_needs_weights_to_be_sent(idle: dict):
 
     assert problems() == []
     assert problems(**idle) == ["--custom-weight-transform-path: this run sends no weights. Fix: leave it out."]
+
+
+@pytest.mark.parametrize("name", ["offload_train", "offload", "offload_rollout"])
+def test_who_shares_no_gpu_makes_no_room(name):
+    (problem,) = PlacementConfig(**{name: True}).problems()
+    assert problem.startswith(f"--{name.replace('_', '-')} needs --colocate")
+    assert PlacementConfig(colocate=True, **{name: True}).problems() == []

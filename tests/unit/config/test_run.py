@@ -75,10 +75,37 @@ def test_roles_follow_from_the_loss():
         ({"offload_rollout": True}, True),
         ({"offload_rollout": True, "rollout_external": True}, False),
         ({"colocate": True, "debug_train_only": True}, False),
+        ({"colocate": True, "offload": False}, False),
+        ({"colocate": True, "offload": False, "offload_rollout": True}, True),
     ],
 )
 def test_whether_engines_give_their_memory_back(placement: dict, offloads: bool):
     assert with_parts(placement=placement).offload_rollout is offloads
+
+
+@pytest.mark.parametrize(
+    ("placement", "on_gpu", "on_host"),
+    [
+        ({}, False, False),
+        ({"colocate": True}, True, False),
+        ({"colocate": True, "offload_train": True}, True, True),
+        ({"colocate": True, "offload": True}, True, True),
+        ({"colocate": True, "offload_train": False, "offload": True}, False, False),
+        ({"colocate": True, "offload": False}, False, False),
+        ({"colocate": True, "debug_train_only": True, "offload_train": True}, False, False),
+    ],
+)
+def test_whether_the_trainer_leaves_its_card_while_engines_generate(placement: dict, on_gpu: bool, on_host: bool):
+    config = with_parts(placement=placement)
+    assert config.offloads_train(on_gpu=True) is on_gpu and config.offloads_train(on_gpu=False) is on_host
+
+
+def test_who_shares_a_gpu_starts_one_after_the_other():
+    colocated, apart = with_parts(placement={"colocate": True}), with_parts(placement={"offload_train": True})
+    assert colocated.starts_in_turn(on_gpu=True) and not colocated.starts_in_turn(on_gpu=False)
+    assert with_parts(placement={"colocate": True, "offload_train": True}).starts_in_turn(on_gpu=False)
+    assert with_parts(placement={"colocate": True, "offload_train": False}).starts_in_turn(on_gpu=True)
+    assert not apart.starts_in_turn(on_gpu=True)
 
 
 def test_a_possible_run_has_no_problems():

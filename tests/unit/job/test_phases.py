@@ -18,15 +18,18 @@ from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
 from slime_like.config.loss import LossConfig
+from slime_like.config.model import ModelConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError, RunError
+from slime_like.job.phases import Phases
 from slime_like.job.running import Job, ResolvedRun
 from slime_like.loops import sync_loop
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog
+from slime_like.observability.tracing import PhaseTrace
 from slime_like.records import Prompt, Sample, SampleGroup, StepReport, SyncReceipt, WeightsRef
 from slime_like.rollout.data_source import DataSource
 from slime_like.utils.files import RunDirectory, read_json_lines
@@ -110,10 +113,10 @@ class Run:
                 "state_dict": {"data": {}},
             },
         }
-        made = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}
-        if "engines" in made:
-            made["engines"].num_members = 1
-        self.job = Job(resolved=resolved, **made)
+        doubles = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}
+        if "engines" in doubles:
+            doubles["engines"].num_members = 1
+        self.job = Job(resolved=resolved, **doubles)
         self.log = MetricsLog(run, tensorboard=False)
 
     def go(self) -> list[str]:
@@ -125,7 +128,9 @@ class Run:
 
 def config(**groups) -> RunConfig:
     base = RunConfig(
-        data=DataConfig(num_rollout=2), rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2)
+        data=DataConfig(num_rollout=2),
+        model=ModelConfig(vocab_size=5),
+        rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2),
     )
     return dataclasses.replace(base, **{"sync": SyncConfig(verify_weight_sync_interval=0), **groups})
 
@@ -159,8 +164,10 @@ def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_pa
     calls = Run(tmp_path, config(placement=PlacementConfig(colocate=True)), num_rollout=1).go()
     sync = [
         "rollouts.policy_changing",
+        "trainer.release_memory ('weights',)",
         "engines.resume_memory weights",
         "engines.sync base@{}",
+        "trainer.release_memory ()",
         "engines.resume_memory kv_cache",
         "rollouts.policy_changed base@{}",
     ]
@@ -172,6 +179,35 @@ def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_pa
         "rollouts.trained (0, 1)",
     ]
     assert calls == [line.format(1) for line in sync] + around + [line.format(2) for line in sync]
+
+
+def test_every_role_on_the_cards_makes_room_and_the_probe_comes_while_the_trainer_has_its_weights(tmp_path):
+    """What the engines take must have been given back by all, and comparing needs the engines' KV cache."""
+    loss = LossConfig(advantage_estimator="ppo", use_kl_loss=True)
+    run = Run(
+        tmp_path,
+        config(
+            placement=PlacementConfig(colocate=True, colocate_training=True),
+            loss=loss,
+            sync=SyncConfig(verify_weight_sync_interval=1),
+        ),
+        parts=("trainer", "critic", "reference", "engines", "rollouts"),
+        trainer={"probe": [np.zeros(2)]},
+    )
+    phases = Phases(run.job, run.log, ProgressConsole(1), PhaseTrace(run.job.run.trace))
+    phases.sync(0)
+    others = ["critic.release_memory", "reference.release_memory"]
+    assert run.calls == [
+        "rollouts.policy_changing",
+        *("trainer.release_memory ('weights',)", *others, "engines.resume_memory weights"),
+        *("engines.sync base@1", "trainer.probe"),
+        *("trainer.release_memory ()", *others, "engines.resume_memory kv_cache"),
+        *("engines.compare base@1", "rollouts.policy_changed base@1"),
+    ]
+
+
+def test_apart_from_engines_nobody_makes_room(tmp_path):
+    assert not [call for call in Run(tmp_path, config()).go() if "memory" in call]
 
 
 def test_a_checkpoint_is_saved_before_the_engines_get_its_weights_and_evaluation_sees_them(tmp_path):
@@ -191,7 +227,7 @@ def test_a_checkpoint_is_saved_before_the_engines_get_its_weights_and_evaluation
 
 def test_a_probe_follows_the_first_sync_and_every_nth(tmp_path):
     calls = Run(tmp_path, config(sync=SyncConfig(verify_weight_sync_interval=2)), num_rollout=4).go()
-    probed = [calls[at - 1] for at, call in enumerate(calls) if call.startswith("engines.compare")]
+    probed = [calls[at - 2] for at, call in enumerate(calls) if call.startswith("engines.compare")]
     assert probed == ["engines.sync base@1", "engines.sync base@3", "engines.sync base@5"]
 
 

@@ -42,8 +42,8 @@ def config(tmp_path: Path, **groups) -> RunConfig:
 
 
 def test_everything_is_filled_in(tmp_path):
-    given = config(tmp_path, sync=SyncConfig(update_weight_transport="disk"))
-    resolved = resolve(given, make_plan(given))
+    wanted = config(tmp_path, sync=SyncConfig(update_weight_transport="disk"))
+    resolved = resolve(wanted, make_plan(wanted))
     # 18 prompts, 4 a rollout
     assert resolved.num_rollout == resolved.config.data.num_rollout == 4 and resolved.config.data.num_epoch is None
     assert resolved.config.sync.update_weight_transport == "disk"
@@ -56,21 +56,21 @@ def test_everything_is_filled_in(tmp_path):
 
 
 def test_recorded_rollouts_replace_the_data(tmp_path):
-    given = config(
+    wanted = config(
         tmp_path,
         data=DataConfig(num_rollout=3),
         placement=PlacementConfig(actor_num_gpus_per_node=1, debug_train_only=True),
         observability=ObservabilityConfig(run_dir=str(tmp_path / "run"), load_debug_rollout_data="x-{rollout_id}.npz"),
     )
-    resolved = resolve(given, make_plan(given))
+    resolved = resolve(wanted, make_plan(wanted))
     assert (resolved.num_rollout, resolved.data.rows) == (3, [])
     with pytest.raises(ConfigError, match="--load-debug-rollout-data needs --num-rollout"):
-        resolve(dataclasses.replace(given, data=DataConfig(num_epoch=1)), make_plan(given))
+        resolve(dataclasses.replace(wanted, data=DataConfig(num_epoch=1)), make_plan(wanted))
 
 
 def test_a_mistake_leaves_no_run_directory(tmp_path):
-    given = config(tmp_path)
-    wrong = dataclasses.replace(given, data=dataclasses.replace(given.data, label_key="gold"))
+    right = config(tmp_path)
+    wrong = dataclasses.replace(right, data=dataclasses.replace(right.data, label_key="gold"))
     with pytest.raises(DataError, match="--label-key"):
-        resolve(wrong, make_plan(given))
+        resolve(wrong, make_plan(right))
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from slime_like.observability.metrics import MetricsLog, PhaseTimers, covered_seconds, json_metrics
+from slime_like.observability.metrics import MetricsLog, PhaseTimers, covered_seconds, json_metrics, timed
 from slime_like.utils.files import RunDirectory, read_json_lines
 
 
@@ -111,3 +111,13 @@ def test_phase_timers_add_up():
     expected = metrics["step/seconds"] - metrics["step/generate_seconds"] - metrics["step/train_seconds"]
     assert metrics["step/overhead_seconds"] == pytest.approx(expected) and metrics["step/overhead_seconds"] >= 0.02
     assert timers.finish_step().keys() == {"step/seconds", "step/overhead_seconds"}
+
+
+def test_a_part_is_timed_also_when_it_fails():
+    seconds: dict[str, float] = {}
+    with timed(seconds, "short"):
+        pass
+    with pytest.raises(ValueError, match="inside"), timed(seconds, "failed"):
+        time.sleep(0.02)
+        raise ValueError("inside")
+    assert seconds["short"] < 0.02 <= seconds["failed"]

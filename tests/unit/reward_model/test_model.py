@@ -38,8 +38,8 @@ def load(folder, batch_size=4, **options) -> RewardModel:
 def sequences(count=9, longest=40):
     """Random lengths, ends that look like padding included."""
     rng = np.random.default_rng(0)
-    found = [rng.integers(3, 500, int(rng.integers(1, longest))).astype(np.int32) for _ in range(count)]
-    return [*found, np.array([5, 9, EOS, EOS]), np.array([5, 9, 0, 0]), np.array([7, 0])]
+    drawn = [rng.integers(3, 500, int(rng.integers(1, longest))).astype(np.int32) for _ in range(count)]
+    return [*drawn, np.array([5, 9, EOS, EOS]), np.array([5, 9, 0, 0]), np.array([7, 0])]
 
 
 def as_inputs(tokens):

@@ -1,4 +1,5 @@
-"""What rollout tests share: the tiny tokenizer, a config on a few rows, and an engine that answers by a script."""
+"""What rollout tests share: the tiny tokenizer, a config on a few rows, an engine that answers by a script, and a
+manager on it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from slime_like.config.model import ModelConfig
 from slime_like.config.reward import RewardConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.rollout.manager import RolloutManager
+from slime_like.rollout.service import EngineAccess
 from slime_like.rollout.tokenizer import load_tokenizer
+from slime_like.testing.scripted_engine import ScriptedEngine
 from tests.unit.rollout.rows import digits_row
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-qwen3"
@@ -89,3 +93,22 @@ def sorting_script(tokenizer):
 def decode(tokenizer):
     """Ids -> text, as the engine would."""
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture
+def start_manager(make_config, sorting_script, decode):
+    """Starts an engine and a manager on it; closes both at the end."""
+    opened = []
+
+    def start(rows=None, *, engine_options=None, script=None, **options):
+        engine = ScriptedEngine(script or sorting_script, decode=decode, **(engine_options or {})).start()
+        manager = RolloutManager(
+            make_config(rows, **options), EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1)
+        )
+        opened.extend([manager, engine])
+        manager.start()
+        return manager, engine
+
+    yield start
+    for part in opened:
+        part.close()

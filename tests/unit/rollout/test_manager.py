@@ -15,37 +15,14 @@ from slime_like.rollout.data_source import check_data
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
 from slime_like.rollout.train_samples import to_train_samples
-from slime_like.testing.scripted_engine import Fault, ScriptedEngine
-from tests.unit.rollout.rows import digits_row
+from slime_like.testing.scripted_engine import Fault
+from tests.unit.rollout.rows import digits_row, indexes
 
 HERE = "tests.unit.rollout.user_functions"
 
 
-@pytest.fixture
-def run(make_config, sorting_script, decode):
-    """Starts an engine and a manager on it; closes both at the end."""
-    opened = []
-
-    def start(rows=None, *, engine_options=None, script=None, **options):
-        engine = ScriptedEngine(script or sorting_script, decode=decode, **(engine_options or {})).start()
-        manager = RolloutManager(
-            make_config(rows, **options), EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1)
-        )
-        opened.extend([manager, engine])
-        manager.start()
-        return manager, engine
-
-    yield start
-    for part in opened:
-        part.close()
-
-
-def indexes(result):
-    return [group.prompt.index for group in result.groups]
-
-
-def test_a_rollout_is_groups_in_order_scored_and_measured(run):
-    manager, engine = run()
+def test_a_rollout_is_groups_in_order_scored_and_measured(start_manager):
+    manager, engine = start_manager()
     engine.weight_version = "3"
     result = manager.generate(0)
     assert indexes(result) == [0, 1]
@@ -74,150 +51,36 @@ def test_a_rollout_is_groups_in_order_scored_and_measured(run):
     assert len(engine.requests) == 8
 
 
-def test_a_response_that_is_cut_is_truncated_and_earns_nothing(run):
-    manager, _ = run(rollout_max_response_len=4)  # the end token does not fit
+def test_a_response_that_is_cut_is_truncated_and_earns_nothing(start_manager):
+    manager, _ = start_manager(rollout_max_response_len=4)  # the end token does not fit
     metrics = manager.generate(0).metrics
     assert metrics["rollout/truncated_ratio"] == 1 and metrics["rollout/reward_mean"] == 0
 
 
-def test_resume_in_the_middle_of_an_epoch_draws_what_would_have_come(run):
-    whole, _ = run(rollout_shuffle=True, rollout_batch_size=3)
+def test_resume_in_the_middle_of_an_epoch_draws_what_would_have_come(start_manager):
+    whole, _ = start_manager(rollout_shuffle=True, rollout_batch_size=3)
     labels = [[group.prompt.label for group in whole.generate(step).groups] for step in range(4)]
-    first, _ = run(rollout_shuffle=True, rollout_batch_size=3)
+    first, _ = start_manager(rollout_shuffle=True, rollout_batch_size=3)
     for step in (0, 1):
         first.trained([group.prompt.index for group in first.generate(step).groups])
     lost = first.generate(2)  # taken, and not trained on when the state was saved
-    second, _ = run(rollout_shuffle=True, rollout_batch_size=3)
+    second, _ = start_manager(rollout_shuffle=True, rollout_batch_size=3)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [[group.prompt.label for group in second.generate(step).groups] for step in (2, 3)] == labels[2:]
     assert labels[2] == [group.prompt.label for group in lost.groups]
-    other, _ = run([digits_row(1)])
+    other, _ = start_manager([digits_row(1)])
     with pytest.raises(CheckpointError):
         other.load_state_dict(first.state_dict())
 
 
-def test_a_failed_request_is_made_good(run):
-    manager, _ = run(engine_options={"faults": [Fault(status=400), None, Fault(abort=2)]})
-    result = manager.generate(0)
-    assert indexes(result) == [0, 1] and all(sample.reward == 1 for group in result.groups for sample in group.samples)
-    assert result.metrics["rollout/failed_requests"] == 2 and result.metrics["rollout/failed_samples"] == 0
-
-
-def test_a_group_that_keeps_failing_is_replaced_by_the_next_prompt(run, tokenizer):
-    bad = check_ids(tokenizer, digits_row(1))
-    manager, _ = run(engine_options={"fault_for": lambda body: Fault(status=400) if body["input_ids"] == bad else None})
-    result = manager.generate(0)
-    assert indexes(result) == [0, 2]
-    assert (
-        result.metrics["rollout/dropped_groups"] == 1
-        and result.metrics["rollout/failed_samples"] == 2
-        and result.metrics["rollout/prompts"] == 3
-    )
-    assert indexes(manager.generate(1)) == [3, 4]
-
-
-def check_ids(tokenizer, row) -> list[int]:
-    text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_if_every_request_fails_the_run_ends_with_the_last_error(run):
-    manager, engine = run(engine_options={"fault_for": lambda _: Fault(status=418)})
-    with pytest.raises(RunError, match="all 4 samples failed. Last error: EngineError: .*HTTP 418") as raised:
-        manager.generate(5)
-    assert raised.value.__notes__ == ["in rollout 5"]
-    assert len(engine.requests) == 12  # each sample: once, and two regenerations
-
-
-def test_failures_end_at_the_bound_on_prompts(run, tokenizer):
-    good = check_ids(tokenizer, digits_row(0))
-    faults = {"fault_for": lambda body: None if body["input_ids"] == good else Fault(status=400)}
-    rows = [digits_row(0), digits_row(1), digits_row(2)]
-    manager, _ = run(rows, dynamic_sampling_max_draws=2, engine_options=faults)
-    assert indexes(manager.generate(0)) == [0, 3]  # 1 and 2 failed; prompt 3 is the good row again
-    manager, _ = run(rows, dynamic_sampling_max_draws=1, engine_options=faults)
-    with pytest.raises(
-        RunError,
-        match=(
-            r"of 2 prompts only 1 of 2 groups could be kept .*Dropped: failed 1. Last failure: EngineError: .*HTTP 400"
-        ),
-    ):
-        manager.generate(0)
-
-
-def test_empty_responses_are_failures(run):
-    manager, _ = run(script=lambda _: ([], []))
-    with pytest.raises(RunError, match="the engine gave no token"):
-        manager.generate(0)
-
-
-def test_dynamic_sampling_draws_until_the_rollout_is_full(run):
-    manager, _ = run(
-        dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", rollout_batch_size=2, over_sampling_batch_size=5
-    )
-    result = manager.generate(0)
-    assert indexes(result) == [0, 2]  # 4 was kept too, and is surplus
-    metrics = result.metrics
-    assert (metrics["rollout/prompts"], metrics["rollout/filtered_groups"], metrics["rollout/surplus_groups"]) == (
-        5,
-        2,
-        1,
-    )
-    assert metrics["rollout/filtered_groups/filtered"] == 2
-    assert indexes(manager.generate(1)) == [6, 8]
-
-
-def test_the_built_in_filter_drops_groups_that_teach_nothing(run, sorting_script):
-    calls = {}
-
-    def script(prompt):
-        """Prompt '0001': one sample right, the other wrong. Every other prompt: all right."""
-        ids, logprobs = sorting_script(prompt)
-        key = tuple(ids)
-        calls[key] = calls.get(key, 0) + 1
-        return (ids[1:], logprobs[1:]) if ids[3] == ids[0] + 1 and calls[key] % 2 else (ids, logprobs)
-
-    manager, _ = run(
-        script=script,
-        rollout_batch_size=1,
-        dynamic_sampling_filter_path="slime_like.rollout.filters.reward_nonzero_std",
-    )
-    result = manager.generate(0)
-    assert result.groups[0].prompt.label == "0001" and sorted(result.groups[0].rewards) == [0, 1]
-    assert result.metrics["rollout/filtered_groups/all_rewards_1"] == 1
-
-
-def test_a_filter_that_keeps_nothing_ends_at_the_bound_with_its_reasons(run):
-    manager, engine = run(dynamic_sampling_filter_path=f"{HERE}:keep_nothing", dynamic_sampling_max_draws=3)
-    with pytest.raises(
-        RunError,
-        match=(
-            r"of 6 prompts only 0 of 2 groups could be kept \(--dynamic-sampling-max-draws 3\). Dropped:"
-            r" filter/too_easy 6"
-        ),
-    ):
-        manager.generate(0)
-    assert len(engine.requests) == 12
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("bad_filter", "the filter gave 'yes'"), ("raising_filter", "the filter raised RuntimeError: broken filter")],
-)
-def test_a_bad_filter_is_named(run, name, message):
-    manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.{name}")
-    with pytest.raises(RunError, match=f"--dynamic-sampling-filter-path {HERE}.{name}, prompt [01]: {message}"):
-        manager.generate(0)
-
-
-def test_a_raising_reward_names_the_sample_and_cancels_the_rest(run):
-    manager, _ = run(custom_rm_path=f"{HERE}.raising_reward", rm_type=None)
+def test_a_raising_reward_names_the_sample_and_cancels_the_rest(start_manager):
+    manager, _ = start_manager(custom_rm_path=f"{HERE}.raising_reward", rm_type=None)
     with pytest.raises(RewardError, match="raised ValueError: no such answer: prompt [01], sample 0"):
         manager.generate(0)
 
 
-def test_a_custom_generate_function_is_used(run):
-    manager, engine = run(custom_generate_function_path=f"{HERE}.ask_twice")
+def test_a_custom_generate_function_is_used(start_manager):
+    manager, engine = start_manager(custom_generate_function_path=f"{HERE}.ask_twice")
     result = manager.generate(0)
     assert len(engine.requests) == 8
     assert [(sample.prompt_index, sample.sample_index) for group in result.groups for sample in group.samples] == [
@@ -228,8 +91,8 @@ def test_a_custom_generate_function_is_used(run):
     ]
 
 
-def test_a_sample_with_an_empty_mask_is_kept_and_scored(run):
-    manager, _ = run(custom_generate_function_path=f"{HERE}.first_sample_untrained")
+def test_a_sample_with_an_empty_mask_is_kept_and_scored(start_manager):
+    manager, _ = start_manager(custom_generate_function_path=f"{HERE}.first_sample_untrained")
     result = manager.generate(0)
     assert result.metrics["rollout/untrained_samples"] == 2 and result.metrics["rollout/failed_samples"] == 0
     assert result.metrics["rollout/reward_mean"] == 1 and result.metrics["rollout/response_tokens_mean"] == 2.5
@@ -237,20 +100,20 @@ def test_a_sample_with_an_empty_mask_is_kept_and_scored(run):
     assert len(samples) == 4 and sorted(int(sample.loss_mask.sum()) for sample in samples) == [0, 0, 5, 5]
 
 
-def test_long_responses_are_punished_in_training_only(run, write_rows):
+def test_long_responses_are_punished_in_training_only(start_manager, write_rows):
     """Five tokens of at most 6, of which the last 4 are the buffer: eq. 13 gives (6 - 4 - 5) / 4 = -0.75."""
     held_out = write_rows([digits_row(9876)], "held-out.jsonl")
     options = {"rollout_max_response_len": 6, "overlong_buffer_len": 4, "overlong_penalty_factor": 2.0}
-    manager, _ = run(**options, eval_prompt_data=["held_out", held_out], eval_interval=1)
+    manager, _ = start_manager(**options, eval_prompt_data=["held_out", held_out], eval_interval=1)
     metrics = manager.generate(0).metrics
     assert metrics["rollout/reward_mean"] == -0.5 and metrics["reward/overlong"] == -1.5 and metrics["reward/rule"] == 1
     evaluation = manager.evaluate(0)
     assert evaluation["eval/held_out/reward_mean"] == 1 and "eval/held_out/reward_overlong" not in evaluation
 
 
-def test_masked_truncated_samples_are_counted_as_untrained(run):
+def test_masked_truncated_samples_are_counted_as_untrained(start_manager):
     for options, count in (({}, 0), ({"mask_truncated_samples": True}, 4)):
-        metrics = run(rollout_max_response_len=4, **options)[0].generate(0).metrics
+        metrics = start_manager(rollout_max_response_len=4, **options)[0].generate(0).metrics
         assert metrics["rollout/untrained_samples"] == count and metrics["rollout/response_tokens_mean"] == 4
 
 
@@ -261,8 +124,8 @@ def test_masked_truncated_samples_are_counted_as_untrained(run):
         ("raising_generate", "the function raised ValueError: my own bug"),
     ],
 )
-def test_a_bad_custom_generate_function_is_named(run, name, message):
-    manager, _ = run(custom_generate_function_path=f"{HERE}.{name}")
+def test_a_bad_custom_generate_function_is_named(start_manager, name, message):
+    manager, _ = start_manager(custom_generate_function_path=f"{HERE}.{name}")
     with pytest.raises(RunError, match=f"--custom-generate-function-path, prompt [01], sample [01]: {message}"):
         manager.generate(0)
 
@@ -287,11 +150,11 @@ def test_user_errors_surface_at_start_without_an_engine(make_config):
 
 
 @pytest.mark.slow
-def test_start_generate_leaves_the_driver_free_and_evaluation_runs_beside_it(run, write_rows):
+def test_start_generate_leaves_the_driver_free_and_evaluation_runs_beside_it(start_manager, write_rows):
     held_out = write_rows([digits_row(9876)], "held-out.jsonl")
     greedy = {"eval_prompt_data": ["held_out", held_out], "eval_interval": 1, "eval_temperature": 0.0}
     slow = {"fault_for": lambda body: None if body["sampling_params"]["temperature"] == 0 else Fault(delay_s=1.5)}
-    manager, _ = run(**greedy, engine_options=slow)
+    manager, _ = start_manager(**greedy, engine_options=slow)
     future = manager.start_generate(0)
     with pytest.raises(RunError, match="asked for while others are still being taken"):
         manager.generate(1)
@@ -300,8 +163,8 @@ def test_start_generate_leaves_the_driver_free_and_evaluation_runs_beside_it(run
     assert indexes(future.result(timeout=5)) == [0, 1]
 
 
-def test_close_cancels_a_running_rollout(run):
-    manager, _ = run(engine_options={"fault_for": lambda _: Fault(delay_s=30)})
+def test_close_cancels_a_running_rollout(start_manager):
+    manager, _ = start_manager(engine_options={"fault_for": lambda _: Fault(delay_s=30)})
     future = manager.start_generate(0)
     time.sleep(0.1)
     start = time.monotonic()
@@ -318,14 +181,14 @@ def test_num_rollouts_counts_epochs(make_config):
     assert check_data(config).num_rollouts(2) == 7  # 14 prompts, 2 a rollout
 
 
-def test_train_samples_are_normalised_within_their_group(run, sorting_script):
+def test_train_samples_are_normalised_within_their_group(start_manager, sorting_script):
     count = iter(range(100))
 
     def script(prompt):
         ids, logprobs = sorting_script(prompt)
         return (ids, logprobs) if next(count) < 1 else (ids[1:], logprobs[1:])  # only the very first answer is right
 
-    manager, _ = run(script=script, engine_options={"fault_for": None})
+    manager, _ = start_manager(script=script, engine_options={"fault_for": None})
     groups = manager.generate(0).groups
     samples = to_train_samples(groups, LossConfig(disable_grpo_std_normalization=True))
     assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -337,7 +200,7 @@ def test_train_samples_are_normalised_within_their_group(run, sorting_script):
 
 
 @pytest.mark.slow
-def test_an_abort_by_our_own_sync_is_no_failure(run):
+def test_an_abort_by_our_own_sync_is_no_failure(start_manager):
     """Five aborts of one request are more than any failure may have.
 
     Nothing is dropped, and every answer is asked for again.
@@ -353,7 +216,7 @@ def test_an_abort_by_our_own_sync_is_no_failure(run):
     def first_seed(body, before):
         return before[0] if before else body["sampling_params"]["sampling_seed"]
 
-    manager, _ = run(engine_options={"fault_for": fault})
+    manager, _ = start_manager(engine_options={"fault_for": fault})
     future = manager.start_generate(0)
     version = 0
     while not future.done():
@@ -371,8 +234,10 @@ def test_an_abort_by_our_own_sync_is_no_failure(run):
     ) == (5, 0, 0)
 
 
-def test_a_request_that_is_aborted_during_a_sync_waits_for_its_end(run):
-    manager, engine = run(engine_options={"faults": [Fault(abort=1)]}, rollout_batch_size=1, n_samples_per_prompt=1)
+def test_a_request_that_is_aborted_during_a_sync_waits_for_its_end(start_manager):
+    manager, engine = start_manager(
+        engine_options={"faults": [Fault(abort=1)]}, rollout_batch_size=1, n_samples_per_prompt=1
+    )
     manager.policy_changing()
     future = manager.start_generate(0)
     time.sleep(0.5)
@@ -381,8 +246,8 @@ def test_a_request_that_is_aborted_during_a_sync_waits_for_its_end(run):
     assert future.result(timeout=5).metrics["rollout/interrupted_requests"] == 1
 
 
-def test_segments_of_an_answer_are_one_member_of_their_group(run):
-    manager, _ = run(
+def test_segments_of_an_answer_are_one_member_of_their_group(start_manager):
+    manager, _ = start_manager(
         custom_generate_function_path=f"{HERE}.two_segments", custom_rm_path=f"{HERE}.sample_number", rm_type=None
     )
     group = manager.generate(0).groups[0]
@@ -395,8 +260,8 @@ def test_segments_of_an_answer_are_one_member_of_their_group(run):
     assert group.rewards.tolist() == [0.0, 1.0]
 
 
-def test_the_ledger_is_told_in_metrics_and_adds_up(run):
-    manager, _ = run(dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", over_sampling_batch_size=5)
+def test_the_ledger_is_told_in_metrics_and_adds_up(start_manager):
+    manager, _ = start_manager(dynamic_sampling_filter_path=f"{HERE}.keep_even_prompts", over_sampling_batch_size=5)
     metrics = manager.generate(0).metrics
     states = {
         name.removeprefix("rollout/ledger/"): value

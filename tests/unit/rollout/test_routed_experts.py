@@ -150,15 +150,15 @@ def test_an_engine_that_reports_none():
 
 def test_a_custom_function_must_pass_them_on():
     async def forgets(args, prompt, sampling_params, engine):
-        made = SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
-        return dataclasses.replace(made, routed_experts=None)
+        sample = SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
+        return dataclasses.replace(sample, routed_experts=None)
 
     async def passes_on(args, prompt, sampling_params, engine):
         return SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
 
     async def trains_nothing(args, prompt, sampling_params, engine):
-        made = await forgets(args, prompt, sampling_params, engine)
-        return dataclasses.replace(made, loss_mask=np.zeros_like(made.loss_mask))
+        sample = await forgets(args, prompt, sampling_params, engine)
+        return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
 
     async def run(function, engine):
         endpoint = EngineEndpoint(index=0, url=engine.url)

@@ -44,11 +44,11 @@ def test_groups_of_unequal_size_are_their_own_baselines():
     within nor between groups.
     """
     assert advantages_of([group(0, [1, 1]), group(1, [0, 0, 0])]) == [0, 0, 0, 0, 0]
-    found = advantages_of([group(0, [1, 0]), group(1, [3, 0, 0])], disable_grpo_std_normalization=True)
-    assert found == pytest.approx([0.5, -0.5, 2, -1, -1])
+    advantages = advantages_of([group(0, [1, 0]), group(1, [3, 0, 0])], disable_grpo_std_normalization=True)
+    assert advantages == pytest.approx([0.5, -0.5, 2, -1, -1])
     # The third sample of a deviation of its own group: sqrt(2 x .25 / 1) = .7071 and sqrt((4 + 1 + 1) / 2) = 1.7321.
-    found = advantages_of([group(0, [1, 0]), group(1, [3, 0, 0])])
-    assert found == pytest.approx(
+    advantages = advantages_of([group(0, [1, 0]), group(1, [3, 0, 0])])
+    assert advantages == pytest.approx(
         [0.5 / 0.707107, -0.5 / 0.707107, 2 / 1.732051, -1 / 1.732051, -1 / 1.732051], rel=1e-5
     )
 
@@ -82,16 +82,16 @@ def test_what_failures_leave_alone_teaches_nothing():
     """
     groups = [group(0, [9, 7], status=FAILED), group(1, [1, 0])]
     for estimator in ("grpo", "dr_grpo", "rloo", "gspo"):
-        found = to_train_samples(groups, LossConfig(advantage_estimator=estimator), group_size=2)
-        assert found[0].advantages[-1] == 0 and found[1].advantages[-1] > 0
+        samples = to_train_samples(groups, LossConfig(advantage_estimator=estimator), group_size=2)
+        assert samples[0].advantages[-1] == 0 and samples[1].advantages[-1] > 0
     assert to_train_samples([group(0, [7])], LossConfig(), group_size=1)[0].advantages[-1] == 7
 
 
 def test_the_rollouts_deviation_divides_the_groups_difference():
     """Rewards 1, 0 and 3, 3, 2; what failed (9) is in neither. Deviation of the five: sqrt(6.8 / 4)."""
     groups = [group(0, [1, 0]), group(1, [9, 3, 3, 2], status=FAILED)]
-    found = advantages_of(groups, advantage_estimator="grpo_batch_std")
-    assert found == pytest.approx([x / 1.7**0.5 for x in (0.5, -0.5, 1 / 3, 1 / 3, -2 / 3)], rel=1e-5)
+    advantages = advantages_of(groups, advantage_estimator="grpo_batch_std")
+    assert advantages == pytest.approx([x / 1.7**0.5 for x in (0.5, -0.5, 1 / 3, 1 / 3, -2 / 3)], rel=1e-5)
 
 
 def test_metadata_reaches_the_trainer():
@@ -155,8 +155,8 @@ def test_an_answer_of_several_samples_is_compared_once():
     pair = group(0, [1, 0])
     segments = [dataclasses.replace(pair.samples[0], segment_index=number) for number in range(3)]
     longer = dataclasses.replace(pair, samples=(*segments, pair.samples[1]))
-    found = to_train_samples([longer], LossConfig(disable_grpo_std_normalization=True), group_size=2)
-    assert [(sample.sample_index, sample.advantages[-1]) for sample in found] == [(0, 0.5)] * 3 + [(1, -0.5)]
+    samples = to_train_samples([longer], LossConfig(disable_grpo_std_normalization=True), group_size=2)
+    assert [(sample.sample_index, sample.advantages[-1]) for sample in samples] == [(0, 0.5)] * 3 + [(1, -0.5)]
 
 
 def test_every_trained_token_has_the_advantage_and_weight_one():

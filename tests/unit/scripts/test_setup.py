@@ -1,40 +1,72 @@
-"""setup.sh on a stand-in for Python: what it runs, when it does nothing, how it mends, what it says."""
+"""setup.sh on stand-ins for Python and nvidia-smi: what it chooses and runs, when it does nothing, how it mends, what
+it says. The choice itself: test_choose_set.py.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-#: Plays both the host's Python and the one in .venv: notes its arguments; `-m venv` copies it; fails what FAIL names.
-STAND_IN = """#!/usr/bin/env bash
+#: Plays the host's Pythons and the one in .venv: notes its arguments; `-m venv` copies it; fails what FAIL names. Its
+#: version is in its name, or in a file that `-m venv` has left. TORCH is what all Pythons of the host have.
+STAND_IN = """#!/bin/bash
 printf '%s\\n' "$*" >>"${CALLS}"
 if [[ -n "${FAIL:-}" && "$*" == *"${FAIL}"* ]]; then echo "ERROR: the registry is on fire"; exit 1; fi
-if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
-if [[ "$*" == "-m pip check" ]]; then printf '%s\\n' "${PIP_CHECK:-}"; fi
+version=${0##*/python}
+if [[ -f "${0%/bin/*}/version" ]]; then read -r version <"${0%/bin/*}/version"; fi
+case "$*" in
+  *version_info*) echo "${version:-3.11}" ;;
+  *'find_spec("torch")'*) if [[ -n "${TORCH:-}" ]]; then echo "${TORCH}"; fi ;;
+  scripts/lib/choose_set.py*) exec "${REAL_PYTHON}" "$@" ;;
+  "-m pip check") printf '%s\\n' "${PIP_CHECK:-}" ;;
+  "-m venv "*)
+    for folder; do :; done
+    mkdir -p "${folder}/bin"; cp "$0" "${folder}/bin/python"; echo "${version:-3.11}" >"${folder}/version" ;;
+esac
 exit 0
 """
+NVIDIA_SMI = """#!/bin/bash
+if [[ "${1:-}" == -L ]]; then
+  echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"; echo "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1)"
+else
+  echo "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: ${DRIVER_CUDA:-13.0}     |"
+fi
+"""
+#: What setup.sh calls beside Python and nvidia-smi. A fake host has nothing else.
+TOOLS = "bash cat cp cut dirname flock grep mkdir rm sed sha256sum tail".split()
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 class Tree:
-    """A copy of what setup.sh needs, with the stand-in for Python."""
+    """A copy of what setup.sh needs, on a host with `programs` only."""
 
-    def __init__(self, folder: Path, root: Path):
+    def __init__(self, folder: Path, root: Path, programs: dict[str, str]):
         self.folder, self.calls_file = folder, folder / "calls"
+        folder.mkdir(exist_ok=True)
         shutil.copytree(root / "scripts" / "requirements", folder / "scripts" / "requirements")
-        for name in ("scripts/setup.sh", "setup.py"):
+        (folder / "scripts" / "lib").mkdir()
+        for name in ("scripts/setup.sh", "scripts/lib/choose_set.py", "setup.py"):
             shutil.copyfile(root / name, folder / name)
-        (folder / "python").write_text(STAND_IN)
-        (folder / "python").chmod(0o755)
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+        for name, text in programs.items():
+            write_program(self.bin / name, text)
 
     def setup(self, *options: str, **env: str) -> subprocess.CompletedProcess:
         """Run setup.sh, having forgotten earlier calls."""
         self.calls_file.unlink(missing_ok=True)
-        environment = os.environ | {"PYTHON": str(self.folder / "python"), "CALLS": str(self.calls_file)} | env
-        command = ["bash", str(self.folder / "scripts/setup.sh"), *(options or ("--cpu",))]
+        environment = {"PATH": str(self.bin), "CALLS": str(self.calls_file), "REAL_PYTHON": sys.executable} | env
+        command = ["bash", str(self.folder / "scripts/setup.sh"), *options]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
     def installs(self) -> list[str]:
@@ -42,10 +74,86 @@ class Tree:
         lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
         return [line.split(" install ")[1] for line in lines if " install " in line]
 
+    def made_with(self) -> list[str]:
+        """How environments were made in the last run."""
+        return [line for line in self.calls_file.read_text().splitlines() if line.startswith("-m venv")]
+
 
 @pytest.fixture
 def tree(tmp_path: Path, repo_root: Path) -> Tree:
-    return Tree(tmp_path, repo_root)
+    return Tree(tmp_path, repo_root, {"python3.11": STAND_IN})
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize(
+    ("torch", "gpu_set", "version", "sglang"),
+    [
+        ("", "gpu-newest", "2.14.1", "0.5.23"),
+        ("2.11.0+cu130 13.0", "gpu-torch211", "2.11.0", "0.5.17"),
+        ("2.9.1+cu128 12.8", "gpu-newest", "2.14.1", "0.5.23"),
+    ],
+)
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_every_host_gets_its_set(tmp_path, repo_root, python, torch, gpu_set, version, sglang, has_gpu):
+    programs = {f"python{python}": STAND_IN} | ({"nvidia-smi": NVIDIA_SMI} if has_gpu else {})
+    tree = Tree(tmp_path, repo_root, programs)
+    done = tree.setup(TORCH=torch)
+    assert done.returncode == 0, done.stderr
+    name = gpu_set if has_gpu else "cpu"
+    assert done.stdout.startswith(f"setup: set {name} (torch ")
+    assert f"with Python {python}: {'2 x NVIDIA H100' if has_gpu else 'nvidia-smi lists no GPU'}" in done.stdout
+    installs = tree.installs()
+    if has_gpu:
+        pins = f"-c scripts/requirements/constraints-{name}.txt"
+        wanted = ["setuptools wheel ninja", f"torch=={version}", f"sglang=={sglang}", "--no-build-isolation -e .[dev]"]
+        assert [line.partition(f"{pins} ")[2] for line in installs] == wanted
+    else:
+        assert [line.split()[-1] for line in installs][0] == "torch==2.13.0+cpu"
+    sees_host = has_gpu and gpu_set == "gpu-torch211"
+    assert tree.made_with() == [f"-m venv {'--system-site-packages ' if sees_host else ''}.venv"]
+    # Nothing is to do, and nothing is said, when it is called again as every script does.
+    again = tree.setup(TORCH=torch)
+    assert (again.returncode, again.stdout, tree.installs()) == (0, "", [])
+
+
+def test_transformer_engine_is_compiled_where_nvcc_is(tmp_path, repo_root):
+    host = {"python3.12": STAND_IN, "nvidia-smi": NVIDIA_SMI}
+    without = Tree(tmp_path / "without", repo_root, host)
+    done = without.setup("--set", "gpu-torch211")
+    assert "no nvcc on the PATH" in done.stdout and not any("transformer-engine" in line for line in without.installs())
+    tree = Tree(tmp_path / "with", repo_root, host | {"nvcc": "#!/bin/bash\n"})
+    assert tree.setup("--set", "gpu-torch211").returncode == 0
+    assert tree.installs()[-1].endswith("--no-build-isolation transformer-engine[pytorch,core_cu13]==2.11.0")
+
+
+def test_an_environment_keeps_its_set_and_its_python(tmp_path, repo_root):
+    tree = Tree(tmp_path, repo_root, {"python3.11": STAND_IN, "python3.12": STAND_IN, "nvidia-smi": NVIDIA_SMI})
+    assert "set cpu (" in tree.setup("--cpu", PYTHON=str(tree.bin / "python3.12")).stdout
+    (tree.folder / ".venv/pyvenv.cfg").write_text(f"executable = {tree.bin}/python3.12\n")
+    with open(tree.folder / "setup.py", "a") as file:
+        file.write("\n# changed\n")
+    again = tree.setup()
+    assert "set cpu (" in again.stdout and "with Python 3.12: what .venv holds" in again.stdout
+    assert tree.made_with() == []
+    assert len(tree.installs()) == 4
+    other = tree.setup("--gpu")
+    assert ".venv held the set cpu; starting it anew" in other.stdout and "set gpu-newest (" in other.stdout
+    assert tree.made_with() == ["-m venv .venv"]
+
+
+def test_a_host_where_no_set_fits_is_told_the_fix(tmp_path, repo_root):
+    tree = Tree(tmp_path, repo_root, {"python3.12": STAND_IN, "nvidia-smi": NVIDIA_SMI})
+    done = tree.setup(DRIVER_CUDA="12.8")
+    assert done.returncode == 1 and "speaks CUDA 12.8" in done.stderr and "Fix: a driver of version 580" in done.stderr
+    assert "Known: cpu, gpu-torch211, gpu-newest" in tree.setup("--set", "gpu").stderr
+    assert tree.setup("--set").returncode == 1
+    assert not (tree.folder / ".venv").exists() and tree.installs() == []
+
+
+def test_the_choice_alone_installs_nothing(tree: Tree):
+    done = tree.setup("--choice")
+    assert done.stdout == "setup: set cpu (torch 2.13.0+cpu, sglang 0.5.23) with Python 3.11: nvidia-smi lists no GPU\n"
+    assert tree.installs() == [] and not (tree.folder / ".venv").exists()
 
 
 def test_stages_run_in_order(tree: Tree):
@@ -102,15 +210,10 @@ def test_an_expected_line_of_pip_check_passes_and_another_fails(tree: Tree, repo
     assert failed.returncode == 1 and "ray 2.60.0 requires click" in failed.stderr
 
 
-def test_a_gpu_host_gets_stock_packages(tree: Tree):
-    assert tree.setup("--gpu").returncode == 0
-    assert any(".[gpu,dev]" in line for line in tree.installs())
-    assert not any("torch==" in line for line in tree.installs())
-
-
 def test_without_the_right_python_it_says_what_to_install(tree: Tree):
     result = tree.setup(PYTHON=str(tree.folder / "no-python"))
     assert result.returncode == 1 and "apt-get install python3.11 python3.11-venv" in result.stderr
+    assert "python3.12" in result.stderr
     assert not (tree.folder / ".venv").exists()
 
 

@@ -56,6 +56,12 @@ def test_every_flag_is_known(repo_root: Path, name: str):
     assert {flag for flag in flags if not flag.startswith("--sglang-")} - known == set()
 
 
+@pytest.mark.parametrize("name", RUN_SCRIPTS)
+def test_the_host_chooses_the_attention(repo_root: Path, name: str):
+    # flash needs flash-attn, which no set of packages here has.
+    assert re.findall(r"--attention-backend (\S+)\n  --run-dir", (repo_root / "scripts" / name).read_text()) == ["auto"]
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -248,6 +254,17 @@ def test_our_own_job_server_is_used(repo_root: Path, tmp_path: Path):
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=address)
     assert done.returncode == 0 and [words[0] for words in asked] == ["job"] and asked_address(asked[0]) == address
+
+
+def test_a_job_gets_this_shells_nccl_switches(repo_root: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done, asked = submit(repo_root, tmp_path, RAY_JOB_ADDRESS=address, NCCL_NVLS_ENABLE="1", NCCL_CUMEM_ENABLE="")
+    assert done.returncode == 0, done.stderr
+    (text,) = [word.partition("=")[2] for word in asked[0] if word.startswith("--runtime-env-json=")]
+    variables = json.loads(text)["env_vars"]
+    assert variables["NCCL_NVLS_ENABLE"] == "1" and "NCCL_CUMEM_ENABLE" not in variables
+    assert variables["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_job_server_on_another_host_is_used_and_nothing_is_started(repo_root: Path, tmp_path: Path):

@@ -34,9 +34,9 @@ def tokenizer(repo_root: Path):
 
 def test_committed_tokenizer_is_what_the_script_makes(repo_root: Path, tmp_path: Path):
     run_script(repo_root, "make_tiny_tokenizer.py", str(tmp_path))
-    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert made.keys() == {"tokenizer.json", "tokenizer_config.json"}
-    assert made == {name: (repo_root / "models" / "tiny-qwen3" / name).read_bytes() for name in made}
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert files.keys() == {"tokenizer.json", "tokenizer_config.json"}
+    assert files == {name: (repo_root / "models" / "tiny-qwen3" / name).read_bytes() for name in files}
 
 
 def test_a_prompt_is_fourteen_tokens(tokenizer):

@@ -321,14 +321,14 @@ def test_markers_are_judged_for_the_target(repo_root: Path):
         ),
         "b": package(repo_root, "b", "1", "c; extra == 'gpu'", "d; extra == 'docs'"),
     }
-    found = resolve.closure(packages, [Requirement("a")], target, frozenset())
-    assert set(found.required_by) == {"a", "b", "c", "new"} and found.required_by["c"] == ("b",)
-    assert sorted(found.missing) == ["c", "new>=2"]
+    closure = resolve.closure(packages, [Requirement("a")], target, frozenset())
+    assert set(closure.required_by) == {"a", "b", "c", "new"} and closure.required_by["c"] == ("b",)
+    assert sorted(closure.missing) == ["c", "new>=2"]
     assert resolve.closure(packages, [Requirement("a")], target, frozenset({"new", "c"})).missing == ()
 
 
 def wish(root: Path, tmp_path: Path, *options: str):
-    return load(root, "gather").parse(
+    return load(root, "wish").parse(
         ["--python", "3.12", "--torch", "2.11.0", "--cuda", "13", "--output", str(tmp_path / "o"), *options]
     )
 

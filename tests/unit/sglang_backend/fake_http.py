@@ -56,8 +56,8 @@ def serve(
             if fake.api_key and self.headers.get("Authorization") != f"Bearer {fake.api_key}":
                 status, answer = 401, {"error": "Unauthorized"}
             else:
-                found = fake.answers.get(path, (404, {"detail": "Not Found"}))
-                status, answer = found(body) if callable(found) else found
+                answer_or_function = fake.answers.get(path, (404, {"detail": "Not Found"}))
+                status, answer = answer_or_function(body) if callable(answer_or_function) else answer_or_function
             data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import pickle
 import threading
+import time
+import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,7 +18,7 @@ from sglang_backend.fake_http import serve
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
-from slime_like.utils.net import free_port
+from slime_like.utils.net import free_port, wait_until
 
 OK = (200, {"success": True, "message": "Success"})
 
@@ -43,6 +48,33 @@ def test_key_is_sent_and_a_wrong_one_is_an_error_without_the_key_in_it():
     assert "secret-wrong" not in str(caught.value)
 
 
+def test_a_key_that_no_header_takes_is_an_error_without_the_key_in_it():
+    key = "\n".join(["sec" + "ret"] * 2)
+    with (
+        serve({"/model_info": (200, {})}) as server,
+        pytest.raises(EngineHttpError, match="one line") as caught,
+    ):
+        client_of(server.url, key).model_info()
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_redirect_is_an_error():
+    """Followed, a POST would become a GET, and the key go where nobody said."""
+    with (
+        serve({"/pause_generation": (302, "over there")}) as server,
+        pytest.raises(EngineHttpError, match="302") as caught,
+    ):
+        client_of(server.url).pause_generation("abort")
+    assert caught.value.status == 302
+
+
+def test_certificates_that_are_not_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "none.pem"))
+    with pytest.raises(EngineError, match=r"none\.pem cannot be used: .*No such file.*REQUESTS_CA_BUNDLE"):
+        client_of("https://127.0.0.1:1")
+    client_of("http://127.0.0.1:1")  # needs none
+
+
 def test_refusal_in_a_good_answer_is_an_error():
     refusal = (200, {"success": False, "message": "no such folder"})
     with serve({"/update_weights_from_disk": refusal}) as server, pytest.raises(EngineError, match="no such folder"):
@@ -57,8 +89,6 @@ def test_nobody_there():
 
 
 def test_late_answer_is_a_timeout_that_names_the_request():
-    import time
-
     late = "engine 3.*POST /continue_generation"
     with (
         serve({"/continue_generation": lambda body: (time.sleep(1.0), OK)[1]}) as server,
@@ -119,8 +149,10 @@ def test_engine_without_weight_versions_is_refused():
         client_of(server.url).weight_version()
 
 
-def test_connections_are_kept_between_threads_but_not_for_long(monkeypatch):
-    opened = []
+@contextlib.contextmanager
+def counting_server() -> Iterator[tuple[EngineEndpoint, list, list]]:
+    """(a server that keeps connections, each that was opened, each that was closed)."""
+    opened, closed = [], []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -128,6 +160,10 @@ def test_connections_are_kept_between_threads_but_not_for_long(monkeypatch):
         def setup(self):
             opened.append(self.client_address)
             super().setup()
+
+        def finish(self):
+            super().finish()
+            closed.append(self.client_address)
 
         def do_GET(self):
             self.send_response(200)
@@ -141,18 +177,35 @@ def test_connections_are_kept_between_threads_but_not_for_long(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
-        client = EngineClient(EngineEndpoint(index=0, url=f"http://127.0.0.1:{server.server_address[1]}"), timeout_s=5)
+        yield EngineEndpoint(index=0, url=f"http://127.0.0.1:{server.server_address[1]}"), opened, closed
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_connections_are_kept_between_threads_but_not_for_long():
+    with counting_server() as (endpoint, opened, _):
+        client = EngineClient(endpoint, timeout_s=5, keep_s=60.0)
         for _ in range(3):
             thread = threading.Thread(target=client.models)
             thread.start()
             thread.join()
         assert len(opened) == 1
-        monkeypatch.setattr("slime_like.sglang_backend.client._KEEP_S", 0.0)  # the server would have closed it
-        client.models()
-        assert len(opened) == 2
+        brief = EngineClient(endpoint, timeout_s=5, keep_s=0.01)
+        for _ in range(2):
+            brief.models()
+            time.sleep(0.05)  # the server might have closed it
+        assert len(opened) == 3
+        barrier = threading.Barrier(2)
         with ThreadPoolExecutor(2) as pool:  # never two requests on one
-            list(pool.map(lambda _: client.models(), range(2)))
-        assert len(opened) >= 3
-    finally:
-        server.shutdown()
-        server.server_close()
+            list(pool.map(lambda _: (barrier.wait(5), [client.models() for _ in range(20)]), range(2)))
+        assert len(opened) <= 4
+
+
+def test_a_dropped_client_leaves_no_connection():
+    with counting_server() as (endpoint, opened, closed):
+        EngineClient(endpoint, timeout_s=5).models()
+        gc.collect()
+        wait_until(
+            lambda: None if closed == opened else str(closed), deadline_s=5, who="test", whom="server", phase="close"
+        )

@@ -234,13 +234,13 @@ def test_what_must_agree(tmp_path, changes, words):
 
 
 def test_every_disagreement_is_listed(tmp_path):
-    found = disagreements(
+    problems = disagreements(
         server_of(model_type="llama", dtype="float32", context_length=8),
         hf_checkpoint=checkpoint(tmp_path / "here"),
         dtype="bfloat16",
         needed_context=9,
     )
-    assert len(found) == 3
+    assert len(problems) == 3
 
 
 @pytest.mark.parametrize(
@@ -267,15 +267,15 @@ def test_folder_that_is_visible_here_tells_the_size(tmp_path):
 
 @contextlib.contextmanager
 def watch(*urls, interval_s=0.05, failures=3):
-    found = HealthWatch(
+    health = HealthWatch(
         [EngineEndpoint(index=i, url=url, external=True) for i, url in enumerate(urls)],
         interval_s=interval_s,
         failures=failures,
     )
     try:
-        yield found
+        yield health
     finally:
-        found.stop()
+        health.stop()
 
 
 def wait_dead(watched: HealthWatch, seconds: float = 10) -> str:
@@ -341,9 +341,9 @@ def test_routed_experts_are_told_only_by_a_server_started_for_it(tmp_path):
         serve(ANSWERS | {"/server_info": (200, INFO | {"enable_return_routed_experts": True})}) as telling,
     ):
         servers = [inspect_server(fake.url, None, 5) for fake in (silent, telling)]
-    found = [
+    problems = [
         disagreements(s, hf_checkpoint=folder, dtype="bfloat16", needed_context=1, routed_experts=True) for s in servers
     ]
-    assert len(found[0]) == 1 and "--enable-return-routed-experts" in found[0][0]
-    assert found[1] == []
+    assert len(problems[0]) == 1 and "--enable-return-routed-experts" in problems[0][0]
+    assert problems[1] == []
     assert disagreements(servers[0], hf_checkpoint=folder, dtype="bfloat16", needed_context=1) == []

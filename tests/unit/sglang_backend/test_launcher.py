@@ -129,6 +129,27 @@ def test_log_level_is_ours_unless_sglang_has_one_of_its_own(tmp_path):
     assert levels(log_level="debug", extra_flags={"log_level": "error"}) == ["--log-level=error"]
 
 
+def test_a_trainer_on_the_same_gpus_is_no_foreign_process(tmp_path, monkeypatch):
+    """SGLang would end where the cards' free memory differs by a tenth. 0.5.17 copies the older variable, which means
+    the opposite, over the newer one.
+    """
+    name, older = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(older, "1")
+    shared = _environment(spec(tmp_path, "", shares_gpus=True), cuda=True)
+    assert shared[name] == "false" and older not in shared
+    for other in (
+        _environment(spec(tmp_path, ""), cuda=True),
+        _environment(spec(tmp_path, "", shares_gpus=True), cuda=False),
+    ):
+        assert name not in other and other[older] == "1"
+
+
+def test_the_share_that_the_plan_derives_reaches_the_engine(tmp_path):
+    argv = _server_argv(spec(tmp_path, "", extra_flags={"mem_fraction_static": "0.873"}), port=1, cuda=True)
+    assert "--mem-fraction-static=0.873" in argv
+
+
 def test_gpus_and_cpu_cores(tmp_path):
     engine = spec(tmp_path, "", tp_size=2, gpu_ids=(2, 3), memory_saver=True)
     assert _environment(engine, cuda=True)["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -7,9 +7,10 @@ import socket
 import pytest
 from sglang_backend.fake_http import serve
 
+from slime_like.config.engine import EngineConfig
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
-from slime_like.sglang_backend.router import attach_router, launch_router
+from slime_like.sglang_backend.router import attach_router, launch_router, start_router
 from slime_like.utils.net import free_port
 
 
@@ -83,3 +84,16 @@ def test_taken_port_is_named(tmp_path):
         port = other.getsockname()[1]
         with pytest.raises(EngineError, match=f"port {port} on 127.0.0.1 is taken"):
             launch_router(policy="random", port=port, log_path=f"{tmp_path}/log", timeout_s=5)
+
+
+def test_a_run_uses_the_router_that_it_is_given(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROUTER_KEY", "right")
+    with serve({"/workers": (200, {"workers": []})}, api_key="right") as server:
+        port = int(server.url.rpartition(":")[2])
+        engine = EngineConfig(
+            sglang_router_ip="127.0.0.1", sglang_router_port=port, sglang_router_api_key_env="ROUTER_KEY"
+        )
+        router = start_router(engine, "cache_aware", str(tmp_path / "log"), "warning")
+        assert router.url == server.url and router.poll() is None
+        router.close()
+    assert not (tmp_path / "log").exists(), "none of ours was started"

@@ -81,10 +81,10 @@ def test_tensors_that_the_engine_joins_are_never_parted():
 
 
 def digest(tensors) -> int:
-    found = Digest()
+    total = Digest()
     for name, tensor in tensors:
-        found.add(name, tensor)
-    return found.value
+        total.add(name, tensor)
+    return total.value
 
 
 def test_digest_of_one_tensor_by_hand():
@@ -92,10 +92,10 @@ def test_digest_of_one_tensor_by_hand():
     assert content_digest(tensor) == xxhash.xxh3_64_digest(b"\x01\x02")
     by_hand = xxhash.xxh3_64(b"w|uint8|[1, 2]|" + xxhash.xxh3_64_digest(b"\x01\x02")).intdigest()
     for content in (None, content_digest(tensor)):
-        found = Digest()
-        found.add("w", tensor, content)
-        assert found.value == by_hand
-        assert (found.report().num_tensors, found.report().num_bytes) == (1, 2)
+        total = Digest()
+        total.add("w", tensor, content)
+        assert total.value == by_hand
+        assert (total.report().num_tensors, total.report().num_bytes) == (1, 2)
 
 
 def test_digest_ignores_order_and_adds_up_over_sources():
@@ -119,3 +119,12 @@ def test_digest_sees_name_type_shape_and_one_bit():
 def test_digest_of_a_view_is_that_of_its_elements():
     whole = torch.arange(6.0).reshape(2, 3)
     assert digest([("w", whole.t())]) == digest([("w", whole.t().contiguous())])
+
+
+def test_a_digest_leaves_the_tensors_memory_as_it_was():
+    """A trainer gives the memory of its weights up between syncs; torch refuses that once numpy has been shown it."""
+    tensor = torch.arange(5, dtype=torch.float32)
+    content_digest(tensor)
+    assert tensor.untyped_storage().resizable()
+    assert content_digest(tensor) == xxhash.xxh3_64_digest(tensor.numpy().tobytes())
+    assert content_digest(torch.empty(0)) == xxhash.xxh3_64_digest(b"")

@@ -26,8 +26,8 @@ def tensors():
     return [(name, torch.randn(3, 4)) for name in NAMES]
 
 
-def over(function, given=None, args=None):
-    return list(WeightTransform(function, args, PATH).over(tensors() if given is None else given))
+def over(function, weights=None, args=None):
+    return list(WeightTransform(function, args, PATH).over(tensors() if weights is None else weights))
 
 
 def test_one_name_becomes_two_one_or_none_in_order():
@@ -39,31 +39,31 @@ def test_one_name_becomes_two_one_or_none_in_order():
 
     args = type("Args", (), {"largest": 448.0})()
     (first, quantised), (second, scale), (third, last) = over(function, args=args)
-    given = dict(tensors())
+    weights = dict(tensors())
     assert (first, second, third) == ("a.weight", "a.weight_scale", "c.bias")
     # e4m3 has 3 bits behind the point: half a step is 1/16 of the value; subnormals are 2**-9 apart.
-    allowed = given["a.weight"].abs() / 16 + scale * 2**-10
+    allowed = weights["a.weight"].abs() / 16 + scale * 2**-10
     assert (
         quantised.dtype == torch.float8_e4m3fn
-        and ((quantised.float() * scale - given["a.weight"]).abs() <= allowed).all()
+        and ((quantised.float() * scale - weights["a.weight"]).abs() <= allowed).all()
     )
-    assert torch.equal(last, given["c.bias"])
+    assert torch.equal(last, weights["c.bias"])
 
 
 def test_the_documented_fp8_can_be_computed_back(repo_root):
     (source,) = re.findall(
         r"```python\n(def fp8_blocks.*?)```", (repo_root / "docs/weight-sync.md").read_text(), flags=re.DOTALL
     )
-    found = {"torch": torch}
-    exec(source, found)
-    given = [("a.up_proj.weight", torch.randn(300, 200)), ("b.norm.weight", torch.randn(200))]
-    (_, quantised), (scale_name, scales), norm = over(found["fp8_blocks"], given)
+    namespace = {"torch": torch}
+    exec(source, namespace)
+    weights = [("a.up_proj.weight", torch.randn(300, 200)), ("b.norm.weight", torch.randn(200))]
+    (_, quantised), (scale_name, scales), norm = over(namespace["fp8_blocks"], weights)
     assert (scale_name, quantised.dtype, tuple(scales.shape)) == (
         "a.up_proj.weight_scale_inv",
         torch.float8_e4m3fn,
         (3, 2),
-    ) and norm == given[1]
-    expected = given[0][1]
+    ) and norm == weights[1]
+    expected = weights[0][1]
     for row in range(3):
         for column in range(2):
             block = slice(128 * row, 128 * (row + 1)), slice(128 * column, 128 * (column + 1))
@@ -95,8 +95,8 @@ def test_to_bf16_rounds_fp32_and_nothing_else():
         torch.ones(2, dtype=torch.float16),
         torch.ones(2, dtype=torch.int64),
     ]
-    given = list(zip("abc", values, strict=True))
-    (_, a), (_, b), (_, c) = over(hook.to_bf16, given)
+    tensors = list(zip("abc", values, strict=True))
+    (_, a), (_, b), (_, c) = over(hook.to_bf16, tensors)
     # 1 + 2**-9 is nearer to 1 than to 1 + 2**-7; -3.3 lies between -3.296875 and -3.3125.
     assert a.dtype == torch.bfloat16 and a.tolist() == [1.0, 1.0, -3.296875]
     assert b is values[1] and c is values[2]
@@ -148,7 +148,7 @@ def test_bad_input_is_named(case):
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("reports", "message"),
     [
         ([TransformOutcome(0, ("a", "b"), "x"), TransformOutcome(1, ("c", "b"), "y")], "b was made twice"),
         ([TransformOutcome(0, ("a", "a"), "x")], "a was made twice"),
@@ -164,18 +164,18 @@ def test_bad_input_is_named(case):
         ),
     ],
 )
-def test_what_the_ranks_made_together(made, message):
+def test_what_the_ranks_made_together(reports, message):
     transform = WeightTransform(hook.to_bf16, None, PATH)
     transform.check([TransformOutcome(0, ("a",), "x"), TransformOutcome(0, (), "x"), TransformOutcome(1, ("b",), "y")])
     with pytest.raises(WeightSyncError, match=f"^--custom-weight-transform-path {PATH}: {message}"):
-        transform.check(made)
+        transform.check(reports)
 
 
 def test_the_summary_is_of_names_types_and_shapes_of_the_last_sync():
     transform = WeightTransform(lambda args, name, tensor: [(name, tensor)], None, PATH)
 
-    def summary(*given):
-        list(transform.over(given))
+    def summary(*weights):
+        list(transform.over(weights))
         return transform.outcome(3, is_source=True)
 
     first = summary(("a", torch.zeros(2)), ("b", torch.zeros(1)))

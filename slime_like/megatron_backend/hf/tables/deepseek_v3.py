@@ -21,14 +21,16 @@ LATENT_ATTENTION = (
     # Transformer-engine does not fuse this norm: two matrices follow it.
     WeightRow("decoder.layers.{layer}.input_layernorm.weight", ("model.layers.{layer}.input_layernorm.weight",)),
     WeightRow(_ATTENTION + "linear_q_proj.weight", (_HF_ATTENTION + "q_proj.weight",)),
-    WeightRow(_ATTENTION + "linear_q_down_proj.weight", (_HF_ATTENTION + "q_a_proj.weight",)),
+    WeightRow(_ATTENTION + "linear_q_down_proj.weight", (_HF_ATTENTION + "q_a_proj.weight",), duplicated=True),
     WeightRow(
         _ATTENTION + "q_layernorm.weight",
         (_HF_ATTENTION + "q_a_layernorm.weight",),
         transformer_engine=_ATTENTION + "linear_q_up_proj.layer_norm_weight",
     ),
     WeightRow(_ATTENTION + "linear_q_up_proj.weight", (_HF_ATTENTION + "q_b_proj.weight",)),
-    WeightRow(_ATTENTION + "linear_kv_down_proj.weight", (_HF_ATTENTION + "kv_a_proj_with_mqa.weight",)),
+    WeightRow(
+        _ATTENTION + "linear_kv_down_proj.weight", (_HF_ATTENTION + "kv_a_proj_with_mqa.weight",), duplicated=True
+    ),
     WeightRow(
         _ATTENTION + "kv_layernorm.weight",
         (_HF_ATTENTION + "kv_a_layernorm.weight",),

@@ -25,6 +25,8 @@ class WeightRow:
     hf: tuple[str, ...]
     layout: str = PLAIN
     transformer_engine: str | None = None  # name with transformer-engine's fused layers, where it differs
+    #: Every tensor parallel rank holds all of it. transformer-engine (2.9 to 2.20) marks every matrix as split.
+    duplicated: bool = False
 
     @property
     def megatron_names(self) -> tuple[str, ...]:

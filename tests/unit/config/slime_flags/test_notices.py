@@ -52,8 +52,8 @@ def test_external_engines_keep_their_memory():
     ],
 )
 def test_kernels_of_gpu_hosts_are_named(model: dict, sglang: dict, named: list[str]):
-    told = notices(plain(model=ModelConfig(**model), engine=EngineConfig(sglang=sglang)))
-    assert [notice.split(": for GPU hosts")[0] for notice in told] == named
+    texts = notices(plain(model=ModelConfig(**model), engine=EngineConfig(sglang=sglang)))
+    assert [notice.split(": for GPU hosts")[0] for notice in texts] == named
 
 
 def test_engines_that_are_not_started_need_no_notice():

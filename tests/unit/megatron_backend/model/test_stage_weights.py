@@ -21,9 +21,9 @@ class Stage(torch.nn.Module):
 
 def test_the_bias_for_choosing_is_a_weight_in_fp32():
     stage = Stage()
-    found = dict(named_weights(stage))
-    assert list(found) == ["layers.0.mlp.router.weight", "layers.0.mlp.router.expert_bias"]
-    bias = found["layers.0.mlp.router.expert_bias"]
+    weights = dict(named_weights(stage))
+    assert list(weights) == ["layers.0.mlp.router.weight", "layers.0.mlp.router.expert_bias"]
+    bias = weights["layers.0.mlp.router.expert_bias"]
     assert bias.dtype == torch.float32 and bias.tolist() == [0.5, -0.5]
     bias += 1  # what is given is the stage's own
     assert stage.layers[0].mlp.router.expert_bias.tolist() == [1.5, 0.5]

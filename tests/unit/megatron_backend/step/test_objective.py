@@ -1,5 +1,7 @@
 """A user's loss of a token: composed with means, corrections, KL and entropy, and checked."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -96,10 +98,10 @@ def test_sequence_masking_looks_at_who_chose_the_tokens():
     """The old log-probs are the present ones, as in a rollout of one step: what the engine said tells how far a sample
     is.
     """
-    given = batch()
+    off_policy = batch()
     tokens = LossBatch(
-        **{name: getattr(given, name) for name in given.__dataclass_fields__}
-        | {"old_log_probs": given.log_probs.detach()}
+        **{name: getattr(off_policy, name) for name in off_policy.__dataclass_fields__}
+        | {"old_log_probs": off_policy.log_probs.detach()}
     )
     sums = Objective(LossConfig(use_opsm=True, opsm_delta=0.01), LossPlugins())(tokens).sums
     far = [(tokens.engine_log_probs - tokens.log_probs)[2 * i : 2 * i + 2].mean().item() > 0.01 for i in range(3)]
@@ -109,14 +111,27 @@ def test_sequence_masking_looks_at_who_chose_the_tokens():
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_rejected_samples_weigh_nothing_and_the_others_keep_their_token_weights(level):
     options = {"policy_loss": "reinforce", "use_tis": True, "tis_clip": 1.2}
-    given = batch()
-    gaps = (given.trainer_log_probs - given.engine_log_probs).reshape(3, 2)
+    tokens = batch()
+    gaps = (tokens.trainer_log_probs - tokens.engine_log_probs).reshape(3, 2)
     ratios = (gaps.sum(1) if level == "sequence" else gaps.mean(1)).exp()
     middle = ratios.sort().values[1].item()
     bounds = {"tis_reject_level": level, "tis_reject_low": middle * 0.9999, "tis_reject_high": middle * 1.0001}
     (gradient,) = torch.autograd.grad(
-        Objective(LossConfig(**options, **bounds), LossPlugins())(given).loss, given.log_probs
+        Objective(LossConfig(**options, **bounds), LossPlugins())(tokens).loss, tokens.log_probs
     )
-    (free,) = torch.autograd.grad(Objective(LossConfig(**options), LossPlugins())(given).loss, given.log_probs)
+    (free,) = torch.autograd.grad(Objective(LossConfig(**options), LossPlugins())(tokens).loss, tokens.log_probs)
     kept = (ratios == ratios.sort().values[1]).double().repeat_interleave(2)
     assert gradient.tolist() == (free * kept).tolist() and kept.sum() == 2
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_an_entropy_that_is_only_measured_has_no_gradient(coefficient):
+    entropy = torch.linspace(0.5, 1.0, 6, dtype=torch.float64, requires_grad=True)
+    loss = LossConfig(entropy_coef=coefficient)
+    measured = Objective(loss, LossPlugins())(dataclasses.replace(batch(), entropy=entropy))
+    measured.loss.backward()
+    assert measured.sums["train/entropy"].item() == pytest.approx(0.75)
+    if coefficient:
+        assert entropy.grad.tolist() == pytest.approx([-coefficient / 6] * 6)
+    else:
+        assert entropy.grad is None

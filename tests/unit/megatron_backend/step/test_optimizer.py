@@ -78,8 +78,8 @@ def test_the_learning_rate_of_each_step(flags: dict, rates: list[float]):
     scheduler = build_scheduler(
         SimpleNamespace(param_groups=[group]), OptimizerConfig(lr=1.0, min_lr=0.0, **flags), total_steps=4
     )
-    found = []
+    learning_rates = []
     for _ in rates:
-        found.append(scheduler.get_lr(group))
+        learning_rates.append(scheduler.get_lr(group))
         scheduler.step(1)
-    assert found == pytest.approx(rates)
+    assert learning_rates == pytest.approx(rates)

@@ -32,16 +32,16 @@ def model_file(tmp_path):
 
 
 def best(gpus, mode, **more):
-    found = [p for p in propose(Request(model=LLAMA_70B, gpus=gpus, **more)) if p.plan.mode == mode]
-    return found[0] if found else None
+    proposals = [p for p in propose(Request(model=LLAMA_70B, gpus=gpus, **more)) if p.plan.mode == mode]
+    return proposals[0] if proposals else None
 
 
 @pytest.mark.parametrize("gpus", [8, 32, 64])
 @pytest.mark.slow
 def test_every_proposal_passes_the_plan_and_leaves_room(gpus):
-    found = propose(Request(model=LLAMA_70B, gpus=gpus))
-    assert found
-    for proposal in found:
+    proposals = propose(Request(model=LLAMA_70B, gpus=gpus))
+    assert proposals
+    for proposal in proposals:
         assert proposal.config.problems() == []
         plan = make_plan(proposal.config)
         assert plan.problems == () and plan.num_gpus == gpus
@@ -53,18 +53,21 @@ def test_exercise_1_colocated_on_8_gpus():
     # engine weights.
     proposal = best(8, "colocate")
     assert proposal.config.optimizer.optimizer_cpu_offload
-    generate = {phase.name: phase.bytes for phase in proposal.memory.per_gpu[0].phases}["generate"]
-    assert (generate["weights"] + generate["gradients"]) / GIB == pytest.approx(49.3, abs=0.1)
+    phases = {phase.name: phase.bytes for phase in proposal.memory.per_gpu[0].phases}
+    train, generate = phases["train"], phases["generate"]
+    assert (train["weights"] + train["gradients"]) / GIB == pytest.approx(49.3, abs=0.1)
+    # the trainer is away: two processes 2, 79 free at the start, of which SGLang keeps 10
     assert generate["engine weights"] / GIB == pytest.approx(16.4, abs=0.1)
-    assert generate["kv_cache"] / GIB < 8
-    assert proposal.memory.per_gpu[0].host_bytes / GIB == pytest.approx(12 * 70.55e9 / 8 / GIB, rel=0.01)
+    assert generate["kv_cache"] / GIB == pytest.approx(0.873 * 79 - 16.4, abs=0.1)
+    # the optimizer always, the weights while engines generate
+    assert proposal.memory.per_gpu[0].host_bytes / GIB == pytest.approx((12 + 2) * 70.55e9 / 8 / GIB, rel=0.01)
     assert best(8, "disaggregated") is None
 
 
 def test_exercise_1_disaggregated_on_32_gpus():
     proposal = best(32, "disaggregated")
     caches = [phase.bytes.get("kv_cache", 0) / GIB for gpu in proposal.memory.per_gpu for phase in gpu.phases]
-    assert max(caches) > 45  # against less than 8 when 8 GPUs do everything
+    assert max(caches) > 45
     assert proposal.plan.roles["actor"].num_gpus == 16 and len(proposal.plan.engines[0].bundles) == 8
 
 
@@ -72,8 +75,8 @@ def test_exercise_1_disaggregated_on_32_gpus():
 def test_exercise_3_on_8_nodes_of_8():
     proposal = propose(Request(model=LLAMA_70B, gpus=64))[0]
     actor = proposal.plan.roles["actor"]
-    assert proposal.plan.mode == "disaggregated" and (actor.tp, actor.pp, actor.dp) == (8, 2, 2)
-    assert proposal.plan.transport == "broadcast" and len(proposal.plan.engines) == 4
+    assert proposal.plan.mode == "colocate" and (actor.tp, actor.pp, actor.dp) == (8, 1, 8)
+    assert proposal.plan.transport == "disk" and len(proposal.plan.engines) == 8
     assert not proposal.config.optimizer.optimizer_cpu_offload
     assert proposal.config.not_yet() == []  # a real run can do it
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from slime_like.planning.hardware import GIB
-from slime_like.planning.memory.engine_bytes import engine_bytes, engine_elements, mem_fraction
+from slime_like.planning.memory.engine_bytes import colocated_share, engine_bytes, engine_elements, mem_fraction
 from tests.helpers.plan_models import TINY, plan_config
 
 EMBEDDING = OUTPUT = 11 * 8
@@ -51,6 +51,18 @@ def test_the_share_for_weights_and_cache(sglang: dict, card_gib: int, share: flo
 
 def test_the_cache_gets_what_the_weights_leave():
     config = plan_config(TINY, sglang={"mem_fraction_static": "0.5", "chunked_prefill_size": "100"})
-    found = engine_bytes(config, 4 * GIB)
-    assert (found.weights, found.kv_cache) == (2 * WHOLE, 2 * GIB - 2 * WHOLE)
-    assert found.work == GIB + 100 * 2 * (3 * 8 + 4 * 10)  # graphs, and a chunk of prompts in one layer
+    sizes = engine_bytes(config, 4 * GIB)
+    assert (sizes.weights, sizes.kv_cache) == (2 * WHOLE, 2 * GIB - 2 * WHOLE)
+    assert sizes.work == GIB + 100 * 2 * (3 * 8 + 4 * 10)  # graphs, and a chunk of prompts in one layer
+
+
+def test_beside_a_trainer_the_share_is_of_what_is_free_at_the_start_and_fits_every_phase():
+    """A card of 40 GiB; the trainer has 10 at the start and 20 while engines generate, whose work is 2, process 1."""
+    config = plan_config(TINY, placement={"colocate": True})
+    beside = {"start": 10 * GIB, "generate": 20 * GIB, "score": 39 * GIB, "train": 39 * GIB, "sync": 15 * GIB}
+    assert colocated_share(config, 40 * GIB, beside, 2 * GIB) == 0.566  # (40 - 20 - 1 - 2) / (40 - 10), rounded down
+    alone = beside | {"start": GIB, "generate": GIB}
+    assert colocated_share(config, 40 * GIB, alone, 2 * GIB) == 0.88  # SGLang's own reserve on a card below 60 GiB
+    stays = plan_config(TINY, placement={"colocate": True, "offload_rollout": False})
+    assert colocated_share(stays, 40 * GIB, beside, 2 * GIB) == 0.0  # 40 - 39 - 1 beside the train step
+    assert colocated_share(config, 40 * GIB, beside | {"start": 41 * GIB}, 0) == 0.0

@@ -17,7 +17,7 @@ from tests.helpers.plan_models import LLAMA_70B, TINY, plan_config
 COLOCATED = {"colocate": True, "actor_num_gpus_per_node": 4, "rollout_num_gpus_per_engine": 2}
 
 
-def made(*sizes: dict, limit: int = 48) -> MemoryPlan:
+def memory_plan(*sizes: dict, limit: int = 48) -> MemoryPlan:
     """One GPU per dict of GiB by part, each with one phase."""
     gpus = tuple(
         GpuMemory(
@@ -33,19 +33,19 @@ def made(*sizes: dict, limit: int = 48) -> MemoryPlan:
 
 
 def test_one_letter_is_one_48th_of_the_card():
-    text = render_memory(made({"weights": 10, "optimizer": 20}))
+    text = render_memory(memory_plan({"weights": 10, "optimizer": 20}))
     assert "W" * 10 + "O" * 20 + "·" * 18 + "|  30.0 GiB" in text
     assert "GPU 0: peak 30.0 GiB, fits" in text and "it would fit with" not in text
 
 
 def test_what_is_too_much_stands_behind_the_card_and_advice_follows():
-    text = render_memory(made({"weights": 40, "critic optimizer": 20}))
+    text = render_memory(memory_plan({"weights": 40, "critic optimizer": 20}))
     assert "W" * 40 + "O" * 8 + "|" + "O" * 12 + "  60.0 GiB" in text
     assert "DOES NOT FIT" in text and "--fewer-bytes" in text
 
 
 def test_equal_gpus_share_a_block_and_the_fullest_comes_first():
-    text = render_memory(made({"weights": 1}, {"weights": 1}, {"weights": 30}))
+    text = render_memory(memory_plan({"weights": 1}, {"weights": 1}, {"weights": 30}))
     assert text.index("GPU 2: peak 30.0") < text.index("GPUs 0-1: peak 1.0")
 
 

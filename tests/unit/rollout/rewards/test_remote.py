@@ -154,5 +154,5 @@ def test_nobody_there():
     ],
 )
 def test_impossible_flags_are_refused(options, message):
-    (found,) = RewardConfig(**options).problems()
-    assert message in found
+    (problem,) = RewardConfig(**options).problems()
+    assert message in problem

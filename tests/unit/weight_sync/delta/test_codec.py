@@ -130,8 +130,8 @@ def test_a_bomb_is_not_unpacked():
     import zstandard
 
     zeros = bytes(1 << 26)
-    for told in (True, False):
-        bomb = zstandard.ZstdCompressor(write_content_size=told).compress(zeros)
+    for says_its_size in (True, False):
+        bomb = zstandard.ZstdCompressor(write_content_size=says_its_size).compress(zeros)
         data = delta_codec._CHUNK.pack(100, 0, 0, len(bomb)) + bomb
         with pytest.raises(DeltaError):
             unpacked(data, None, 200, 2, WHOLE)

@@ -38,11 +38,11 @@ def test_bytes_of_a_tensor():
 
 
 def test_what_was_written_is_read():
-    found = read_frame(frame(change("a", [1, 2, 3]), change("b", [9], encoding=SAME)))
-    assert (found.place, found.damage) == (PLACE, None)
-    assert [(e.key.name, e.key.shape, e.encoding) for e in found.entries] == [("a", (3,), WHOLE), ("b", (1,), SAME)]
-    assert [len(payload) for payload in found.payloads] == [e.payload_bytes for e in found.entries]
-    assert len(found.payloads[0]) > 0 and len(found.payloads[1]) == 0  # what is the same needs no bytes
+    content = read_frame(frame(change("a", [1, 2, 3]), change("b", [9], encoding=SAME)))
+    assert (content.place, content.damage) == (PLACE, None)
+    assert [(e.key.name, e.key.shape, e.encoding) for e in content.entries] == [("a", (3,), WHOLE), ("b", (1,), SAME)]
+    assert [len(payload) for payload in content.payloads] == [e.payload_bytes for e in content.entries]
+    assert len(content.payloads[0]) > 0 and len(content.payloads[1]) == 0  # what is the same needs no bytes
 
 
 def test_a_flipped_bit_is_damage():

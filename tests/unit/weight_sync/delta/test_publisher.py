@@ -36,14 +36,14 @@ class Receiver:
     def start(self) -> None:
         self.store = VersionStore(self.directory, max_shard_bytes=self.max_bytes)
         self.server = ReceiverServer(("127.0.0.1", self.port), self.store, api_key=KEY, max_bytes=self.max_bytes)
-        self.port = self.server.server_address[1]
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.port = self.server.port
+        self.thread = threading.Thread(target=self.server.serve_forever)
         self.thread.start()
 
     def stop(self) -> None:
-        self.server.shutdown()
+        self.server.stop()
         self.thread.join(timeout=10)
-        self.server.server_close()
+        self.server.close()
         self.store.close()
 
     @property
@@ -51,19 +51,19 @@ class Receiver:
         return f"http://127.0.0.1:{self.port}"
 
     def weights(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         folder = self.store.state()["folder"]
         for name in sorted(os.listdir(folder)):
             if name.endswith(".safetensors"):
-                found |= load_file(os.path.join(folder, name))
-        return found
+                tensors |= load_file(os.path.join(folder, name))
+        return tensors
 
 
 @pytest.fixture
 def receivers(tmp_path):
-    made = [Receiver(tmp_path / f"receiver-{number}") for number in range(2)]
-    yield made
-    for receiver in made:
+    pair = [Receiver(tmp_path / f"receiver-{number}") for number in range(2)]
+    yield pair
+    for receiver in pair:
         with contextlib.suppress(OSError):
             receiver.stop()
 
@@ -99,14 +99,14 @@ def sync(publisher, tensors, version):
 def model(seed: int) -> dict[str, torch.Tensor]:
     """Several buckets of every type, random bits (nan included), and a tensor without elements."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for number, dtype in enumerate(DTYPES):
         size = torch.empty(0, dtype=dtype).element_size()
         bits = torch.randint(0, 256, (30 * 40 * size,), dtype=torch.uint8, generator=generator)
-        found[f"layers.{number}.weight"] = (
+        tensors[f"layers.{number}.weight"] = (
             bits.remainder(2).view(dtype).view(30, -1) if dtype == torch.bool else bits.view(dtype).view(30, 40)
         )
-    return found | {"empty": torch.zeros(0, 5)}
+    return tensors | {"empty": torch.zeros(0, 5)}
 
 
 def nudged(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -116,12 +116,12 @@ def nudged(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tenso
     return changed
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape
         assert (
-            found[name].contiguous().view(torch.uint8).tolist() == tensor.contiguous().view(torch.uint8).tolist()
+            actual[name].contiguous().view(torch.uint8).tolist() == tensor.contiguous().view(torch.uint8).tolist()
             if tensor.numel()
             else True
         )

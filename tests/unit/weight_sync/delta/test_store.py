@@ -65,17 +65,17 @@ def receive(
 
 
 def assert_holds(folder: str, expected: list[np.ndarray]) -> None:
-    found = load_file(os.path.join(folder, "model-000-00000.safetensors"))
-    assert set(found) == {key.name for key in KEYS}
+    tensors = load_file(os.path.join(folder, "model-000-00000.safetensors"))
+    assert set(tensors) == {key.name for key in KEYS}
     for key, data in zip(KEYS, expected, strict=True):
-        assert found[key.name].tobytes() == data.tobytes() and found[key.name].shape == key.shape
+        assert tensors[key.name].tobytes() == data.tobytes() and tensors[key.name].shape == key.shape
 
 
 @pytest.fixture
 def store(tmp_path):
-    made = VersionStore(str(tmp_path / "copy"), max_shard_bytes=LIMIT)
-    yield made
-    made.close()
+    opened = VersionStore(str(tmp_path / "copy"), max_shard_bytes=LIMIT)
+    yield opened
+    opened.close()
 
 
 def test_three_versions_and_only_the_last_is_kept(store):

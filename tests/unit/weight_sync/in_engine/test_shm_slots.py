@@ -23,9 +23,9 @@ def test_the_variable_is_the_launchers():
 
 def test_views_by_their_table():
     table = [["a", "uint8", [2, 2], 0, 4], ["b", "int32", [1], 4, 8], ["none", "float32", [0], 8, 8]]
-    found = dict(views(MEMORY, table, 8))
-    assert found["a"].tolist() == [[0, 1], [2, 3]] and found["none"].shape == (0,)
-    assert found["b"].tolist() == [4 + 5 * 2**8 + 6 * 2**16 + 7 * 2**24]
+    tensors = dict(views(MEMORY, table, 8))
+    assert tensors["a"].tolist() == [[0, 1], [2, 3]] and tensors["none"].shape == (0,)
+    assert tensors["b"].tolist() == [4 + 5 * 2**8 + 6 * 2**16 + 7 * 2**24]
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 4), (4, 2), (0, 9)])

@@ -34,8 +34,8 @@ def only(name, shape, where):
 )  # fmt: skip
 def test_queries_keys_and_values(part, rank, size, expected):
     rows = 64 if part == "q" else 32
-    found = only(f"{LAYER}self_attn.{part}_proj.weight", (rows, 48), cut(rank, size))
-    assert found == (f"{LAYER}self_attn.qkv_proj.weight", 0, *expected)
+    piece = only(f"{LAYER}self_attn.{part}_proj.weight", (rows, 48), cut(rank, size))
+    assert piece == (f"{LAYER}self_attn.qkv_proj.weight", 0, *expected)
 
 
 def test_gate_comes_before_up():
@@ -75,8 +75,8 @@ def test_on_a_cpu_shares_are_rounded_up_and_the_last_one_is_short():
 
 
 def test_fused_gate_and_up_of_glm4():
-    found = pieces(f"{LAYER}mlp.gate_up_proj.weight", (160, 48), cut(1, 2))
-    assert [(p.start, p.stop, p.first) for p in found] == [(40, 80, 0), (120, 160, 40)]
+    halves = pieces(f"{LAYER}mlp.gate_up_proj.weight", (160, 48), cut(1, 2))
+    assert [(p.start, p.stop, p.first) for p in halves] == [(40, 80, 0), (120, 160, 40)]
 
 
 def test_experts_lie_in_two_stacks():
@@ -157,13 +157,13 @@ def test_a_shared_expert_that_may_lie_among_the_others_is_unknown():
 
 
 @pytest.mark.parametrize(
-    ("shared", "told", "expected"), [(32, True, True), (64, True, False), (None, True, False), (32, False, False)]
+    ("shared", "may_fuse", "expected"), [(32, True, True), (64, True, False), (None, True, False), (32, False, False)]
 )
-def test_only_a_single_shared_expert_is_fused(shared, told, expected):
+def test_only_a_single_shared_expert_is_fused(shared, may_fuse, expected):
     model = ModelConfig(
         num_attention_heads=4, hidden_size=64, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=shared
     )
-    assert Cut.of(model, 0, 1, on_cpu=False, may_fuse_shared=told).fuses_shared is expected
+    assert Cut.of(model, 0, 1, on_cpu=False, may_fuse_shared=may_fuse).fuses_shared is expected
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,11 @@ def test_with_a_transform_rounding_is_allowed():
 
 
 @pytest.mark.parametrize(
-    ("off", "bf16", "given"), [(2e-3, False, None), (0.2, True, None), (2e-3, True, 1e-3), (float("nan"), True, None)]
+    ("off", "bf16", "tolerance"),
+    [(2e-3, False, None), (0.2, True, None), (2e-3, True, 1e-3), (float("nan"), True, None)],
 )
-def test_a_disagreement_names_the_engine(off, bf16, given):
-    options = config(verify_weight_sync_tolerance=given)
+def test_a_disagreement_names_the_engine(off, bf16, tolerance):
+    options = config(verify_weight_sync_tolerance=tolerance)
     samples = probe_samples(options)
     rows = rows_of(samples)
     clients = [FakeClient(rows), FakeClient(rows, off, index=1)]

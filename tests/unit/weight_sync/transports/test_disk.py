@@ -58,8 +58,8 @@ def test_writers_of_a_source_share_its_tensors(tmp_path):
     assert sum(report.num_tensors for report in reports) == 7
     # Greedily by bytes: 0, 2, 4, 6 hold 124 elements; 1, 3, 5 hold 93.
     assert [report.num_bytes for report in reports] == [4 * 124, 4 * 93]
-    found = read(version_directory(str(tmp_path), 1))
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors) and len(found) == 7
+    written = read(version_directory(str(tmp_path), 1))
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors) and len(written) == 7
 
 
 def test_every_type_can_be_read_back(tmp_path):
@@ -77,9 +77,9 @@ def test_every_type_can_be_read_back(tmp_path):
     )
     tensors = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in (*types, torch.uint8, torch.bool)}
     publisher(tmp_path, 0, 1).send(tensors.items(), 1)
-    found = read(version_directory(str(tmp_path), 1))
+    written = read(version_directory(str(tmp_path), 1))
     assert all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name].double(), tensor.double())
+        written[name].dtype == tensor.dtype and torch.equal(written[name].double(), tensor.double())
         for name, tensor in tensors.items()
     )
 

@@ -44,7 +44,12 @@ class Model:
 
 
 def publisher(
-    url: str, buffer_bytes: int = 1 << 20, tp_size: int = 2, source: int = 0, sources: Sources | None = None
+    url: str,
+    buffer_bytes: int = 1 << 20,
+    tp_size: int = 2,
+    source: int = 0,
+    sources: Sources | None = None,
+    cards: tuple = (),
 ) -> IpcPublisher:
     endpoint = EngineEndpoint(index=0, url=url, tp_size=tp_size)
     return IpcPublisher(
@@ -58,6 +63,7 @@ def publisher(
             None,
             "127.0.0.1",
             sources=sources,
+            cards=cards,
         )
     )
 
@@ -86,7 +92,7 @@ def engine_of(*models, seen=None):
 
 
 def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
-    ranks, told, files = [Model(), Model()], [], []
+    ranks, requests, files = [Model(), Model()], [], []
     find = shm_slots.tensors
     monkeypatch.setattr(shm_slots, "tensors", lambda path, *rest: files.append(path) or find(path, *rest))
     flat = torch.arange(12.0)
@@ -97,7 +103,7 @@ def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
         ("d", torch.zeros(0, 2)),
         ("e", flat[:1].bfloat16()),
     ]
-    with serve(engine_of(*ranks, seen=told)) as server:
+    with serve(engine_of(*ranks, seen=requests)) as server:
         sender = publisher(server.url, buffer_bytes=32)
         sender.connect()
         for version in (1, 2):
@@ -106,13 +112,38 @@ def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
             for model in ranks:
                 for name, tensor in tensors:
                     assert torch.equal(model.got[name], tensor)
-        assert len(told) == 2 and told[0]["kind"] == "socket"
-        folder = os.path.dirname(told[0]["channels"][0])
+        assert len(requests) == 2 and requests[0]["kind"] == "socket"
+        folder = os.path.dirname(requests[0]["channels"][0])
         assert sorted(os.listdir(folder)) == ["slot-0", "slot-1"]
         assert sorted({os.path.basename(path) for path in files}) == ["slot-0", "slot-1"] and len(files) == 2 * 2 * 4
         sender.close()
     assert not os.path.exists(folder)
     assert report.num_tensors == 5 and report.num_bytes == 82
+
+
+def test_each_rank_of_an_engine_hears_from_the_source_on_its_card_alone():
+    """Two sources that each have everything, and an engine of two ranks, one on the card of each."""
+    ranks, channels = [Model(), Model()], []
+    host = Sources("127.0.0.1", 0, is_host=True, who="trainer source 0", timeout_s=5)
+    known = [host, Sources("127.0.0.1", host.port, is_host=False, who="trainer source 1", timeout_s=5)]
+    sent = [[(name, tensor + 10 * source) for name, tensor in TENSORS] for source in range(2)]
+
+    def answer(body):
+        named = [pickle.loads(base64.b64decode(text)) for text in body["serialized_named_tensors"]]
+        channels.extend(json.loads(bytes(one[0][1].tolist()))["channels"] for one in named)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(shm_loader.load, ranks, named))
+        return OK
+
+    with serve({"/update_weights_from_tensor": answer}) as server, ThreadPoolExecutor() as pool:
+        senders = [publisher(server.url, buffer_bytes=16, source=n, sources=known[n], cards=((0, 1),)) for n in (0, 1)]
+        reports = list(pool.map(lambda n: senders[n].send(iter(sent[n]), 1), range(2)))
+        assert [report.num_tensors for report in reports] == [6, 6]
+        for sender in senders:
+            sender.close()
+    assert [len(mine) for mine in channels] == [1, 1] and channels[0] != channels[1]
+    for model, tensors in zip(ranks, sent, strict=True):
+        assert all(torch.equal(model.got[name], tensor) for name, tensor in tensors)
 
 
 def test_no_more_than_two_buckets_are_alive(monkeypatch):
@@ -174,9 +205,9 @@ def test_what_one_rank_cannot_load_is_told_and_ends_it_everywhere():
 
 def test_an_engine_that_goes_away_is_named():
     def leaves(body):
-        told = json.loads(bytes(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][1].tolist()))
+        request = json.loads(bytes(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][1].tolist()))
         with socket.socket(socket.AF_UNIX) as line:
-            line.connect(told["channels"][0])
+            line.connect(request["channels"][0])
             line.sendall(b'{"engine": 0, "rank": 0}\n')
             line.recv(10)
         return 500, {"message": "the scheduler died"}

@@ -23,18 +23,18 @@ def test_slots_hold_the_bytes_of_every_tensor_in_order():
         ("c", torch.ones(5, dtype=torch.bool)),
         ("d", torch.zeros(0)),
     ]
-    found = {}
+    received = {}
 
     def send(slot, number):
         for entry in slot.entries:
-            found[entry.name] = (
+            received[entry.name] = (
                 slot.filled()[entry.start : entry.stop].clone().view(getattr(torch, entry.dtype)).view(entry.shape)
             )
 
     report = send_in_slots(tensors, [BucketSlot(), BucketSlot()], sending(send))
     assert (report.num_tensors, report.num_bytes) == (4, 16 + 2 + 5)
-    assert list(found) == ["a", "b", "c", "d"]
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+    assert list(received) == ["a", "b", "c", "d"]
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors)
 
 
 def test_the_next_bucket_is_filled_while_one_is_sent():

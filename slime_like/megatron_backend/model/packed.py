@@ -1,0 +1,161 @@
+"""Sequences that lie end to end in one row: where they begin, known on the host; positions, rope and attention from it.
+
+Megatron's own way (thd, 0.16.1) asks the device for the boundaries in every layer, four times; each time the host waits
+until the device has done all its work. Here they are laid out once a micro-batch, and every layer sees one row of
+tokens: Megatron's rope and attention take what is not "thd" as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from slime_like.megatron_backend.step.context_parallel import ContextShare
+
+#: PackedSeqParams.qkv_format of the row; Megatron compares with "thd" only.
+_ROW = "row"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spans:
+    """What a kernel for sequences of different lengths is told: which queries see which keys.
+
+    Span i: queries [queries[i], queries[i + 1]) see the keys [keys[i], keys[i + 1]); the last query sees all of them,
+    the one before it all but one, and so on. With one rank spans are sequences; with context parallelism each of a
+    sequence's two chunks here is one, whose keys are everything up to its end.
+    """
+
+    queries: torch.Tensor  # [spans + 1] int32
+    keys: torch.Tensor  # [spans + 1] int32
+    most_queries: int
+    most_keys: int
+    #: int64: where the keys are in the ranks' parts laid end to end, some more than once; None: they are as they come
+    index: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a pack, and the same for the host and for a row.
+
+    Example: sequences of 3 and 2 tokens: boundaries (0, 3, 5), positions [0, 1, 2, 0, 1].
+    """
+
+    boundaries: tuple[int, ...] = (0,)  # of the sequences, all context parallel ranks together
+    positions: torch.Tensor | None = None  # [T / ranks] int64: of this rank's tokens in their sequences
+    #: [T] int64: where in the ranks' parts laid end to end each token is; None: one rank
+    order: torch.Tensor | None = None
+    spans: Spans | None = None  # None: no kernel would ask
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, all context parallel ranks together."""
+        return [stop - start for start, stop in zip(self.boundaries, self.boundaries[1:], strict=False)]
+
+
+def packed_sequences(segments: Sequence[int], context: ContextShare, device: torch.device) -> PackedSequences:
+    """Sequences of these lengths end to end, as Megatron's thd and for a row.
+
+    Padding at a sequence's end is seen by no token before it, so it may pass for a part of the sequence.
+    """
+    boundaries = np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
+    on_device = torch.as_tensor(boundaries, device=device)
+    positions = np.concatenate([np.arange(length) for length in segments])[context.local(segments)]
+    order, spans = None, None
+    if context.size > 1:
+        parts = [dataclasses.replace(context, rank=rank).local(segments) for rank in range(context.size)]
+        place = np.argsort(np.concatenate(parts))
+        order = torch.as_tensor(place, device=device)
+        if device.type == "cuda":
+            spans = _spans_of_chunks(segments, context, place, device)
+    else:
+        spans = Spans(queries=on_device, keys=on_device, most_queries=max(segments), most_keys=max(segments))
+    both = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), on_device)
+    return PackedSequences(
+        qkv_format="thd",
+        max_seqlen_q=max(segments),
+        max_seqlen_kv=max(segments),
+        **both,
+        boundaries=tuple(boundaries.tolist()),
+        positions=torch.as_tensor(positions, device=device),
+        order=order,
+        spans=spans,
+    )
+
+
+def _spans_of_chunks(segments: Sequence[int], context: ContextShare, place: np.ndarray, device: torch.device) -> Spans:
+    """place: of each token, in the ranks' parts laid end to end."""
+    queries, keys, index = [0], [0], []
+    for start, length in zip(np.cumsum([0, *segments[:-1]]), segments, strict=True):
+        chunk = length // (2 * context.size)
+        for number in (context.rank, 2 * context.size - 1 - context.rank):
+            queries.append(queries[-1] + chunk)
+            keys.append(keys[-1] + (number + 1) * chunk)
+            index.append(place[start : start + (number + 1) * chunk])
+    return Spans(
+        queries=torch.tensor(queries, dtype=torch.int32, device=device),
+        keys=torch.tensor(keys, dtype=torch.int32, device=device),
+        most_queries=int(max(np.diff(queries))),
+        most_keys=int(max(np.diff(keys))),
+        index=torch.as_tensor(np.concatenate(index), device=device),
+    )
+
+
+class RowRotary(torch.nn.Module):
+    """Rotary embeddings of each token of a row, where Megatron's module gives those of each position.
+
+    whole: Megatron's. without_row: its user has dropped the row's dimension (multi-latent attention).
+    """
+
+    def __init__(self, whole: torch.nn.Module, *, without_row: bool):
+        super().__init__()
+        self.whole = whole
+        self._without_row = without_row
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed_seq_params=None):
+        """What forward() is then called with: the row, where there is one."""
+        if isinstance(packed_seq_params, PackedSequences):
+            return packed_seq_params
+        return self.whole.get_rotary_seq_len(
+            inference_context, transformer, transformer_input, config, packed_seq_params
+        )
+
+    def forward(self, where: PackedSequences | int, **options):
+        """[T / ranks, 1, 1, D] of a row (without_row: [T / ranks, 1, D]); for a length what Megatron's gives.
+
+        Yarn's module gives a scale beside.
+        """
+        if not isinstance(where, PackedSequences):
+            return self.whole(where, **options)
+        given = self.whole(where.max_seqlen_q, packed_seq=True)
+        embedding, *scale = given if isinstance(given, tuple) else (given,)
+        rows = embedding.index_select(0, where.positions)
+        rows = rows.squeeze(1) if self._without_row else rows
+        return (rows, *scale) if scale else rows
+
+
+def take_packs_as_rows(stage: GPTModel) -> None:
+    """Let a stage whose attention is ours see packs as rows, whoever calls it with Megatron's description of them."""
+    for module in list(stage.modules()):
+        rotary = getattr(module, "rotary_pos_emb", None)
+        if isinstance(rotary, torch.nn.Module):
+            module.rotary_pos_emb = RowRotary(rotary, without_row=isinstance(module, MLASelfAttention))
+    stage.register_forward_pre_hook(_pack_as_row, with_kwargs=True)
+
+
+def _pack_as_row(_: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
+    packed = options.get("packed_seq_params")
+    if packed is None:
+        return args, options
+    if not isinstance(packed, PackedSequences):
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        packed = packed_sequences(lengths, ContextShare.of_this_rank(), packed.cu_seqlens_q.device)
+    row = copy.copy(packed)
+    row.qkv_format = _ROW
+    return args, options | {"packed_seq_params": row}
