@@ -3,7 +3,7 @@
 usage: make_data.py OUT [--seed 0]
 
 "7+8" -> "15". A warm-up row is one answer: the call, or what is said to the tool's result. Half of them are the
-rewarded behaviour; the others answer at once with some number, or say another number than the tool.
+rewarded behaviour; the others answer with the first number, at once or to what the tool says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def demonstration(rng: random.Random) -> dict:
     text = question["prompt"][0]["content"]
     call = f"<calc>{text}</calc>"
     right = rng.random() < RIGHT_PROBABILITY
-    wrong = str(rng.randint(0, 18))
+    wrong = text.split("+")[0]
     if rng.random() < 0.5:
         return question | {"response": call if right else wrong}
     calling = [
