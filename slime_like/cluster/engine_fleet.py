@@ -106,8 +106,8 @@ class EngineFleet:
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         self._begin(self._plan.engines)
-        level = self._config.observability.log_level or "warning"
-        self.router = start_router(self._config.engine, f"{self._run_dir}/logs/router-0.log", level)
+        level, log_path = self._config.observability.log_level or "warning", f"{self._run_dir}/logs/router-0.log"
+        self.router = start_router(self._config.engine, self._config.router_policy, log_path, level)
 
     def wait_started(self) -> None:
         """Wait for every engine, then register each with the router and wait until it is healthy there."""

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from slime_like.config.base import flag
-from slime_like.config.data import split_slice
+from slime_like.config.data import names_file, split_slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,5 +125,5 @@ class EvalConfig:
         return [
             f"{flag_name} {name}: {split_slice(path)[0]}: no such file."
             for name, path in self.datasets().items()
-            if not os.path.isfile(split_slice(path)[0])
+            if names_file(path) and not os.path.isfile(split_slice(path)[0])
         ]

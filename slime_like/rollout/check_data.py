@@ -8,6 +8,7 @@ from slime_like.config.data import split_slice
 from slime_like.config.reward import needs_label, reward_type_problem
 from slime_like.config.run import RunConfig
 from slime_like.errors import DataError
+from slime_like.rollout.agents.registry import load_environment
 from slime_like.rollout.data_source import (
     ENGINE_RESERVED_TOKENS,
     DataSource,
@@ -27,6 +28,8 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     evaluation data, PluginError in a function's path.
     """
     load_rollout_plugins(config)
+    if config.agents.env:
+        load_environment(config.agents.env)
     tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
     sources = load_eval_data(config, tokenizer)
     context = context_tokens(config)

@@ -15,6 +15,7 @@ from slime_like.config.evaluation import EvalSet
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, DataError
 from slime_like.records import Prompt, SampleGroup
+from slime_like.rollout.agents.sources import generated_rows
 from slime_like.rollout.tokenizer import encode, end_of_turn_id
 
 #: SGLang (0.5.23) refuses a prompt that leaves less of its context length than this.
@@ -151,7 +152,9 @@ def load_data(
 ) -> DataSource:
     """Read, render and tokenize `file.jsonl@[a:b]`. Raises DataError naming file, line and key."""
     file, rows_wanted = split_slice(path)
-    numbered = [(line, record, f"{file} line {line}") for line, record in _read_objects(file, rows_wanted)]
+    generated = generated_rows(file, data)
+    records = _read_objects(file, rows_wanted) if generated is None else generated[rows_wanted]
+    numbered = [(line, record, f"{file} line {line}") for line, record in records]
     everything = render_rows(numbered, data, tokenizer, with_response=with_response)
     rows = [row for row in everything if len(row.tokens) <= max_prompt_tokens]
     num_filtered = len(everything) - len(rows)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
+from slime_like.rollout.agents.stage import AgentStage
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import eval_sampling, evaluate, set_metrics
 from slime_like.rollout.filters import apply_filter
@@ -63,8 +64,11 @@ class RolloutService:
         self._plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
         plugins = self._plugins
         self._eval_data = load_eval_data(config, source.tokenizer)
-        self._scorer = RewardScorer(config.reward, plugins.reward, plugin_args, reward_model)
+        self._scorer = RewardScorer(
+            config.reward, plugins.reward, plugin_args, reward_model, environment=config.agents.env is not None
+        )
         self._client = self._make_client(access)
+        self._agents = AgentStage(config, source.tokenizer, self._client, self.policy) if config.agents.env else None
         make = functools.partial(
             GroupMaker,
             self._client,
@@ -74,7 +78,9 @@ class RolloutService:
             custom_generate=plugins.generate,
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
-        self._maker, self._eval_maker = make(), make(evaluation=True)
+        agents = self._agents
+        self._maker = make(player=agents.player if agents else None)
+        self._eval_maker = make(player=agents.eval_player if agents else None, evaluation=True)
         self._plugin_args = plugin_args
         self._sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
@@ -108,6 +114,8 @@ class RolloutService:
         }
         if self.feed.epoch is not None:
             metrics["rollout/epoch"] = self.feed.epoch
+        if self._agents is not None:
+            metrics |= self._agents.player.tally.take("rollout/episodes/")
         metrics |= own_metrics
         self.feed.source.observe(groups)
         samples = [sample for group in groups for sample in group.samples]
@@ -127,6 +135,8 @@ class RolloutService:
         else:
             for name, source in self._eval_data.items():
                 sets[name] = await evaluate(self._eval_maker, name, source, self._config)
+                if self._agents is not None:
+                    metrics |= self._agents.eval_player.tally.take(f"eval/{name}/episodes/")
         for name, groups in sets.items():
             metrics |= set_metrics(name, groups, self._config.eval.eval_pass_threshold)
         if sets:
@@ -149,8 +159,9 @@ class RolloutService:
     async def close(self) -> None:
         """End what runs, close connections, end the reward processes."""
         await self.stream.stop()
-        for part in (self._client, self._scorer):
-            await part.close()
+        for part in (self._client, self._scorer, self._agents):
+            if part is not None:
+                await part.close()
 
     async def _take(self, step: int) -> tuple[Taken, dict[str, float]]:
         """The rollout's groups, and metrics of the user's rollout function where there is one."""
