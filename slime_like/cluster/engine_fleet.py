@@ -105,8 +105,9 @@ class EngineFleet:
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         self._begin(self._plan.engines)
-        level = self._config.observability.log_level or "warning"
-        self.router = start_router(self._config.engine, f"{self._run_dir}/logs/router-0.log", level)
+        config, log_path = self._config, f"{self._run_dir}/logs/router-0.log"
+        level = config.observability.log_level or "warning"
+        self.router = start_router(config.engine, config.router_policy, log_path, level)
 
     def wait_started(self) -> None:
         """Wait for every engine, then register each with the router and wait until it is healthy there."""

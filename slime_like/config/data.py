@@ -12,6 +12,15 @@ from slime_like.config.base import flag
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
+#: Beginnings of --prompt-data that name no file: rollout/agents/sources.py.
+GENERATED = ("seeds:", "rg:")
+
+
+def names_file(path: str) -> bool:
+    """Whether prompts stand in a file, and are not made as they are needed."""
+    return not path.startswith(GENERATED)
+
+
 def split_slice(path: str) -> tuple[str, slice]:
     """`data.jsonl@[10:20]` -> ("data.jsonl", slice(10, 20)); without a slice, all rows."""
     match = _SLICE.match(path)
@@ -24,7 +33,13 @@ def split_slice(path: str) -> tuple[str, slice]:
 class DataConfig:
     """Prompts and how long to run"""
 
-    prompt_data: str | None = flag(None, help="JSONL of prompts; 'file.jsonl@[10:20]' takes rows 10 to 19.")
+    prompt_data: str | None = flag(
+        None,
+        help=(
+            "JSONL of prompts; 'file.jsonl@[10:20]' takes rows 10 to 19. Without a file: 'seeds:1000' for environments"
+            " that ask questions of their own, 'rg:chain_sum?min_terms=2' for tasks of reasoning-gym."
+        ),
+    )
     input_key: str = flag("input", help="Key of the prompt: a string, or a list of chat messages.")
     label_key: str | None = flag(None, help="Key of the reference answer handed to the reward.")
     metadata_key: str = flag("metadata", help="Key of a dict handed to the reward; may be absent.")
@@ -65,4 +80,4 @@ class DataConfig:
         if not self.prompt_data:
             return ["--prompt-data is missing: a JSONL file of prompts."]
         path, _ = split_slice(self.prompt_data)
-        return [] if os.path.isfile(path) else [f"--prompt-data {path}: no such file."]
+        return [] if os.path.isfile(path) or not names_file(path) else [f"--prompt-data {path}: no such file."]

@@ -24,10 +24,13 @@ class EngineConfig:
         "SLIME_LIKE_ROUTER_API_KEY",
         help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one.",
     )
-    sglang_router_policy: str = flag(
-        "cache_aware",
-        choices=("cache_aware", "round_robin", "random", "power_of_two"),
-        help="How our router picks an engine.",
+    sglang_router_policy: str | None = flag(
+        None,
+        choices=("cache_aware", "manual", "round_robin", "random", "power_of_two"),
+        help=(
+            "How our router picks an engine; manual: all turns of an episode on one. Default: manual with --env, else"
+            " cache_aware."
+        ),
     )
     sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.")
     engine_start_timeout_s: float = flag(

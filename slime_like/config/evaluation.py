@@ -7,7 +7,7 @@ import math
 import os
 
 from slime_like.config.base import flag
-from slime_like.config.data import split_slice
+from slime_like.config.data import names_file, split_slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,5 +57,5 @@ class EvalConfig:
         return [
             f"--eval-prompt-data {name}: {split_slice(path)[0]}: no such file."
             for name, path in self.datasets().items()
-            if not os.path.isfile(split_slice(path)[0])
+            if names_file(path) and not os.path.isfile(split_slice(path)[0])
         ]

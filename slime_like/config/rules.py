@@ -180,9 +180,23 @@ def _reference_problems(config: ConfigTree) -> list[str]:
     return []
 
 
+def _agent_problems(config: ConfigTree) -> list[str]:
+    """What --env needs of other flags, and what does not go with it."""
+    if config.agents.env is None:
+        return []
+    problems = []
+    if config.is_sft:
+        problems.append("--env plays episodes; --loss-type sft_loss samples none. Fix: drop it.")
+    if not config.data.apply_chat_template:
+        problems.append("--env needs --apply-chat-template: turns are chat messages. Fix: add it.")
+    if config.rollout.custom_generate_function_path:
+        problems.append("--env and --custom-generate-function-path both make the answers. Fix: drop one of them.")
+    return problems
+
+
 def _role_problems(config: ConfigTree) -> list[str]:
     problems = _routing_problems(config) + _sampling_problems(config)
-    problems += _reference_problems(config)
+    problems += _reference_problems(config) + _agent_problems(config)
     if config.needs_reference and not config.checkpoint.ref_load:
         problems.append(
             f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
@@ -207,8 +221,8 @@ def _role_problems(config: ConfigTree) -> list[str]:
     if config.reward.reward_model_weight != 1.0 and not config.checkpoint.reward_load:
         problems.append("--reward-model-weight does nothing without --reward-load. Fix: add it, or drop this.")
     reward_source = config.reward.rm_type or config.reward.custom_rm_path or config.checkpoint.reward_load
-    if config.uses_engines and not reward_source:
-        problems.append("samples need a reward: give --rm-type, --custom-rm-path or --reward-load.")
+    if config.uses_engines and not (reward_source or config.agents.env):
+        problems.append("samples need a reward: give --rm-type, --custom-rm-path, --reward-load or --env.")
     if config.checkpoint.critic_load and not config.needs_critic:
         problems.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
     if config.optimizer.critic_lr is not None and not config.needs_critic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime_like.config.agents import AgentConfig
 from slime_like.config.batch import BatchConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
@@ -26,6 +27,7 @@ GROUPS = {
     "checkpoint": CheckpointConfig,
     "data": DataConfig,
     "rollout": RolloutConfig,
+    "agents": AgentConfig,
     "reward": RewardConfig,
     "eval": EvalConfig,
     "batch": BatchConfig,
@@ -47,6 +49,7 @@ class ConfigTree:
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    agents: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()
     batch: BatchConfig = BatchConfig()
@@ -130,6 +133,11 @@ class ConfigTree:
     def needs_critic(self) -> bool:
         """Whether a critic is trained."""
         return self.loss.estimator.compares_with == "critic" and not self.is_sft
+
+    @property
+    def router_policy(self) -> str:
+        """How our router picks an engine: an episode's turns go to one that has its beginning in the cache."""
+        return self.engine.sglang_router_policy or ("manual" if self.agents.env else "cache_aware")
 
     @property
     def needs_reward_model(self) -> bool:

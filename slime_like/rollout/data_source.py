@@ -14,6 +14,8 @@ from slime_like.config.data import DataConfig, split_slice
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, DataError
 from slime_like.records import Prompt
+from slime_like.rollout.agents.registry import load_environment
+from slime_like.rollout.agents.sources import generated_rows
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.tokenizer import encode, end_of_turn_id, load_tokenizer
 
@@ -104,6 +106,8 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     evaluation data, PluginError in a function's path.
     """
     load_rollout_plugins(config)
+    if config.agents.env:
+        load_environment(config.agents.env)
     tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
     sources = load_eval_data(config, tokenizer)
     context = context_tokens(config)
@@ -160,7 +164,8 @@ def load_data(
 ) -> DataSource:
     """Read, render and tokenize `file.jsonl@[a:b]`. Raises DataError naming file, line and key."""
     file, rows_wanted = split_slice(path)
-    numbered = _read_objects(file, rows_wanted)
+    generated = generated_rows(file, data)
+    numbered = _read_objects(file, rows_wanted) if generated is None else generated[rows_wanted]
     texts, fields = [], []
     for line, record in numbered:
         where = f"{file} line {line}"

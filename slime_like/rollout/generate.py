@@ -18,6 +18,8 @@ from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Pr
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
 
+#: What sglang-router's policy `manual` goes by (0.3.2); it knows nothing of X-Session-ID.
+SESSION_HEADER = "x-smg-routing-key"
 _STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
 
 
@@ -123,10 +125,13 @@ class GenerationClient:
         """Close all connections."""
         await self._session.close()
 
-    async def generate(self, tokens: np.ndarray | list[int], sampling_params: dict) -> Generation:
+    async def generate(
+        self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None
+    ) -> Generation:
         """One response to the token ids. Raises EngineError naming the last answer, after all tries or at the deadline.
 
-        The deadline counts from when a slot is free, over all tries.
+        The deadline counts from when a slot is free, over all tries. session: requests of one session go to one engine
+        where the router keeps to it (--sglang-router-policy manual).
         """
         body = {
             "input_ids": [int(token) for token in tokens],
@@ -135,7 +140,10 @@ class GenerationClient:
         }
         try:
             text = await ask(
-                functools.partial(self._exchange, body), slots=self._slots, tries=self._tries, timeout_s=self._timeout_s
+                functools.partial(self._exchange, body, session),
+                slots=self._slots,
+                tries=self._tries,
+                timeout_s=self._timeout_s,
             )
         except NoAnswer as error:
             why = {
@@ -149,10 +157,11 @@ class GenerationClient:
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
         return self._read(text, num_sent=len(tokens))
 
-    async def _exchange(self, body: dict) -> tuple[str, int]:
+    async def _exchange(self, body: dict, session: str | None) -> tuple[str, int]:
         """(the answer's text, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
         if not self._engines:
-            async with self._session.post(f"{self.url}/generate", json=body) as answer:
+            routing_key = {SESSION_HEADER: session} if session else {}
+            async with self._session.post(f"{self.url}/generate", json=body, headers=routing_key) as answer:
                 return await answer.text(), answer.status
         engine = min(self._engines, key=lambda one: self._engines[one])
         # Whatever the session says is the router's key, not an engine's.
@@ -189,6 +198,11 @@ class GenerationClient:
             raise EngineError(f"{self.url}/generate gave log-probs that are not finite: {logprobs[:8]}")
         if reason not in _STATUS:
             raise EngineError(f"{self.url}/generate: finish reason {reason!r} is unknown. Known: {', '.join(_STATUS)}")
+        if meta.get("prompt_tokens", num_sent) != num_sent:
+            raise EngineError(
+                f"{self.url}/generate answered to {meta['prompt_tokens']} tokens, but {num_sent} were sent: what was"
+                " sampled belongs to another prompt."
+            )
         version = _as_version(meta.get("weight_version"))
         # An aborted request may have been processed only in part; it is never trained on.
         routing = self.routing if _STATUS[reason] != ABORTED else None

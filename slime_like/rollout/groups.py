@@ -11,6 +11,7 @@ import aiohttp
 
 from slime_like.errors import EngineError, RunError
 from slime_like.records import ABORTED, FAILED, Prompt, Sample, SampleGroup
+from slime_like.rollout.agents.episode import EpisodePlayer
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.rewards.overlong import punish_overlong
@@ -72,6 +73,7 @@ class GroupMaker:
         plugin_args: Any,
         custom_generate: Callable | None,
         custom_timeout_s: float,
+        player: EpisodePlayer | None = None,
         evaluation: bool = False,
     ):
         self._client = client
@@ -80,6 +82,7 @@ class GroupMaker:
         self._args = plugin_args
         self._custom_generate = custom_generate
         self._custom_timeout_s = custom_timeout_s
+        self._player = player  # of --env
         self._evaluation = evaluation  # whose rewards have a key of their own
 
     async def group(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> GroupOutcome:
@@ -144,9 +147,11 @@ class GroupMaker:
         )
 
     async def _generate(self, prompt: Prompt, index: int, sampling: Sampling) -> Sequence[Sample]:
-        """The segments of one answer: one, but for a custom function that gives several."""
+        """The segments of one answer: one, but for an episode or a custom function that gives several."""
         request, builder = sampling.request(prompt, index), SampleBuilder(prompt, index)
         try:
+            if self._player is not None:
+                return await self._player.play(prompt, index, sampling)
             if self._custom_generate is not None:
                 return await self._custom(self._custom_generate, prompt, index, request)
             sample = builder.generated(await self._client.generate(prompt.tokens, request)).finish()

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
+from slime_like.rollout.agents.stage import AgentStage
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import evaluate
 from slime_like.rollout.filters import apply_filter
@@ -60,8 +61,11 @@ class RolloutService:
         self.policy = Policy()
         plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
         self._eval_data = load_eval_data(config, source.tokenizer)
-        self._scorer = RewardScorer(config.reward, plugins.reward, plugin_args, reward_model)
+        self._scorer = RewardScorer(
+            config.reward, plugins.reward, plugin_args, reward_model, environment=config.agents.env is not None
+        )
         self._client = self._make_client(access)
+        self._agents = AgentStage(config, source.tokenizer, self._client, self.policy) if config.agents.env else None
         make = functools.partial(
             GroupMaker,
             self._client,
@@ -71,12 +75,14 @@ class RolloutService:
             custom_generate=plugins.generate,
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
-        self._eval_maker = make(evaluation=True)
+        agents = self._agents
+        maker = make(player=agents.player if agents else None)
+        self._eval_maker = make(player=agents.eval_player if agents else None, evaluation=True)
         self._filter, self._plugin_args = plugins.group_filter, plugin_args
         sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
         )
-        group = functools.partial(make().group, num_samples=config.rollout.n_samples_per_prompt, sampling=sampling)
+        group = functools.partial(maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=sampling)
         self.stream = GroupStream(self.feed, group, self._judge, self._limits())
 
     async def generate(self, step: int) -> RolloutResult:
@@ -99,6 +105,8 @@ class RolloutService:
             "rollout/unscorable_samples": float(self._scorer.num_unscorable - unscorable),
             "rollout/epoch": self.feed.epoch,
         }
+        if self._agents is not None:
+            metrics |= {f"rollout/episodes/{key}": value for key, value in self._agents.player.tally.take().items()}
         return RolloutResult(groups=taken.groups, metrics=metrics)
 
     async def evaluate(self) -> dict[str, float]:
@@ -109,6 +117,9 @@ class RolloutService:
         metrics: dict[str, float] = {}
         for name, source in self._eval_data.items():
             metrics |= await evaluate(self._eval_maker, name, source, self._config)
+            if self._agents is not None:
+                counts = self._agents.eval_player.tally.take()
+                metrics |= {f"eval/{name}/episodes/{key}": value for key, value in counts.items()}
         return metrics
 
     def policy_changing(self) -> None:
@@ -127,8 +138,9 @@ class RolloutService:
     async def close(self) -> None:
         """End what runs, close connections, end the reward processes."""
         await self.stream.stop()
-        for part in (self._client, self._scorer):
-            await part.close()
+        for part in (self._client, self._scorer, self._agents):
+            if part is not None:
+                await part.close()
 
     def _judge(self, outcome: GroupOutcome) -> str | None:
         if self._filter is None:

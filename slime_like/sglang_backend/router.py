@@ -163,7 +163,7 @@ class Router:
             return response.text
 
 
-def start_router(engine: EngineConfig, log_path: str, log_level: str) -> Router:
+def start_router(engine: EngineConfig, policy: str, log_path: str, log_level: str) -> Router:
     """The router of a run: the one at --sglang-router-ip, else one of our own. As launch_router and attach_router."""
     if engine.sglang_router_ip:
         assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
@@ -173,7 +173,7 @@ def start_router(engine: EngineConfig, log_path: str, log_level: str) -> Router:
             api_key=os.environ.get(engine.sglang_router_api_key_env),
         )
     return launch_router(
-        policy=engine.sglang_router_policy,
+        policy=policy,
         port=engine.sglang_router_port,
         log_path=log_path,
         timeout_s=engine.engine_start_timeout_s,

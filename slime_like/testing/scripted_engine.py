@@ -69,6 +69,7 @@ class ScriptedEngine:
         self.routing: Callable[[list[int]], Sequence] | None = None
         self.weight_version = "default"
         self.requests: list[dict] = []
+        self.headers: list[dict[str, str]] = []  # of all /generate requests, names in small letters
         self.calls: list[tuple[str, dict]] = []
         self.most_in_flight = 0
         self._in_flight: dict[str, asyncio.Event] = {}  # request id -> set when aborted
@@ -205,6 +206,7 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if not isinstance(body.get("input_ids"), list) or not body["input_ids"]:
             return web.json_response(
                 {"error": {"message": "input_ids is missing: the scripted engine takes one list of ids"}}, status=400

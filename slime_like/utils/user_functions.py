@@ -12,10 +12,11 @@ from types import ModuleType
 from slime_like.errors import PluginError
 
 
-def load_function(path: str, *, num_positional: int, flag: str) -> Callable:
+def load_function(path: str, *, num_positional: int | None, flag: str) -> Callable:
     """The function at `pkg.module.function` or `pkg.module:function`.
 
-    num_positional: how many positional arguments we will pass. flag: the command-line flag, for messages.
+    num_positional: how many positional arguments we will pass; None: not checked here. flag: the command-line flag,
+    for messages.
     Raises PluginError naming the path, what was found, and the closest names.
     """
     module_path, name = _split(path, flag)
@@ -28,7 +29,8 @@ def load_function(path: str, *, num_positional: int, flag: str) -> Callable:
     function = getattr(module, name)
     if not callable(function):
         raise PluginError(f"{flag} {path}: {name!r} is a {type(function).__name__}, not a function.")
-    _check_signature(function, path, num_positional, flag)
+    if num_positional is not None:
+        _check_signature(function, path, num_positional, flag)
     return function
 
 

@@ -18,10 +18,11 @@ class WorkerPool:
     """Scores in child processes (rewards/worker.py); a stuck one is killed and replaced.
 
     Children start at first use, as plain commands: forking a driver with threads is not safe. Use inside one event
-    loop.
+    loop. module: another that serves as rewards/worker.py does.
     """
 
-    def __init__(self, num_workers: int | None = None):
+    def __init__(self, num_workers: int | None = None, *, module: str = "slime_like.rollout.rewards.worker"):
+        self._module = module
         self.num_workers = num_workers or max(1, min(8, (os.cpu_count() or 1) // 2))
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
@@ -29,15 +30,19 @@ class WorkerPool:
 
     async def score(self, kind: str, response: str, label: str, *, timeout_s: float) -> float | None:
         """The reward, or None if scoring took longer than timeout_s, raised, or killed its process."""
+        result = await self.run({"kind": kind, "response": response, "label": label}, timeout_s=timeout_s)
+        return result.get("reward") if result else None
+
+    async def run(self, task: dict, *, timeout_s: float) -> dict | None:
+        """What a child answers to the task; None if it took longer than timeout_s, or died."""
         async with self._slots:
             worker = self._idle.pop() if self._idle else await self._start()
             finished = False
             try:
-                task = {"kind": kind, "response": response, "label": label, "seconds": timeout_s}
                 # The worker's own alarm fires at timeout_s; ours is for a worker that is stopped or swapped out.
-                result = await asyncio.wait_for(_ask(worker, task), timeout_s + _GRACE_S)
+                result = await asyncio.wait_for(_ask(worker, task | {"seconds": timeout_s}), timeout_s + _GRACE_S)
                 finished = result is not None
-                return result.get("reward") if result else None
+                return result
             except TimeoutError:
                 return None
             finally:
@@ -59,7 +64,7 @@ class WorkerPool:
         worker = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "slime_like.rollout.rewards.worker",
+            self._module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,

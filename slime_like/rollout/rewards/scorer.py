@@ -42,16 +42,23 @@ class RewardScorer:
     the one that there is.
 
     function: the user's rule (--custom-rm-path), None for --rm-type. model: the reward model, None without
-    --reward-load.
+    --reward-load. environment: samples come with a reward, which stands where there is no rule.
     num_unscorable: samples that a built-in rule could not judge within its deadline; the rule's part of their reward is
     0.
     """
 
     def __init__(
-        self, config: RewardConfig, function: Callable | None, plugin_args: Any, model: ScoresSamples | None = None
+        self,
+        config: RewardConfig,
+        function: Callable | None,
+        plugin_args: Any,
+        model: ScoresSamples | None = None,
+        *,
+        environment: bool = False,
     ):
         known = (*IN_WORKER, *IN_PROCESS, REMOTE)
-        if function is None and config.rm_type not in known and not (config.rm_type is None and model is not None):
+        has_other = config.rm_type is None and (model is not None or environment)
+        if function is None and config.rm_type not in known and not has_other:
             raise ConfigError(
                 [
                     (
@@ -128,7 +135,7 @@ class RewardScorer:
         if self._function is not None:
             return self._number(await self._call(self._function, sample, sample), sample, key)
         if kind is None:
-            return None
+            return sample.reward  # an environment's; None where only a reward model scores
         if kind == REMOTE:
             return self._number(await self._ask(sample, prompt), sample, key)
         if sample.label is None:

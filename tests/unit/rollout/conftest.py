@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.config.agents import AgentConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
@@ -64,6 +65,7 @@ def make_config(write_rows):
         values = defaults | options
         groups = {"data": DataConfig, "rollout": RolloutConfig, "reward": RewardConfig, "eval": EvalConfig}
         groups |= {"checkpoint": CheckpointConfig, "model": ModelConfig, "loss": LossConfig}
+        groups |= {"agents": AgentConfig}
         built = {}
         for name, group in groups.items():
             built[name] = group(**{key: values.pop(key) for key in list(values) if key in group.__dataclass_fields__})
