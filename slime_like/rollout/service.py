@@ -26,6 +26,7 @@ from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
 from slime_like.rollout.rollout_metrics import FILTERED, drop_metrics, ledger_metrics, sample_metrics
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
+from slime_like.rollout.serve.stage import ServeStage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,10 @@ class RolloutService:
         plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
         self._eval_data = load_eval_data(config, source.tokenizer)
         self._scorer = RewardScorer(
-            config.reward, plugins.reward, plugin_args, reward_model, environment=config.agents.env is not None
+            config.reward, plugins.reward, plugin_args, reward_model, environment=config.plays_episodes
         )
         self._client = self._make_client(access)
-        self._agents = AgentStage(config, source.tokenizer, self._client, self.policy) if config.agents.env else None
+        self._agents = self._make_agents(source)
         make = functools.partial(
             GroupMaker,
             self._client,
@@ -84,6 +85,16 @@ class RolloutService:
         )
         group = functools.partial(maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=sampling)
         self.stream = GroupStream(self.feed, group, self._judge, self._limits())
+
+    @property
+    def serving_url(self) -> str | None:
+        """Where agents play (--serve-rollout), or None."""
+        return self._agents.url if isinstance(self._agents, ServeStage) else None
+
+    async def start(self) -> None:
+        """Open the endpoint of foreign agents, where there is one."""
+        if isinstance(self._agents, ServeStage):
+            await self._agents.start()
 
     async def generate(self, step: int) -> RolloutResult:
         """The groups of rollout `step`; nothing is in flight afterwards."""
@@ -154,6 +165,12 @@ class RolloutService:
         # Without a filter only failures leave gaps, and a gap is one prompt.
         batch = (rollout.over_sampling_batch_size or rollout.rollout_batch_size) if self._filter else None
         return StreamLimits(draw_batch=batch, max_draws=rollout.dynamic_sampling_max_draws)
+
+    def _make_agents(self, source: DataSource) -> AgentStage | ServeStage | None:
+        if not self._config.plays_episodes:
+            return None
+        stage = AgentStage if self._config.agents.env else ServeStage
+        return stage(self._config, source.tokenizer, self._client, self.policy)
 
     def _make_client(self, access: EngineAccess) -> GenerationClient:
         config = self._config

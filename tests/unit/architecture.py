@@ -120,6 +120,8 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
+    "config.serving": ("unit/rollout/serve/test_player.py",),
+    "rollout.serve": ("unit/rollout/serve/test_player.py", "unit/rollout/serve/test_server.py"),
     "rollout.service": ("unit/rollout/test_manager.py",),
     "rollout.agents.adapters": ("unit/rollout/agents/test_adapters.py",),
     "rollout.agents.episode_metrics": ("unit/rollout/agents/test_episode.py",),
