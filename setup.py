@@ -68,6 +68,14 @@ EXTRAS = {
         "uvloop",
         "xgrammar",
     ],
+    # Libraries of environments for --env; exact versions that were tried: scripts/requirements/constraints-envs.txt.
+    "envs": [
+        "fhaviary>=0.37,<0.38",
+        "gymnasium>=1.4,<2",
+        "reasoning-gym>=0.1.25,<0.2",
+        "skyrl-gym>=0.4,<0.5",
+        "textarena>=0.7.4,<0.8",
+    ],
     "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",

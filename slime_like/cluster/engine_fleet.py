@@ -23,6 +23,7 @@ from slime_like.cluster.members import Member, Membership, MemberState
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
 from slime_like.errors import EngineError, RunError, WeightSyncError
+from slime_like.planning.cards import cards_of
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
@@ -105,9 +106,8 @@ class EngineFleet:
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         self._begin(self._plan.engines)
-        config, log_path = self._config, f"{self._run_dir}/logs/router-0.log"
-        level = config.observability.log_level or "warning"
-        self.router = start_router(config.engine, config.router_policy, log_path, level)
+        level, log_path = self._config.observability.log_level or "warning", f"{self._run_dir}/logs/router-0.log"
+        self.router = start_router(self._config.engine, self._config.router_policy, log_path, level)
 
     def wait_started(self) -> None:
         """Wait for every engine, then register each with the router and wait until it is healthy there."""
@@ -237,7 +237,8 @@ class EngineFleet:
     def _publish(self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes) -> SyncReceipt:
         endpoints = [member.endpoint for member in members if member.endpoint is not None]
         assert self._plan.transport is not None, "a run with trainer and engines has a transport"
-        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights)
+        cards = cards_of(self._plan, [self._plans.get(endpoint.index) for endpoint in endpoints])
+        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards)
         try:
             return trainer.publish(order, self.check_watch)
         except BaseException:

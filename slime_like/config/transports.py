@@ -25,7 +25,8 @@ class SyncShape:
     split what they load.
 
     same_node: trainer and engines are all on one machine. width: bytes of a weight. num_sources: pipeline stages of
-    the trainer, each of which sends its share from a card of its own.
+    the trainer, each of which sends its share from a card of its own. model_gpus: trainer GPUs that share the model, or
+    0 unless every engine GPU is also a trainer's, which then gathers the whole model for it.
     """
 
     num_bytes: int
@@ -34,7 +35,7 @@ class SyncShape:
     engine_gpus: int
     width: int = 2
     num_sources: int = 1
-    num_engines: int = 2
+    model_gpus: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,10 @@ class Transport:
     loads_from: str | None = None
     #: all ranks that gather a stage's weights send a share of them, not only the first
     every_gatherer_writes: bool = False
-    #: the sources of several pipeline stages must know of each other (weight_sync/transports/sources.py)
+    #: several sources must know of each other (weight_sync/transports/sources.py)
     sources_meet: bool = False
+    #: where trainer and engines share every card, each trainer rank serves the engine ranks on its own one
+    by_card: bool = False
     files_outlive_a_kill: bool = False  # of shared memory, say: given back before the process is killed
     takes_interface: bool = False  # --update-weight-interface
     colocated: bool | None = None  # True: only with --colocate; False: never with it
@@ -90,16 +93,22 @@ def _ipc_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
         f" {1 / gpus:.0%}"
     )
     far = "" if shape.same_node else "; engines on other machines than their source cannot be reached this way"
-    on_device = shape.same_node and sources == shape.num_engines == 1
-    within = "CUDA IPC: each GPU copies its share within the card (with one engine and one pipeline stage)"
+    every_card = shape.same_node and shape.model_gpus > 0
+    # Of what a card has not got it hears from the others; it packs everything, and its engine takes its share.
+    gathered = size * (1 - 1 / max(1, shape.model_gpus)) / shape.rates["nvlink"]
+    copied = (size + size / gpus) / shape.rates["ipc"]
+    within = (
+        "CUDA IPC: each trainer rank gathers the model over nvlink and packs it within its card, from which the engine"
+        " rank there copies its share (where every engine GPU is also a trainer's)"
+    )
     return (
         SyncBound(transport="ipc", bytes=size, bound_s=host, how=how + far, available=shape.same_node),
         SyncBound(
             transport="ipc-handles",
             bytes=size,
-            bound_s=size / gpus / shape.rates["ipc"],
+            bound_s=max(gathered, copied),
             how=within,
-            available=on_device,
+            available=every_card,
         ),
     )
 
@@ -138,6 +147,7 @@ TRANSPORTS: dict[str, Transport] = {
             publisher="transports.ipc:IpcPublisher",
             bounds=_ipc_bounds,
             sources_meet=True,
+            by_card=True,
             files_outlive_a_kill=True,
             colocated=True,
             one_machine=True,

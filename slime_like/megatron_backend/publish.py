@@ -2,7 +2,7 @@
 is sent.
 
 The sync itself is weight_sync.session's. Every pipeline stage sends at the same time, from one source rank (to a
-folder: from several).
+folder: from several); to engines on the trainer's own cards every rank sends everything.
 """
 
 from __future__ import annotations
@@ -14,24 +14,39 @@ from megatron.core import parallel_state
 
 from slime_like.config.model import ModelConfig
 from slime_like.megatron_backend.hf.names_and_shards import hf_names, num_export_ranks, rank_in_stage
+from slime_like.megatron_backend.hf.stages import of_every_stage
 from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering
 
 
-def rank_place() -> RankPlace:
-    """This rank's."""
+def rank_place(*, by_card: bool = False) -> RankPlace:
+    """This rank's. by_card: each rank is a source of its own (session.PublishOrder.cards)."""
+    if by_card:
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return RankPlace(source=rank, num_sources=world_size, rank_in_source=0, num_gatherers=1)
     return RankPlace(
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
-        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        rank_in_stage=rank_in_stage(),
+        source=parallel_state.get_pipeline_model_parallel_rank(),
+        num_sources=parallel_state.get_pipeline_model_parallel_world_size(),
+        rank_in_source=rank_in_stage(),
         num_gatherers=num_export_ranks(),
     )
 
 
 def gathering(
-    model: ModelConfig, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]], *, master_address: str
+    model: ModelConfig,
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    *,
+    master_address: str,
+    whole_bytes: int | None = None,
 ) -> Gathering:
-    """What this rank's pipeline stage has to send; `tensors` as hf_convert.export_hf gives them."""
+    """What this rank has to send: its pipeline stage's tensors, which `tensors` gives as hf_convert.export_hf does.
+
+    whole_bytes: every rank gathers all stages' tensors instead, in buckets of so many bytes from stage to stage.
+    """
+    everything = tensors if whole_bytes is None else lambda: of_every_stage(tensors(), whole_bytes)
     return Gathering(
-        place=rank_place(), tensors=tensors, names=frozenset(hf_names(model)), master_address=master_address
+        place=rank_place(by_card=whole_bytes is not None),
+        tensors=everything,
+        names=frozenset(hf_names(model)),
+        master_address=master_address,
     )

@@ -42,6 +42,7 @@ from slime_like.observability.metrics import timed
 from slime_like.records import BASE, REFERENCE, SyncReceipt, WeightsRef
 from slime_like.weight_sync.sender import WeightSender
 from slime_like.weight_sync.session import PublishOrder, run_session
+from slime_like.weight_sync.transports.slots import slot_bytes
 
 
 class TrainWorker:
@@ -258,7 +259,12 @@ class TrainWorker:
             self._sender = WeightSender(
                 self.config,
                 order,
-                gathering(self.config.model, lambda: self.export(BASE), master_address=self.master_address),
+                gathering(
+                    self.config.model,
+                    lambda: self.export(BASE),
+                    master_address=self.master_address,
+                    whole_bytes=slot_bytes(self.config.sync.update_weight_buffer_size) if order.cards else None,
+                ),
             )
         try:
             return run_session(order, self._sender)

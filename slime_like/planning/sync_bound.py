@@ -10,6 +10,7 @@ import dataclasses
 
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import TRANSPORTS, SyncBound, SyncShape, transport_of
+from slime_like.planning.cards import cards_are_shared
 from slime_like.planning.hardware import bandwidths
 from slime_like.planning.memory.parameters import model_parameters
 from slime_like.planning.memory.trainer_bytes import Precision
@@ -62,14 +63,15 @@ def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
     # External engines are elsewhere. A source sends from its own machine to every engine, wherever their trainer ranks
     # are.
     same_node = bool(engines) and len(trainer | engines) == 1
+    tp_size, pp_size = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     shape = SyncShape(
         num_bytes=weight_bytes(config),
         rates=bandwidths(config.placement),
         same_node=same_node,
         engine_gpus=config.placement.rollout_num_gpus_per_engine,
         width=Precision.of(config.optimizer).weight,
-        num_sources=config.parallel.pipeline_model_parallel_size,
-        num_engines=len(plan.engines),
+        num_sources=pp_size,
+        model_gpus=tp_size * pp_size if cards_are_shared(plan, plan.engines) else 0,
     )
     every, own = bounds(shape), transport_of(plan.transport).bounds(shape)
     chosen = every.pop(next((bound for bound in reversed(own) if bound.available), own[0]).transport)

@@ -164,7 +164,9 @@ class Router:
 
 
 def start_router(engine: EngineConfig, policy: str, log_path: str, log_level: str) -> Router:
-    """The router of a run: the one at --sglang-router-ip, else one of our own. As launch_router and attach_router."""
+    """The router of a run: the one at --sglang-router-ip, else one of our own with the policy. As launch_router and
+    attach_router.
+    """
     if engine.sglang_router_ip:
         assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
         return attach_router(

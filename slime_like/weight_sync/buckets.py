@@ -14,10 +14,12 @@ import torch
 import xxhash
 
 from slime_like.records import DeltaCount, EngineEndpoint
-from slime_like.weight_sync.in_engine.receipt import weighted_sum
+from slime_like.weight_sync.in_engine.receipt import read_digests, weighted_sum
 from slime_like.weight_sync.transports.sources import Sources
 
 NamedTensor = tuple[str, torch.Tensor]
+#: One rank of one engine: (engine's index, rank).
+Reader = tuple[int, int]
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: SGLang fuses these two while it loads, and forgets the first one if the second is not in the same request (0.5.23,
@@ -30,7 +32,8 @@ class PublisherOptions:
     """Where one trainer source sends to. There is one source per pipeline stage; they send at the same time.
 
     With the disk transport a stage has `num_writers` of them, which all see the same tensors, and each writes its
-    share.
+    share. With `cards` (session.PublishOrder) there is one source per trainer rank, and each sends everything to the
+    engine ranks on its own card.
     """
 
     transport: str  # ipc, broadcast or disk
@@ -47,6 +50,29 @@ class PublisherOptions:
     num_writers: int = 1
     keep_files: bool = False  # of the disk transport: older versions stay
     delta_encoding: str = "xor"  # of deltas: xor or overwrite
+    cards: tuple[tuple[int, ...], ...] = ()  # of each endpoint, of each of its ranks: the source on its card
+
+    @property
+    def source_of(self) -> dict[Reader, int] | None:
+        """Whom each rank of each engine gets everything from; None: from every source a share."""
+        if not self.cards:
+            return None
+        return {
+            (endpoint.index, rank): source
+            for endpoint, sources in zip(self.endpoints, self.cards, strict=True)
+            for rank, source in enumerate(sources)
+        }
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """All that this source sends to."""
+        source_of = self.source_of
+        return tuple(
+            (endpoint.index, rank)
+            for endpoint in self.endpoints
+            for rank in range(endpoint.tp_size)
+            if source_of is None or source_of[endpoint.index, rank] == self.source_index
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +186,9 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def content_digest(tensor: torch.Tensor) -> bytes:
-    """8 bytes of a tensor's elements, computed where they are: xxh3_64 on the host, a weighted sum of its words on a
-    GPU.
+def content_digest(tensor: torch.Tensor) -> bytes | torch.Tensor:
+    """Of a tensor's elements, computed where they are: 8 bytes, xxh3_64, on the host; on a GPU a weighted sum of its
+    words, which stays there until in_engine.receipt.read_digests.
     """
     flat = raw_bytes(tensor)
     if flat.is_cuda:
@@ -177,16 +203,26 @@ class Digest:
     """
 
     def __init__(self) -> None:
-        self._num_tensors = self._num_bytes = self.value = 0
+        self._num_tensors = self._num_bytes = 0
+        self._heads: list[str] = []
+        self._contents: list[bytes | torch.Tensor] = []
 
-    def add(self, name: str, tensor: torch.Tensor, content: bytes | None = None) -> None:
+    def add(self, name: str, tensor: torch.Tensor, content: bytes | torch.Tensor | None = None) -> None:
         """Take one tensor in. content: its content_digest, where that is known already."""
-        what = f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|"
-        hasher = xxhash.xxh3_64(what.encode())
-        hasher.update(content or content_digest(tensor))
+        self._heads.append(f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|")
+        self._contents.append(content_digest(tensor) if content is None else content)
         self._num_tensors += 1
         self._num_bytes += num_bytes(tensor)
-        self.value = (self.value + hasher.intdigest()) % 2**64
+
+    @property
+    def value(self) -> int:
+        """Of all that was taken in; digests that are on a device are read from it, all at once."""
+        total, self._contents = 0, list(read_digests(self._contents))
+        for head, content in zip(self._heads, self._contents, strict=True):
+            hasher = xxhash.xxh3_64(head.encode())
+            hasher.update(content)
+            total = (total + hasher.intdigest()) % 2**64
+        return total
 
     def report(self) -> SentReport:
         """What was taken in so far."""

@@ -19,30 +19,31 @@ _BUSY = "busy"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank stands: its pipeline stage, and its number among the stage's ranks.
+    """Where a rank stands: for which source it gathers, and its number among those that could.
 
-    The first `num_gatherers` of a stage gather its weights.
+    There is a source for each pipeline stage, or one for each rank (session.PublishOrder.cards). The first
+    `num_gatherers` of a source's ranks gather what it sends.
     """
 
-    stage: int
-    num_stages: int
-    rank_in_stage: int
+    source: int
+    num_sources: int
+    rank_in_source: int
     num_gatherers: int
 
     @property
     def gathers(self) -> bool:
-        """Whether this rank takes part in gathering its stage's weights."""
-        return self.rank_in_stage < self.num_gatherers
+        """Whether this rank takes part in gathering its source's weights."""
+        return self.rank_in_source < self.num_gatherers
 
     @property
     def is_source(self) -> bool:
-        """Whether it sends what its stage gathered."""
-        return self.rank_in_stage == 0
+        """Whether it sends what was gathered."""
+        return self.rank_in_source == 0
 
     @property
     def is_lead(self) -> bool:
         """Whether it steers the engines for all sources: the first of them."""
-        return self.is_source and self.stage == 0
+        return self.is_source and self.source == 0
 
 
 class RankGroup:
@@ -56,15 +57,15 @@ class RankGroup:
         self._lead: int | None = None
 
     def on_gatherers(self, what: str, act: Callable[[], Any], *, in_turn: bool = False) -> list:
-        """Run `act` on the gathering ranks of all stages at the same time, or of one stage after another; what it
+        """Run `act` on the gathering ranks of all sources at the same time, or of one source after another; what it
         gave on all ranks, without Nones.
 
         No rank returns before all have done it.
         """
         error: BaseException | None = None
-        result, mine = None, self.place.stage
-        for stage in range(self.place.num_stages) if in_turn else (mine,):
-            if self.place.gathers and mine == stage:
+        result, mine = None, self.place.source
+        for source in range(self.place.num_sources) if in_turn else (mine,):
+            if self.place.gathers and mine == source:
                 try:
                     result = act()
                 except Exception as raised:  # noqa: BLE001 - raised below, once every rank was told

@@ -6,6 +6,7 @@ What a session drives (session.Ranks).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,13 +19,15 @@ from slime_like.records import DeltaCount, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import address_of_interface, is_own_address, own_address, url_host
 from slime_like.weight_sync.bounds import best_rate
-from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, WeightPublisher
-from slime_like.weight_sync.proof.receipt import Receipt, never_sent
+from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, WeightPublisher
+from slime_like.weight_sync.proof.receipt import Receipt, never_sent, raise_different
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
 from slime_like.weight_sync.session import PublishOrder
 from slime_like.weight_sync.transform import TransformOutcome, WeightTransform
 from slime_like.weight_sync.transports.registry import make_publisher
 from slime_like.weight_sync.transports.sources import Sources
+
+logger = logging.getLogger(__name__)
 
 #: Digests are sums modulo 2^64, so stages and tensors can be added in any order.
 _DIGEST_MODULUS = 1 << 64
@@ -32,10 +35,10 @@ _DIGEST_MODULUS = 1 << 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """What a rank's pipeline stage has to send. tensors: gathers them anew, under their HF names, collectively over
-    the stage's gatherers.
+    """What a rank's source has to send. tensors: gathers them anew, under their HF names, collectively over the
+    source's gatherers: its pipeline stage's, or with PublishOrder.cards everything.
 
-    names: of all stages together. master_address: of the trainer's first rank, as the other ranks know it.
+    names: of the whole model. master_address: of the trainer's first rank, as the other ranks know it.
     """
 
     place: RankPlace
@@ -45,9 +48,10 @@ class Gathering:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StageReport:
+class _Report:
     """What one rank sent. names: of the tensors that a source gathered. transformed: what the user's function made."""
 
+    source: int
     num_tensors: int
     num_bytes: int
     digest: int
@@ -61,7 +65,8 @@ class WeightSender:
     """Keeps the connection to the engines of one route between syncs.
 
     The source is the first rank of each stage. The ranks that share its matrices, and those that hold other experts,
-    help to gather, and write a share of what was gathered where the transport has them; the others wait.
+    help to gather, and write a share of what was gathered where the transport has them; the others wait. With
+    PublishOrder.cards all ranks gather everything, and each whose card has ranks of engines sends it to them.
     """
 
     def __init__(self, config: RunConfig, order: PublishOrder, gathering: Gathering):
@@ -81,7 +86,15 @@ class WeightSender:
 
     @property
     def _who(self) -> str:
-        return f"trainer source {self._place.stage}"
+        return f"trainer source {self._place.source}"
+
+    @property
+    def _sends(self) -> bool:
+        """Whether this rank has a publisher: not all have somebody to send to."""
+        place, cards = self._place, self.route.cards
+        if self._transport.every_gatherer_writes:
+            return True
+        return place.is_source and (not cards or place.is_lead or any(place.source in ranks for ranks in cards))
 
     # ------------------------------------------------------------------ what a session asks for
 
@@ -90,13 +103,13 @@ class WeightSender:
         self._group.on_lead(phase, act, longest_s=longest_s)
 
     def connect(self) -> None:
-        """Join the engines, one stage after the other."""
+        """Join the engines, one source after the other."""
         if self.is_connected:
             return
         hosted: list[tuple[str, int, Sources]] = []  # on the lead: kept for its own options
 
         def host() -> tuple[str, int] | None:
-            if not (self._place.is_lead and self._transport.sources_meet and self._place.num_stages > 1):
+            if not (self._place.is_lead and self._transport.sources_meet and self._place.num_sources > 1):
                 return None
             address = self._address()
             sources = Sources(address, 0, is_host=True, who=self._who, timeout_s=self.route.timeout_s)
@@ -106,7 +119,7 @@ class WeightSender:
         meeting = self._group.on_gatherers("connect", host)
 
         def connect() -> None:
-            if not (self._place.is_source or self._transport.every_gatherer_writes):
+            if not self._sends:
                 return
             sources = hosted[0][2] if hosted else None
             if sources is None and meeting and self._place.is_source:
@@ -120,14 +133,14 @@ class WeightSender:
         self.is_connected = True
 
     def send(self, weights: WeightsRef) -> SyncReceipt:
-        """Every source sends its stage; the receipt is the same on every rank."""
+        """Every source sends what it gathered; the receipt is the same on every rank."""
         started, version, publisher = time.monotonic(), weights.version, self._publisher
         try:
             self._group.on_gatherers("begin", lambda: publisher.begin(version) if publisher else None)
-            reports: list[_StageReport] = self._group.on_gatherers("send", lambda: self._send_stage(version))
-            self._check_names([name for report in reports for name in report.names])
+            reports: list[_Report] = self._group.on_gatherers("send", lambda: self._send_all(version))
             if self._transform is not None:
                 self._transform.check([report.transformed for report in reports if report.transformed is not None])
+            reports = self._once(reports)
             self._group.on_gatherers("finish", lambda: publisher.finish(version) if publisher else None)
         except BaseException:
             if publisher is not None:
@@ -155,19 +168,30 @@ class WeightSender:
         timeout_s, receipt = self.route.timeout_s, self._receipt
 
         def compare() -> tuple | None:
-            return None if receipt is None else (receipt.verify(timeout_s), receipt.parameters(), len(receipt.unknown))
+            if receipt is None:
+                return None
+            return receipt.differences(timeout_s), receipt.readers(), receipt.parameters(), receipt.unknown
 
         compared = self._group.on_gatherers("verify", compare, in_turn=True)
+        # Of all sources together, so that every rank says the same: which engines are wrong.
+        raise_different([difference for differences, *_ in compared for difference in differences])
         if self.route.finds_unsent:
-            layouts = {layout for _, parameters, _ in compared for layout in parameters}
+            layouts = {layout for _, _, parameters, _ in compared for layout in parameters}
             sent = {
-                layout: set().union(*(parameters.get(layout, ()) for _, parameters, _ in compared))
+                layout: set().union(*(parameters.get(layout, ()) for _, _, parameters, _ in compared))
                 for layout in layouts
             }
             self._group.on_gatherers(
                 "verify", lambda: None if receipt is None else never_sent(receipt, sent, timeout_s), in_turn=True
             )
-        return min((count for count, _, _ in compared), default=0), sum(unknown for _, _, unknown in compared)
+        every = [readers for _, readers, _, _ in compared]
+        # A rank of an engine is proven by whoever sent to it: every stage, or the one trainer rank on its card.
+        proven = set[Reader]() if not every else (set.union if self.route.cards else set.intersection)(*every)
+        num_engines = sum(
+            all((endpoint.index, rank) in proven for rank in range(endpoint.tp_size))
+            for endpoint in self.route.endpoints
+        )
+        return num_engines, len({name for _, _, _, unknown in compared for name in unknown})
 
     def close(self) -> None:
         """Leave the engines."""
@@ -197,15 +221,16 @@ class WeightSender:
         return PublisherOptions(
             transport=self._transport.name,
             endpoints=self.route.endpoints,
-            source_index=place.stage,
-            num_sources=place.num_stages,
+            source_index=place.source,
+            num_sources=place.num_sources,
+            cards=self.route.cards,
             buffer_bytes=sync.update_weight_buffer_size,
             timeout_s=self.route.timeout_s,
             directory=self.route.directory,
             address=self._address(),
             interface=sync.update_weight_interface,
             sources=sources,
-            writer_index=place.rank_in_stage,
+            writer_index=place.rank_in_source,
             num_writers=place.num_gatherers,
             keep_files=sync.update_weight_disk_keep_files,
             delta_encoding=sync.delta_encoding,
@@ -215,10 +240,26 @@ class WeightSender:
         self._publisher = make_publisher(options)
         if self._place.is_source and self.route.compares_digests:
             clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in self.route.endpoints]
-            self._receipt = Receipt(self._config.model, clients, self._who)
+            self._receipt = Receipt(self._config.model, clients, self._who, options.readers)
         self._publisher.connect()
         if self._place.is_source:
             self._best_rate = best_rate(options)
+
+    def _once(self, reports: list[_Report]) -> list[_Report]:
+        """Those that together are the model once. Raises WeightSyncError where a tensor is missing or too many."""
+        if not self.route.cards:
+            self._check_names([name for report in reports for name in report.names])
+            return reports
+        first = reports[0]
+        for report in reports:
+            self._check_names(report.names)
+            if report.digest != first.digest:
+                logger.warning(
+                    "trainer ranks %d and %d hold different weights (digests %016x and %016x), and so do the engines on"
+                    " their cards: what data or tensor parallel ranks each hold a copy of has drifted apart",
+                    first.source, report.source, first.digest, report.digest,
+                )  # fmt: skip
+        return [first]
 
     def _check_names(self, sent: list[str]) -> None:
         """Every tensor of the model once: a digest says nothing of one that was never sent. Raises WeightSyncError."""
@@ -229,7 +270,7 @@ class WeightSender:
         if len(sent) != len(names):
             raise WeightSyncError(f"{where}: {len(sent)} tensors were sent instead of {len(names)}: some twice")
 
-    def _send_stage(self, version: int) -> _StageReport | None:
+    def _send_all(self, version: int) -> _Report | None:
         tensors = self._gathering.tensors()
         if self._publisher is None:
             for _ in tensors:
@@ -243,17 +284,18 @@ class WeightSender:
             # Also after a failure: the neighbours are inside the gathering of the next tensor and would wait for us.
             for _ in tensors:
                 pass
-        transform = self._transform
-        return _StageReport(
+        transform, place = self._transform, self._place
+        # With cards everyone makes the same of the same tensors; the lead says what it is called.
+        stage, says = (0, place.is_lead) if self.route.cards else (place.source, place.is_source)
+        return _Report(
+            source=place.source,
             num_tensors=report.num_tensors,
             num_bytes=report.num_bytes,
             digest=digest.value,
             names=names,
             delta=report.delta,
             best_rate=self._best_rate,
-            transformed=None
-            if transform is None
-            else transform.outcome(self._place.stage, is_source=self._place.is_source),
+            transformed=None if transform is None else transform.outcome(stage, is_source=says),
         )
 
     def _watched(self, tensors: Iterator[NamedTensor], names: list[str], digest: Digest) -> Iterator[NamedTensor]:

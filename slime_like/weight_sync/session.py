@@ -55,7 +55,9 @@ class PublishOrder:
     one; with deltas where sources keep what they sent last. pause_mode: "abort" ends requests that are still running;
     "retract" computes their tokens again with the new weights before they go on; "in_place" lets them go on with what
     the old weights left in the cache, which is then forgotten only where nothing runs. finds_unsent: look for
-    parameters of the engine of which nothing was sent; needs compares_digests.
+    parameters of the engine of which nothing was sent; needs compares_digests. cards: of each endpoint, of each of its
+    ranks, the trainer rank on the same card, which then sends everything to it; empty: pipeline stages send their
+    shares to all.
     """
 
     weights: WeightsRef
@@ -66,10 +68,20 @@ class PublishOrder:
     directory: str | None = None
     compares_digests: bool = True
     finds_unsent: bool = False
+    cards: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
-    def of(config: RunConfig, transport: str, endpoints: Sequence[EngineEndpoint], weights: WeightsRef) -> PublishOrder:
-        """As the flags say."""
+    def of(
+        config: RunConfig,
+        transport: str,
+        endpoints: Sequence[EngineEndpoint],
+        weights: WeightsRef,
+        *,
+        cards: tuple[tuple[int, ...], ...] = (),
+    ) -> PublishOrder:
+        """As the flags say. cards: where trainer and engines share GPUs; a transport that gains nothing by it leaves
+        them out.
+        """
         sync, directory = config.sync, config.sync.update_weight_disk_dir
         if directory is None and config.observability.run_dir:
             directory = os.path.join(config.observability.run_dir, "weights")
@@ -82,6 +94,7 @@ class PublishOrder:
             directory=os.path.abspath(directory) if directory else None,
             compares_digests=sync.compares_digests,
             finds_unsent=sync.verify_weight_sync == "full",
+            cards=cards if transport_of(transport).by_card else (),
         )
 
     @property
@@ -89,10 +102,11 @@ class PublishOrder:
         """The order without its weights: what a connection is made for and kept."""
         return dataclasses.replace(self, weights=WeightsRef())
 
-    def longest_s(self, num_sources: int) -> float:
+    def longest_s(self, num_stages: int) -> float:
         """How long the driver waits for a rank: longer than all steps, since the rank itself says which engine is
-        late in which step.
+        late in which step. num_stages: of the trainer's pipeline.
         """
+        num_sources = len({source for ranks in self.cards for source in ranks}) or num_stages
         return (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
 
 

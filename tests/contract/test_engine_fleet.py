@@ -115,7 +115,9 @@ def world(tmp_path) -> Iterator[World]:
         plans = tuple(
             EnginePlan(index=i, bundles=(), tp=1, external_url=engine.url) for i, engine in enumerate(engines[:2])
         )
-        fleet = EngineFleet(config, SimpleNamespace(engines=plans, transport="broadcast"), None, str(tmp_path))
+        fleet = EngineFleet(
+            config, SimpleNamespace(mode="external", engines=plans, transport="broadcast"), None, str(tmp_path)
+        )
         stack.callback(fleet.close)
         fleet.start()
         fleet.wait_started()

@@ -13,10 +13,11 @@ import pytest
 import requests
 
 from slime_like.config.rollout import RolloutConfig
-from slime_like.records import COMPLETED, Prompt
+from slime_like.records import COMPLETED, EngineEndpoint, Prompt
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
+from slime_like.testing.scripted_engine import ScriptedEngine
 from slime_like.utils.guard import group_members
 from tests.contract.engines import TINY, hf_logprobs, prompt
 
@@ -108,6 +109,49 @@ def test_two_engines_and_a_second_router_on_one_host(router, tp1, tp2, tmp_path)
         assert all(generate(second, second.api_key).status_code == 200 for _ in range(4))
     finally:
         second.close()
+
+
+def test_all_turns_of_a_session_go_to_one_engine_and_stay_when_another_is_lost(tmp_path):
+    """The policy that --env takes by default; scripted engines, so that each knows what it was asked."""
+    router = launch_router(policy="manual", log_path=str(tmp_path / "router.log"), timeout_s=30)
+    engines = [ScriptedEngine(lambda prompt: ([7, 2], [-0.1, -0.2])).start() for _ in range(3)]
+
+    async def play(num_turns: int) -> None:
+        client = GenerationClient(router.url, router.api_key, RolloutConfig(), concurrency=32, weight_version=lambda: 0)
+
+        async def episode(number: int) -> None:
+            for turn in range(num_turns):
+                await client.generate([number, turn], {"max_new_tokens": 2}, session=f"0/{number}")
+
+        try:
+            await asyncio.gather(*map(episode, range(24)))
+        finally:
+            await client.close()
+
+    def where() -> dict[int, set[int]]:
+        places: dict[int, set[int]] = {}
+        for index, engine in enumerate(engines):
+            for request in engine.requests:
+                places.setdefault(request["input_ids"][0], set()).add(index)
+            engine.requests.clear()
+        return places
+
+    try:
+        for index, engine in enumerate(engines):
+            router.register(EngineEndpoint(index=index, url=engine.url), timeout_s=20)
+        asyncio.run(play(4))
+        first = where()
+        assert len(first) == 24 and all(len(places) == 1 for places in first.values())
+        assert set.union(*first.values()) == {0, 1, 2}, "and no engine is left idle"
+        router.deregister(EngineEndpoint(index=0, url=engines[0].url))
+        asyncio.run(play(4))
+        second = where()
+        assert all(len(places) == 1 and 0 not in places for places in second.values())
+        assert all(second[number] == places for number, places in first.items() if 0 not in places)
+    finally:
+        router.close()
+        for engine in engines:
+            engine.close()
 
 
 def test_attached_router_goes_on_without_our_engines(router, tp1):

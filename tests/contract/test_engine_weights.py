@@ -5,10 +5,7 @@ engines at once.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,9 +15,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.utils.net import wait_until
 from slime_like.weight_sync.session import EngineSide, abandon
 from slime_like.weight_sync.transports import broadcast
-from slime_like.weight_sync.transports.device_ipc import LOAD_FORMAT, handle_of
 from slime_like.weight_sync.transports.registry import make_publisher
-from slime_like.weight_sync.transports.slots import BucketSlot, Sending, send_in_slots
 from tests.contract.engines import hf_logprobs, largest_difference, options, order_of, prompt, sync, two_sources
 
 TRANSPORTS = ("ipc", "broadcast", "disk")
@@ -165,41 +160,6 @@ def test_refused_weights_fail_at_once_and_the_next_sync_works(served, models, tr
     sync([served], models[2], [publisher], transport)
     assert largest_difference(served.client, models[2]) < 1e-5
     publisher.close()
-
-
-@pytest.fixture
-def tensor_bucket(monkeypatch):
-    """SGLang's own module without the packages around it, which do not import without a GPU."""
-    name = "sglang.srt.weight_sync.tensor_bucket"
-    folder = importlib.util.find_spec("sglang").submodule_search_locations[0]
-    spec = importlib.util.spec_from_file_location(name, f"{folder}/srt/weight_sync/tensor_bucket.py")
-    module = importlib.util.module_from_spec(spec)
-    for parent in ("sglang", "sglang.srt", "sglang.srt.weight_sync"):
-        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-
-
-@pytest.mark.usefixtures("tensor_bucket")
-def test_flat_bytes_with_their_description_as_a_gpu_would_send_them(served, models):
-    """The request of device_ipc.
-
-    Here the handle is the bytes themselves; everything else is what a CUDA handle goes through.
-    """
-    client = served.client
-    client.begin_weight_update()
-    try:
-        slots = [BucketSlot(), BucketSlot()]
-
-        def send(slot, number):
-            client.update_weights_from_tensor([handle_of(slot)], load_format=LOAD_FORMAT)
-
-        how = Sending(send=send, max_bytes=50_000, who="test", timeout_s=30)
-        send_in_slots(models[2].state_dict().items(), slots, how)
-    finally:
-        client.end_weight_update()
-    client.flush_cache()
-    assert largest_difference(client, models[2]) < 1e-5
 
 
 def num_running(client) -> int:

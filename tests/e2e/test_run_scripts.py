@@ -16,14 +16,21 @@ from tests.e2e.runs import ROOT, Finished, assert_nothing_left, environment, our
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
 #: Script -> how its weights travel.
-SCRIPTS = {"run-colocate.sh": "ipc", "run-disaggregated.sh": "broadcast", "run-served-agent.sh": "ipc"}
+SCRIPTS = {
+    "run-colocate.sh": "ipc",
+    "run-disaggregated.sh": "broadcast",
+    "run-agent.sh": "ipc",
+    "run-served-agent.sh": "ipc",
+}
 
 #: Example, and a file laid over its run.toml -> how its weights travel, and one of the metrics that its flags ask for.
 EXAMPLES = {
+    "calculator": ("ipc", "rollout/episodes/turns_mean"),
     "colocate": ("ipc", "train/kl_loss"),
     "disaggregated": ("broadcast", "train/kl_loss"),
     "external": ("broadcast", "train/pg_loss"),
     "delta": ("delta", "sync/delta_bytes"),
+    "guess": ("ipc", "rollout/episodes/turns_mean"),
     "interleaved": ("broadcast", "train/pg_loss"),
     "reward-model": ("broadcast", "reward/model"),
     "roles": ("broadcast", "train/value_loss"),
@@ -86,7 +93,7 @@ def test_script_submits_a_job_that_runs(cluster, tmp_path_factory, tmp_path, scr
         "RUN_DIR": str(tmp_path / "run"),
     }
     run = finish([script], tmp_path / "run", **variables)
-    assert_three_rollouts(run, SCRIPTS[script], "train/kl_loss")
+    assert_three_rollouts(run, SCRIPTS[script], "train/pg_loss")
     assert_nothing_left(before)
 
 

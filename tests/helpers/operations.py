@@ -24,6 +24,8 @@ def count_operations(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    # CPython 3.12 looks once, when tracing begins, whether any frame wants its instructions seen.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         work()

@@ -124,7 +124,8 @@ def arm(worker, where: str, fault: Fault) -> None:
     """Put a fault into the next syncs. where: "conversion" or "in flight"."""
 
     def change(stream: Stream) -> Stream:
-        yield from fault.apply(dict(stream), _ARMED.before).items()
+        # copies: a tensor's memory may be used again for the one after it
+        yield from fault.apply({name: tensor.clone() for name, tensor in stream}, _ARMED.before).items()
 
     setattr(_ARMED, where.replace(" ", "_"), change)
 

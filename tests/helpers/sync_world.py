@@ -29,6 +29,7 @@ from slime_like.config.sync import SyncConfig
 from slime_like.job.phases import Phases
 from slime_like.job.running import Job, ResolvedRun
 from slime_like.observability.tracing import PhaseTrace
+from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan, make_plan
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
@@ -179,12 +180,19 @@ class SyncWorld:
     def phases(self, *tps: int) -> Phases:
         """The run's own sync phase, over these engines. `self.phases(1, 2).sync(step)` is a whole sync."""
         config = self.config
-        plan = types.SimpleNamespace(transport=config.sync.update_weight_transport, engines=())
+        # Colocated: trainer rank 0 shares its card with the engine of one rank and the first one of the other.
+        plan = types.SimpleNamespace(
+            mode="colocate",
+            transport=config.sync.update_weight_transport,
+            engines=(),
+            roles=self.trainers.plan.roles,
+        )
         # As engines of somebody else: whether they live is then asked of them, and not of a Ray actor that holds them.
         beside = {"receiver_url": self.receiver.url, "receiver_key": self.receiver.key}
         endpoints = [dataclasses.replace(self.engines[tp].endpoint, external=True, **beside) for tp in tps]
         fleet = EngineFleet(config, plan, None, str(self.root), Membership.of_serving(endpoints))
         fleet.router = NoProcess()
+        fleet._plans = {tp: EnginePlan(index=tp, bundles=tuple(range(tp)), tp=tp) for tp in tps}
         run = types.SimpleNamespace(path=str(self.root))
         resolved = ResolvedRun(config=config, plan=self.trainers.plan, run=run, data=None, num_rollout=0)
         job = Job(resolved, trainer=self.train, engines=fleet, rollouts=self.sampling)

@@ -28,7 +28,7 @@ def in_world(place, port):
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4, timeout=timeout
     )
-    group = RankGroup(RankPlace(stage=rank // 2, num_stages=2, rank_in_stage=rank % 2, num_gatherers=1), "test")
+    group = RankGroup(RankPlace(source=rank // 2, num_sources=2, rank_in_source=rank % 2, num_gatherers=1), "test")
     seen: dict = {"gathered": group.on_gatherers("name", lambda: rank)}
     seen["in turn"] = group.on_gatherers("turn", lambda: time.monotonic(), in_turn=True)
 

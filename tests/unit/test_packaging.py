@@ -36,8 +36,11 @@ def metadata(repo_root: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def pins(repo_root: Path) -> dict[str, Version]:
-    lines = (repo_root / "scripts/requirements/constraints-cpu.txt").read_text().splitlines()
-    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return pins_of(repo_root / "scripts/requirements/constraints-cpu.txt")
+
+
+def pins_of(path: Path) -> dict[str, Version]:
+    pairs = [line.split("==") for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return {canonicalize_name(name): Version(version) for name, version in pairs}
 
 
@@ -45,7 +48,10 @@ def names(path: Path) -> list[Requirement]:
     return [Requirement(line) for line in path.read_text().splitlines() if line and not line.startswith("#")]
 
 
-def test_pins_lie_within_the_ranges(metadata: dict, pins: dict[str, Version]):
+def test_pins_lie_within_the_ranges(repo_root: Path, metadata: dict, pins: dict[str, Version]):
+    extra_pins = pins_of(repo_root / "scripts/requirements/constraints-envs.txt")
+    assert not set(extra_pins) & set(pins), "one version a package"
+    pins = pins | extra_pins
     texts = metadata["install_requires"] + [text for extra in metadata["extras_require"].values() for text in extra]
     requirements = [Requirement(text) for text in texts]
     wrong = [

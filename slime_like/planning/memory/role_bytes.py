@@ -6,6 +6,8 @@ import dataclasses
 
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.transports import transport_of
+from slime_like.planning.cards import cards_are_shared
 from slime_like.planning.hardware import PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
 from slime_like.planning.memory.parameters import Variant, stage_buffer_bytes, stage_chunks
@@ -60,6 +62,14 @@ class RoleBytes:
         self._sizes = ActivationSizes(model=model, parallel=parallel, width=self._precision.weight)
         self._stages: dict[int, StageBytes] = {}
         self._largest: dict[int, int] = {}
+        # to engines on the trainer's own cards every rank sends the whole model
+        self._all_send = (
+            name == "actor"
+            and plan.transport is not None
+            and transport_of(plan.transport).by_card
+            and cards_are_shared(plan, plan.engines)
+        )
+        self._largest_of_all = 0
         self._keys: dict[tuple[int, int, int, int], RankKey] = {}
 
     def key(self, rank: int) -> RankKey:
@@ -81,7 +91,7 @@ class RoleBytes:
             )
         data_rank = within // parallel.tensor_model_parallel_size
         first_copy = data_rank < parallel.context_parallel_size
-        source = (2 if within == 0 else 1) if first_copy else 0
+        source = 2 if self._all_send else (2 if within == 0 else 1) if first_copy else 0
         short = (stage, data_rank, within // self._experts, source)
         if short not in self._keys:
             self._keys[short] = RankKey(stage, self._stages[stage].of(data_rank, within // self._experts), source)
@@ -214,8 +224,17 @@ class RoleBytes:
 
         Its neighbours gather one tensor with it.
         """
-        bucket = max(self._config.sync.update_weight_buffer_size, self._largest[key.stage])
-        return {"sync buffers": (0, self._largest[key.stage], 2 * bucket)[key.source]}
+        buffer, stages = self._config.sync.update_weight_buffer_size, self._config.parallel.pipeline_model_parallel_size
+        if not self._all_send or stages == 1:
+            bucket = max(buffer, self._largest[key.stage])
+            return {"sync buffers": (0, self._largest[key.stage], 2 * bucket)[key.source]}
+        if not self._largest_of_all:
+            for stage in range(stages):
+                self.key(stage * self._per_stage)
+            self._largest_of_all = max(self._largest.values())  # of all stages
+        largest = self._largest_of_all
+        # and what goes from stage to stage
+        return {"sync buffers": 2 * max(buffer, largest) + max(buffer // 2, largest)}
 
 
 def held_elements(held: TrainerBytes, precision: Precision) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+from collections.abc import Mapping
 
 from slime_like.config.run import RunConfig
+from slime_like.planning.cards import environment_notes
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.memory.by_phase import MemoryPlan, memory_plan
 from slime_like.planning.placement import Bundle, PlacementPlan, make_plan
@@ -51,12 +54,13 @@ class PlanReport:
         return "\n\n".join(part.strip("\n") for part in parts if part.strip())
 
 
-def make_report(config: RunConfig, *, planning: bool = True) -> PlanReport:
+def make_report(config: RunConfig, *, planning: bool = True, environment: Mapping[str, str] = os.environ) -> PlanReport:
     """Everything that is known before a start.
 
-    planning: only a plan is wanted; a real run knows its cards only from --gpu-memory-gib.
+    planning: only a plan is wanted; a real run knows its cards only from --gpu-memory-gib. environment: the trainer's.
     """
     plan = make_plan(config)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *environment_notes(plan, environment)))
     if plan.problems:
         return PlanReport(plan, None, None, plan.problems)
     memory = memory_plan(config, plan)

@@ -21,6 +21,7 @@ from collections.abc import Collection
 
 from slime_like.weight_sync.group_abort import abort_group
 from slime_like.weight_sync.in_engine import shm_slots
+from slime_like.weight_sync.in_engine.devices import settle
 
 #: In the header: the source has sent everything, or cannot.
 END, GAVE_UP = 0, -1
@@ -102,13 +103,10 @@ def _next(arrived: queue.SimpleQueue, sources: Collection[_Source], timeout_s: f
 
 
 def _load(loading, order: dict, channel: str, memory, size: int, start: int) -> None:
-    import torch
-
     table = json.loads(bytes(memory[start:size].cpu().numpy()))
     entries = [] if order["layout"] is None else table["digests"][order["layout"]][order["rank"]]
     loading.load(channel, shm_slots.views(memory, table["tensors"], start), entries)
-    if memory.is_cuda:
-        torch.cuda.synchronize(memory.device)  # before the memory is written to again
+    settle(memory.device)  # before the memory is written to again
 
 
 class _Source:
@@ -123,6 +121,8 @@ class _Source:
         for _ in range(2):
             self.free.put(torch.empty(0, dtype=torch.uint8, device=device))
         self._device, self._me = device, me
+        #: of this source alone: what comes from one must never wait for what comes from another (devices.py)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # torch's own register of groups by name (2.6 to 2.13), as is store_of
         self._group = _resolve_process_group(name)
         self._store = store_of(self._group)  # which forgets it once the group is destroyed
@@ -152,12 +152,12 @@ class _Source:
         import torch.distributed as dist
 
         text = json.dumps(status).encode().ljust(STATUS_BYTES)
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
 
         def gather() -> None:
             if not self._broken:
                 with contextlib.suppress(RuntimeError):
                     self._use_device()
+                    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
                     dist.all_gather(
                         [torch.empty_like(mine) for _ in range(self._group.size())], mine, group=self._group
                     )
@@ -195,8 +195,9 @@ class _Source:
     def _use_device(self) -> None:
         import torch
 
-        if self._device.type == "cuda":  # which each thread chooses for itself
+        if self._stream is not None:  # which each thread chooses for itself
             torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
 
     def _header(self) -> list[int]:
         import torch
@@ -206,9 +207,7 @@ class _Source:
         return header.tolist()
 
     def _broadcast(self, tensor) -> None:
-        import torch
         import torch.distributed as dist
 
         dist.broadcast(tensor, src=0, group=self._group)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+        settle(tensor.device)

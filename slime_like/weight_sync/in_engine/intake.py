@@ -1,9 +1,15 @@
 """Runs inside the engine: one request during which weights come in from all trainer sources and are loaded, until every
 source has ended.
 
-Each source has a channel of its own: a socket beside the shared memory through which it tells where in which file a
-bucket lies (this file), or a process group over which the bucket comes (groups.py). A bucket may come with a list of
-what to digest once it is loaded (receipt.py); at its end the source hears one digest of all of these.
+Each source has a channel of its own: a socket through which it tells where a bucket lies (this file), or a process
+group over which the bucket comes (groups.py). A bucket may come with a list of what to digest once it is loaded
+(receipt.py); at its end the source hears one digest of all of these.
+
+Through a socket, a line of JSON each:
+    {"load": [path, start of the table, its end], "digest": entries}         in a file in shared memory (shm_slots.py)
+    {"slot": number, "table": rows, "stop": bytes, "digest": entries}        on this rank's own GPU, in one of the
+        source's memories; with "handle" (devices.py) when the slot has another memory than before
+    {"end": true}                                                            all was sent
 
 Nothing is raised: an exception in a custom loader ends SGLang's scheduler (0.5.23). The sources are told instead.
 """
@@ -18,10 +24,12 @@ import selectors
 import socket
 import stat
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from slime_like.weight_sync.in_engine import shm_slots
+from slime_like.weight_sync.in_engine.devices import open_handle, settle
 from slime_like.weight_sync.in_engine.groups import take_groups
-from slime_like.weight_sync.in_engine.receipt import digest_of_entries, held_by
+from slime_like.weight_sync.in_engine.receipt import digest_of_entries, held_by, read_digests
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +66,22 @@ class Loading:
     def __init__(self, model):
         self.model = model
         self._held: dict | None = None
-        self._hashes: dict[str, hashlib.blake2b] = {}
+        self._digests: dict[str, list] = {}  # of a channel, in the order in which they were asked for
 
     def load(self, channel: str, tensors: Iterator[tuple], entries: Sequence[list]) -> None:
-        """One bucket; its memory may be written to again afterwards."""
+        """One bucket; its memory may be written to again once the device has done what it was told here."""
         self.model.load_weights(tensors)
         if entries:
             if self._held is None:
                 self._held = held_by(self.model)
-            self._hash(channel).update(digest_of_entries(self._held, entries))
+            self._digests.setdefault(channel, []).extend(digest_of_entries(self._held, entries))
 
     def digest(self, channel: str) -> str:
-        """16 hex digits."""
-        return self._hash(channel).hexdigest()
-
-    def _hash(self, channel: str) -> hashlib.blake2b:
-        return self._hashes.setdefault(channel, new_hash())
+        """16 hex digits. The only moment at which the host reads digests from the device."""
+        joined = new_hash()
+        for one in read_digests(self._digests.get(channel, [])):
+            joined.update(one)
+        return joined.hexdigest()
 
 
 def _take_sockets(loading: Loading, order: dict, directory: str | None) -> None:
@@ -109,12 +117,19 @@ def _take_sockets(loading: Loading, order: dict, directory: str | None) -> None:
 def _next_bucket(loading: Loading, line: _Line, directory: str | None) -> bool:
     """Load one source's next bucket; True if the source has ended instead."""
     message = line.hear()
-    if "load" not in message:
+    if "end" in message:
+        line.forget_memories()  # the trainer's: it gets them back before it hears of us
         line.say({"digest": loading.digest(line.path)})
         return True
-    path, start, stop = message["load"]
-    loading.load(line.path, shm_slots.tensors(shm_slots.checked_path(path, directory), start, stop), message["digest"])
-    line.say({"loaded": stop})
+    if "slot" in message:
+        memory = line.memory(message)
+        loading.load(line.path, shm_slots.views(memory, message["table"], message["stop"]), message["digest"])
+        settle(memory.device)  # before the memory is written to again
+    else:
+        path, start, stop = message["load"]
+        tensors = shm_slots.tensors(shm_slots.checked_path(path, directory), start, stop)
+        loading.load(line.path, tensors, message["digest"])
+    line.say({"loaded": True})
     return False
 
 
@@ -126,6 +141,7 @@ class _Line:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(timeout_s)
         self._file = self.socket.makefile("rb")
+        self._memories: dict[int, Any] = {}
 
     def __enter__(self) -> _Line:
         self.socket.connect(self.path)
@@ -134,6 +150,18 @@ class _Line:
     def __exit__(self, *_) -> None:
         self._file.close()
         self.socket.close()
+        self.forget_memories()
+
+    def memory(self, message: dict) -> Any:
+        """The source's own memory in which a bucket lies. A handle comes with it whenever it is another one."""
+        if "handle" in message:
+            self._memories.pop(message["slot"], None)  # given back before the next one is opened
+            self._memories[message["slot"]] = open_handle(message["handle"])
+        return self._memories[message["slot"]]
+
+    def forget_memories(self) -> None:
+        """Let go of the source's memory."""
+        self._memories.clear()
 
     def say(self, message: dict) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")

@@ -23,7 +23,7 @@ def take(model, request: bytes) -> None:
     """Put the digest of every entry into the model's buffer."""
     import torch
 
-    answer = digest_of_entries(held_by(model), json.loads(request))
+    answer = b"".join(read_digests(digest_of_entries(held_by(model), json.loads(request))))
     if BUFFER in model._buffers:
         del model._buffers[BUFFER]  # of another length, maybe
     model.register_buffer(BUFFER, torch.tensor(list(answer), dtype=torch.uint8, device="cpu"), persistent=False)
@@ -37,12 +37,24 @@ def held_by(model) -> dict:
     return held
 
 
-def digest_of_entries(held: dict, entries: Sequence[list]) -> bytes:
-    """8 bytes an entry."""
-    return b"".join(_of_entry(held, *entry) for entry in entries)
+def digest_of_entries(held: dict, entries: Sequence[list]) -> list:
+    """One digest an entry, as `digest` gives it: read_digests() makes bytes of them."""
+    return [_of_entry(held, *entry) for entry in entries]
 
 
-def _of_entry(held: dict, parameter: str, expert: int | None, dim: int, first: int, length: int, dtype: str) -> bytes:
+def read_digests(digests: Sequence) -> list[bytes]:
+    """8 bytes for each that `digest` gave: those that are still on a device are read from it all at once."""
+    import torch
+
+    on_device = [number for number, one in enumerate(digests) if not isinstance(one, bytes)]
+    values = torch.stack([digests[number] for number in on_device]).tolist() if on_device else []
+    read = list(digests)
+    for number, value in zip(on_device, values, strict=True):
+        read[number] = (value % 2**64).to_bytes(8, "big")
+    return read
+
+
+def _of_entry(held: dict, parameter: str, expert: int | None, dim: int, first: int, length: int, dtype: str):
     import torch
 
     tensor = held.get(parameter)
@@ -59,10 +71,10 @@ def _of_entry(held: dict, parameter: str, expert: int | None, dim: int, first: i
     return digest(tensor.narrow(dim, first, length).to(getattr(torch, dtype)))
 
 
-def digest(tensor) -> bytes:
-    """8 bytes of a tensor's elements: xxh3_64 on the host.
+def digest(tensor):
+    """Of a tensor's elements: on the host 8 bytes, xxh3_64; on a GPU weighted_sum, which stays there.
 
-    On a GPU a weighted sum of its words, because copying them out would cost more.
+    Copying the elements out would cost more, and reading each sum at once would make the host wait for the device.
     """
     import torch
 
@@ -74,10 +86,10 @@ def digest(tensor) -> bytes:
     return weighted_sum(flat)
 
 
-def weighted_sum(flat) -> bytes:
+def weighted_sum(flat):
     """Sum of the 4-byte words, each times an odd number that depends on its place, modulo 2**64.
 
-    flat: uint8 [bytes].
+    flat: uint8 [bytes]. Returns an int64 without dimensions, on the same device.
     """
     import torch
 
@@ -89,4 +101,4 @@ def weighted_sum(flat) -> bytes:
         place = torch.arange(start, start + part.numel(), dtype=torch.int64, device=flat.device)
         # Knuth's multiplicative constant for 64 bits, made odd by the trailing 1: no word is multiplied by zero.
         total += (part * (place * -7046029254386353131 * 2 + 1)).sum()
-    return (int(total) % 2**64).to_bytes(8, "big")
+    return total

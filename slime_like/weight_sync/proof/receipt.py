@@ -22,7 +22,7 @@ import hashlib
 import json
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -30,9 +30,9 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
-from slime_like.weight_sync.buckets import NamedTensor, raw_bytes
+from slime_like.weight_sync.buckets import NamedTensor, Reader, raw_bytes
 from slime_like.weight_sync.in_engine.intake import new_hash
-from slime_like.weight_sync.in_engine.receipt import BUFFER, RECEIPT_NAME, digest, weighted_sum
+from slime_like.weight_sync.in_engine.receipt import BUFFER, RECEIPT_NAME, digest, read_digests, weighted_sum
 from slime_like.weight_sync.proof.engine_layout import Cut, Piece, pieces
 from slime_like.weight_sync.together import run_together
 
@@ -54,11 +54,11 @@ class EngineLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What one rank of an engine must hold, and its digest (8 bytes)."""
+    """What one rank of an engine must hold, and the number of its digest among those of the sync."""
 
     piece: Piece
     dtype: str
-    digest: bytes
+    digest: int
 
     def entry(self) -> list:
         """As in_engine.receipt.take reads it."""
@@ -72,19 +72,26 @@ class Held:
         ]
 
 
-class _DigestRequest:
-    """What one rank was asked to digest, and the digest that it must give."""
+class _Digests:
+    """8 bytes for each piece that was sent. Those that a device computes stay on it until one is asked for; then all
+    of them are read together.
+    """
 
     def __init__(self) -> None:
-        self._hash, self._count = new_hash(), 0
+        self._parts: list[bytes | torch.Tensor] = []
+        self._num_read = 0
 
-    def add(self, held: Sequence[Held]) -> None:
-        for one in held:
-            self._hash.update(one.digest)
-        self._count += len(held)
+    def add(self, part: bytes | torch.Tensor) -> int:
+        """Its number."""
+        self._parts.append(part)
+        return len(self._parts) - 1
 
-    def agrees(self, digest: str, count: int) -> bool:
-        return self._count == count and self._hash.hexdigest() == digest
+    def joined(self, numbers: Iterable[int]) -> bytes:
+        """The bytes of these, one behind the other."""
+        if self._num_read < len(self._parts):
+            self._parts[self._num_read :] = read_digests(self._parts[self._num_read :])
+            self._num_read = len(self._parts)
+        return b"".join(self._parts[number] for number in numbers)
 
 
 class Receipt:
@@ -92,10 +99,19 @@ class Receipt:
     engines' own.
     """
 
-    def __init__(self, model: ModelConfig, clients: Sequence[EngineClient], who: str):
+    def __init__(
+        self,
+        model: ModelConfig,
+        clients: Sequence[EngineClient],
+        who: str,
+        readers: Collection[Reader] | None = None,
+    ):
+        """readers: the ranks of engines that this source sends to; None: all."""
         self._who = who
         self._layouts: dict[EngineClient, EngineLayout] = {}
         self.not_compared: dict[int, str] = {}  # engine -> why its digests cannot be compared
+        self._readers = readers
+        clients = [client for client in clients if self._ranks_of(client)]
         for client in clients:
             layout = layout_of(client)
             if isinstance(layout, str):
@@ -109,24 +125,38 @@ class Receipt:
             layout: [layout.cut(model, rank) for rank in range(layout.tp_size)]
             for layout in set(self._layouts.values())
         }
+        #: Of each layout, the ranks that any of our readers is: of the others nothing is computed.
+        self._ranks = {
+            layout: sorted({r for c, other in self._layouts.items() if other == layout for r in self._ranks_of(c)})
+            for layout in self._cuts
+        }
+        self._digests = _Digests()
         self._held: dict[EngineLayout, list[list[Held]]] = {}
         self._of_name: dict[str, list[list[list[Held]]]] = {}  # what `entries` gives for a tensor
-        self._requests: dict[EngineLayout, list[_DigestRequest]] = {}
-        self._proven: set[tuple[int, int]] = set()  # (engine, rank) whose digests of the stream agreed
+        #: of a rank, the digests that it was asked for, in order
+        self._requests: dict[EngineLayout, list[list[int]]] = {}
+        self._proven: set[Reader] = set()  # whose digests of the stream agreed
         self._has_warned = False  # whether the log knows of `unknown`
         self.unknown: list[str] = []  # tensors of which it is not known where an engine keeps them
         self.names: list[str] = []
-        self.content: bytes | None = None  # stream.content_digest of the tensor yielded last, if it was computed anyway
+        #: buckets.content_digest of the tensor yielded last, if it was computed anyway
+        self.content: bytes | torch.Tensor | None = None
+
+    def _ranks_of(self, client: EngineClient) -> list[int]:
+        """Ranks of an engine that this source sends to."""
+        engine, size = client.endpoint.index, client.endpoint.tp_size
+        return [rank for rank in range(size) if self._readers is None or (engine, rank) in self._readers]
 
     def watching(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """The same tensors; each is taken in before it is passed on. Forgets what was watched before."""
         self.names, self.unknown = [], []
         self._held = {layout: [[] for _ in cuts] for layout, cuts in self._cuts.items()}
-        self._requests = {layout: [_DigestRequest() for _ in cuts] for layout, cuts in self._cuts.items()}
-        self._of_name, self._proven = {}, set()
+        self._requests = {layout: [[] for _ in cuts] for layout, cuts in self._cuts.items()}
+        self._of_name, self._proven, self._digests = {}, set(), _Digests()
         for name, tensor in tensors:
             self._take(name, tensor)
             yield name, tensor
+        self.content = None
 
     def layout_number(self, engine: int) -> int | None:
         """Which of the lists that `entries` gives is for this engine; None: its layout is not known."""
@@ -145,20 +175,28 @@ class Receipt:
             ):
                 for held, one, entries in zip(layout, requests, of_layout, strict=True):
                     entries += [piece.entry() for piece in held]
-                    one.add(held)
+                    one += [piece.digest for piece in held]
         return lists
 
     def heard(self, engine: int, rank: int, digest: str) -> None:
         """An engine's rank has told the digest (16 hex digits) of all that `entries` asked it for."""
         layout = next((layout for client, layout in self._layouts.items() if client.endpoint.index == engine), None)
-        if layout is not None and self._requests[layout][rank].agrees(digest, len(self._held[layout][rank])):
+        if layout is None or len(self._requests[layout][rank]) != len(self._held[layout][rank]):
+            return
+        expected = new_hash()
+        expected.update(self._digests.joined(self._requests[layout][rank]))
+        if expected.hexdigest() == digest:
             self._proven.add((engine, rank))
 
     def verify(self, timeout_s: float) -> int:
-        """Ask all engines at once; the number of engines whose digests agree.
+        """The number of engines whose digests agree. Raises WeightSyncError with every difference; as differences()."""
+        raise_different(self.differences(timeout_s))
+        return len(self._layouts)
 
-        Raises WeightSyncError naming every engine that differs, its rank and its first tensor that does; EngineError or
-        WaitTimeout.
+    def differences(self, timeout_s: float) -> list[str]:
+        """Ask all engines at once; of each that differs its name, its rank and its first tensor that does.
+
+        Raises EngineError or WaitTimeout.
         """
         if self.unknown and not self._has_warned:
             self._has_warned = True
@@ -172,14 +210,17 @@ class Receipt:
             for client in self._layouts
         }
         differences = run_together(tasks, timeout_s=timeout_s, who=self._who, phase="verify weights")
-        different = [differences[engine] for engine in tasks if differences[engine]]
-        if different:
-            raise WeightSyncError("; ".join(different) + ". Nothing was generated with these weights.")
-        return len(tasks)
+        return [differences[engine] for engine in tasks if differences[engine]]
+
+    def readers(self) -> set[Reader]:
+        """The ranks of engines that verify() compares."""
+        return {(client.endpoint.index, rank) for client in self._layouts for rank in self._ranks_of(client)}
 
     def parameters(self) -> dict[EngineLayout, set[str]]:
         """Layout -> the engine's parameters of which this source sent a part."""
-        return {layout: {held.piece.parameter for held in ranks[0]} for layout, ranks in self._held.items()}
+        return {
+            layout: {held.piece.parameter for rank in ranks for held in rank} for layout, ranks in self._held.items()
+        }
 
     def engines(self) -> Iterator[tuple[EngineClient, EngineLayout]]:
         """The engines that are compared."""
@@ -188,32 +229,38 @@ class Receipt:
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         self.names.append(name)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        whole: dict[bool, bytes] = {}
+        whole: dict[bool, int] = {}
+        self.content = None
         known = True
         of_name = self._of_name[name] = [[[] for _ in ranks] for ranks in self._held.values()]
         for (layout, ranks), of_layout in zip(self._held.items(), of_name, strict=True):
-            for rank, (held, mine) in enumerate(zip(ranks, of_layout, strict=True)):
-                parts = pieces(name, tensor.shape, self._cuts[layout][rank])
-                known = known and bool(parts or tensor.numel() == 0 or rank)
-                for piece in parts:
+            # of the first rank: others may hold nothing of a padded tensor
+            known = known and bool(tensor.numel() == 0 or pieces(name, tensor.shape, self._cuts[layout][0]))
+            for rank in self._ranks[layout]:
+                for piece in pieces(name, tensor.shape, self._cuts[layout][rank]):
                     if piece.stop - piece.start == tensor.size(piece.dim):
                         if layout.on_cpu not in whole:
-                            whole[layout.on_cpu] = _digest(tensor, layout.on_cpu)
+                            part = _digest(tensor, layout.on_cpu)
+                            whole[layout.on_cpu] = self._digests.add(part)
+                            if layout.on_cpu is not tensor.is_cuda:
+                                self.content = part
                         value = whole[layout.on_cpu]
                     else:
-                        value = _digest(tensor.narrow(piece.dim, piece.start, piece.stop - piece.start), layout.on_cpu)
-                    mine.append(Held(piece, dtype, value))
-                held += mine
-        self.content = whole.get(not tensor.is_cuda)
+                        share = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
+                        value = self._digests.add(_digest(share, layout.on_cpu))
+                    of_layout[rank].append(Held(piece, dtype, value))
+                ranks[rank] += of_layout[rank]
         if not known:
             self.unknown.append(name)
 
     def _difference(self, client: EngineClient, timeout_s: float) -> str | None:
-        """What is wrong with one engine."""
-        ranks = self._held[self._layouts[client]]
-        if all((client.endpoint.index, rank) in self._proven for rank in range(len(ranks))):
+        """What is wrong with those ranks of one engine that this source sends to."""
+        mine = self._ranks_of(client)
+        every = self._held[self._layouts[client]]
+        ranks = [held if rank in mine else [] for rank, held in enumerate(every)]
+        if all((client.endpoint.index, rank) in self._proven for rank in mine):
             return None
-        wrong = _wrong_ranks(client, ranks, timeout_s)
+        wrong = self._wrong_ranks(client, ranks, timeout_s)
         if not wrong:
             return None
         rank = wrong[0]
@@ -221,14 +268,41 @@ class Receipt:
         while high - low > 1:
             middle = (low + high) // 2
             half = [held[low:middle] if number == rank else [] for number, held in enumerate(ranks)]
-            low, high = (low, middle) if rank in _wrong_ranks(client, half, timeout_s) else (middle, high)
+            low, high = (low, middle) if rank in self._wrong_ranks(client, half, timeout_s) else (middle, high)
         piece = ranks[rank][low].piece
         return (
             f"engine {client.endpoint.index} at {client.url}, rank {rank}: {piece.name} is not what was sent (in the"
             f" engine {piece.parameter}{'' if piece.expert is None else f', expert {piece.expert}'},"
             f" {'columns' if piece.dim else 'rows'} {piece.first} to {piece.first + piece.stop - piece.start});"
-            f" {len(wrong)} of {len(ranks)} ranks differ"
+            f" {len(wrong)} of {len(mine)} ranks differ"
         )
+
+    def _wrong_ranks(self, client: EngineClient, ranks: Sequence[Sequence[Held]], timeout_s: float) -> list[int]:
+        """Ranks of which the digests of these entries are not what they must be.
+
+        An empty list of entries is not asked about.
+        """
+        requests = [json.dumps([held.entry() for held in entries]).encode() for entries in ranks]
+        client.update_weights_from_tensor(
+            loader_request(RECEIPT_NAME, requests), load_format=WEIGHT_LOADER, timeout_s=timeout_s
+        )
+        checksums = client.buffer_checksums(BUFFER, timeout_s)
+        if sorted(checksums) != list(range(len(ranks))):
+            raise EngineError(
+                f"engine {client.endpoint.index} at {client.url}: digests of ranks {sorted(checksums)} instead of 0 to"
+                f" {len(ranks) - 1}"
+            )
+        return [
+            rank
+            for rank, entries in enumerate(ranks)
+            if entries and checksums[rank] != _checksum(self._digests.joined(held.digest for held in entries))
+        ]
+
+
+def raise_different(differences: Sequence[str]) -> None:
+    """Raise WeightSyncError with these, unless there are none."""
+    if differences:
+        raise WeightSyncError("; ".join(differences) + ". Nothing was generated with these weights.")
 
 
 def layout_of(client: EngineClient) -> EngineLayout | str:
@@ -253,9 +327,11 @@ def layout_of(client: EngineClient) -> EngineLayout | str:
 def never_sent(receipt: Receipt, sent: Mapping[EngineLayout, set[str]], timeout_s: float) -> None:
     """Raise WeightSyncError if an engine has a parameter of which no source sent anything.
 
-    Makes the engine hash all it holds.
+    Makes the engine hash all it holds: for whoever sends to its first rank.
     """
     for client, layout in receipt.engines():
+        if (client.endpoint.index, 0) not in receipt.readers():
+            continue
         left = sorted(set(client.parameter_names(timeout_s)) - sent[layout] - {BUFFER})
         if left:
             raise WeightSyncError(
@@ -275,32 +351,10 @@ def loader_request(name: str, by_rank: Sequence[bytes]) -> list[str]:
     ]
 
 
-def _digest(tensor: torch.Tensor, on_cpu: bool) -> bytes:
+def _digest(tensor: torch.Tensor, on_cpu: bool) -> bytes | torch.Tensor:
     if on_cpu:
         return digest(tensor.detach().cpu())
     return weighted_sum(raw_bytes(tensor))
-
-
-def _wrong_ranks(client: EngineClient, ranks: Sequence[Sequence[Held]], timeout_s: float) -> list[int]:
-    """Ranks of which the digests of these entries are not what they must be.
-
-    An empty list of entries is not asked about.
-    """
-    requests = [json.dumps([held.entry() for held in entries]).encode() for entries in ranks]
-    client.update_weights_from_tensor(
-        loader_request(RECEIPT_NAME, requests), load_format=WEIGHT_LOADER, timeout_s=timeout_s
-    )
-    checksums = client.buffer_checksums(BUFFER, timeout_s)
-    if sorted(checksums) != list(range(len(ranks))):
-        raise EngineError(
-            f"engine {client.endpoint.index} at {client.url}: digests of ranks {sorted(checksums)} instead of 0 to"
-            f" {len(ranks) - 1}"
-        )
-    return [
-        rank
-        for rank, entries in enumerate(ranks)
-        if entries and checksums[rank] != _checksum(b"".join(held.digest for held in entries))
-    ]
 
 
 def _checksum(answer: bytes) -> str:

@@ -9,6 +9,7 @@ names, types and shapes in it, and stages take turns (sources).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -26,12 +27,13 @@ import torch.distributed as dist
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import interface_of, listen_at
-from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, SentReport
+from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, Reader, SentReport
 from slime_like.weight_sync.group_abort import abort_group
+from slime_like.weight_sync.in_engine.devices import settle
 from slime_like.weight_sync.in_engine.groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.stores import serve_store
 from slime_like.weight_sync.together import run_together
-from slime_like.weight_sync.transports.channel import LAST_WORDS_S, Channel, Reader, engine_name, takes_channels
+from slime_like.weight_sync.transports.channel import LAST_WORDS_S, Channel, engine_name, takes_channels
 from slime_like.weight_sync.transports.slots import BucketSlot, Sending, send_in_slots, slot_bytes
 
 logger = logging.getLogger(__name__)
@@ -55,12 +57,21 @@ class BroadcastPublisher:
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
         self._uses_channels = False  # whether all engines have our loader
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device("cpu")
+        self._stream_of_sends: torch.cuda.Stream | None = None  # beside that on which the next bucket is gathered
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            self._stream_of_sends = torch.cuda.Stream(self._device)
         self._slots = [BucketSlot(self._device), BucketSlot(self._device)]
 
     @property
     def _who(self) -> str:
         return f"trainer source {self._options.source_index}"
+
+    @property
+    def _link(self) -> Link:
+        assert self._group is not None, "connected"
+        return Link(self._group, self._group_name, self._device, self._stream_of_sends)
 
     def connect(self) -> None:
         """Join the group together with every engine.
@@ -71,7 +82,7 @@ class BroadcastPublisher:
             return
         options = self._options
         self._group_name = f"slime-like-{options.source_index}-{secrets.token_hex(4)}"
-        backend = "nccl" if self._device == "cuda" else "gloo"
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
         world_size = 1 + sum(endpoint.tp_size for endpoint in options.endpoints)
         listener = listen_at(options.address)
         port = listener.getsockname()[1]
@@ -110,7 +121,7 @@ class BroadcastPublisher:
             self._group = None
             raise
         finally:
-            if self._device == "cuda":  # training needs the memory
+            if self._device.type == "cuda":  # training needs the memory
                 for slot in self._slots:
                     slot.shrink()
 
@@ -141,16 +152,13 @@ class BroadcastPublisher:
         most = slot_bytes(options.buffer_bytes) * 2 // max(2, options.num_sources)
         return Sending(
             send=lambda slot, number: send(slot, f"broadcast bucket {number} of version {version}"),
-            max_bytes=most if self._device == "cuda" else min(most, _HOST_SLOT_BYTES),
+            max_bytes=most if self._device.type == "cuda" else min(most, _HOST_SLOT_BYTES),
             who=self._who,
             timeout_s=options.timeout_s * (1 if options.sources is None else 2),
         )
 
     def _send_over_channel(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
-        assert self._group is not None, "connected"
-        with ProcessGroupChannel(
-            self._options, self._clients, proof, self._group, self._group_name, self._device
-        ) as channel:
+        with ProcessGroupChannel(self._options, self._clients, proof, self._link) as channel:
             report = send_in_slots(tensors, self._slots, self._sending(channel.load, version))
             channel.end()
         return report
@@ -175,8 +183,44 @@ class BroadcastPublisher:
         }
         # The tensor is sent in a thread too: should an engine refuse the request, waiting for it to receive would last
         # until the deadline.
-        tasks["itself"] = functools.partial(_send_flat, slot.filled(), self._group)
+        tasks["itself"] = functools.partial(self._link.send, slot, slot.used)
         run_together(tasks, timeout_s=self._options.timeout_s, who=self._who, phase=phase)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A source's process group, and on a GPU the stream on which it sends.
+
+    It is another one than that on which the next bucket is gathered, and only it is ever waited for.
+    """
+
+    group: dist.ProcessGroup
+    name: str
+    device: torch.device
+    stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def on_stream(self, slot: BucketSlot | None = None) -> Iterator[None]:
+        """Inside, this thread's work goes to our stream, behind what fills the slot; at the end it is done."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            if slot is not None:
+                slot.wait_filled(self.stream)
+            yield
+            settle(self.device)
+
+    def send(self, slot: BucketSlot, size: int) -> None:
+        """Broadcast the first `size` bytes of a slot."""
+        with self.on_stream(slot):
+            dist.broadcast(slot.memory[:size], src=0, group=self.group)
+
+    def send_header(self, size: int, start: int, room: int) -> None:
+        """See in_engine/groups.py."""
+        with self.on_stream():
+            header = torch.tensor([size, start, room], dtype=torch.int64).to(self.device)
+            dist.broadcast(header, src=0, group=self.group)
 
 
 class ProcessGroupChannel(Channel):
@@ -189,12 +233,10 @@ class ProcessGroupChannel(Channel):
         options: PublisherOptions,
         clients: Sequence[EngineClient],
         proof: Proof | None,
-        group: dist.ProcessGroup,
-        name: str,
-        device: str,
+        link: Link,
     ):
         super().__init__(options, clients, proof)
-        self._group, self._name, self._device = group, name, device
+        self._link = link
         self._everyone = ", ".join(engine_name(client) for client in clients)
         self._is_in_flight = False  # something that may wait for an engine for good
         self._all_answered = False
@@ -202,7 +244,7 @@ class ProcessGroupChannel(Channel):
 
     def __enter__(self) -> ProcessGroupChannel:
         try:
-            self.start("group", self._name)
+            self.start("group", self._link.name)
         except BaseException as error:
             self.fail(error)  # no engine was asked yet
             raise
@@ -219,7 +261,7 @@ class ProcessGroupChannel(Channel):
         except (SlimeLikeError, RuntimeError) as late:
             logger.warning("%s: engines were not told that this weight sync is over: %s", self.who, late)
         if not self._all_answered:  # engines look there while nothing comes
-            store_of(self._group).set(OVER, f"{self.who}: {type(error).__name__}: {error}")
+            store_of(self._link.group).set(OVER, f"{self.who}: {type(error).__name__}: {error}")
 
     def load(self, slot: BucketSlot, phase: str) -> None:
         """One bucket."""
@@ -227,11 +269,12 @@ class ProcessGroupChannel(Channel):
         digests = [] if self.proof is None else self.proof.entries([entry.name for entry in slot.entries])
         table = {"tensors": [entry.row() for entry in slot.entries], "digests": digests}
         start = slot.used
-        stop = slot.append(json.dumps(table).encode())
 
         def send() -> None:
-            self._broadcast_header(stop, start, slot.memory.numel())
-            _send_flat(slot.memory[:stop], self._group)
+            with self._link.on_stream(slot):  # it may become another memory, which is copied to
+                stop = slot.append(json.dumps(table).encode())
+            self._link.send_header(stop, start, slot.memory.numel())
+            self._link.send(slot, stop)
 
         self._together(send, phase, self.options.timeout_s, self._watch)
 
@@ -250,22 +293,20 @@ class ProcessGroupChannel(Channel):
                 self.proof.heard(engine, rank, answer["digest"])
 
     def _end(self, how: int, timeout_s: float) -> dict[Reader, dict]:
-        mine = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=self._device)
-        statuses = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
+        statuses: list[torch.Tensor] = []
 
         def send() -> None:
-            self._broadcast_header(how, 0, 0)
-            dist.all_gather(statuses, mine, group=self._group)
+            self._link.send_header(how, 0, 0)
+            with self._link.on_stream():
+                mine = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=self._link.device)
+                gathered = [torch.empty_like(mine) for _ in range(1 + len(self._readers))]
+                dist.all_gather(gathered, mine, group=self._link.group)
+            statuses.extend(status.cpu() for status in gathered)
 
         self._together(send, "end weight sync", timeout_s, self._watch if how == END else self.check_engines)
         self._all_answered = True
-        return {
-            reader: json.loads(bytes(status.cpu().numpy()))
-            for reader, status in zip(self._readers, statuses[1:], strict=True)
-        }
-
-    def _broadcast_header(self, size: int, start: int, room: int) -> None:
-        _send_flat(torch.tensor([size, start, room], dtype=torch.int64, device=self._device), self._group)
+        of_readers = zip(self._readers, statuses[1:], strict=True)
+        return {reader: json.loads(bytes(status.numpy())) for reader, status in of_readers}
 
     def _together(self, act: Callable[[], None], phase: str, timeout_s: float, watch: Callable[[], None]) -> None:
         """In a thread: should an engine refuse or die, waiting for it to receive would last until the deadline."""
@@ -278,7 +319,7 @@ class ProcessGroupChannel(Channel):
 
     def _watch(self) -> None:
         """Raise if waiting has become pointless."""
-        store = store_of(self._group)
+        store = store_of(self._link.group)
         if store.check([OVER]):
             self._lost(store.get(OVER).decode())
         self.check()
@@ -296,14 +337,6 @@ class ProcessGroupChannel(Channel):
         if self._requests is not None:
             self._requests.check()
         raise EngineError(f"{self.who}: {reason}. Engines may hold half of the weights.")
-
-
-def _send_flat(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    if flat.is_cuda:  # what fills it was queued on another thread's stream
-        torch.cuda.synchronize(flat.device)
-    dist.broadcast(flat, src=0, group=group)
-    if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)
 
 
 def _join_group(

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
-from slime_like.weight_sync.buckets import Proof, PublisherOptions
+from slime_like.weight_sync.buckets import Proof, PublisherOptions, Reader
 from slime_like.weight_sync.device import on_this_device
 from slime_like.weight_sync.in_engine.intake import INTAKE_NAME
 from slime_like.weight_sync.proof.receipt import loader_request
@@ -36,9 +36,6 @@ _HELLO_S = 10.0
 #: After an engine let go of us: how long the answer to its request, which says more, may take. SGLang's server outlives
 #: its scheduler by five seconds.
 LAST_WORDS_S = 8.0
-
-#: One rank of one engine: (engine's index, rank).
-Reader = tuple[int, int]
 
 
 def engine_name(client: EngineClient) -> str:
@@ -123,8 +120,8 @@ class Channel:
 
     def start(self, kind: str, channel: str) -> None:
         """Announce our channel; the first source asks the engines to take in all of them."""
-        options = self.options
-        channels = [channel]
+        options, source_of = self.options, self.options.source_of
+        channels = {options.source_index: channel}
         if options.sources is not None:
             options.sources.new_round()
             options.sources.announce(options.source_index, channel)
@@ -135,11 +132,16 @@ class Channel:
         if options.source_index:
             return
         if options.sources is not None:
-            channels = options.sources.channels(options.num_sources)
+            everyone = range(options.num_sources) if source_of is None else set(source_of.values())
+            channels |= options.sources.channels(set(everyone) - {options.source_index})
 
         def order_of(client: EngineClient, rank: int) -> dict:
-            layout = None if self.proof is None else self.proof.layout_number(client.endpoint.index)
-            return {"kind": kind, "channels": channels, "engine": client.endpoint.index, "rank": rank, "layout": layout}
+            engine = client.endpoint.index
+            layout = None if self.proof is None else self.proof.layout_number(engine)
+            mine = [channels[source] for source in sorted(channels)]
+            if source_of is not None:
+                mine = [channels[source_of[engine, rank]]]
+            return {"kind": kind, "channels": mine, "engine": engine, "rank": rank, "layout": layout}
 
         self._requests = EngineRequests(self._clients, order_of, options.timeout_s, self.who, "load weights")
 
@@ -181,7 +183,7 @@ class SocketChannel(Channel):
     def __init__(self, options: PublisherOptions, clients: Sequence[EngineClient], proof: Proof | None, path: str):
         super().__init__(options, clients, proof)
         # A new one each time: closing it ends connections that nobody has taken up.
-        self._listener = Listener(path, clients)
+        self._listener = Listener(path, clients, options.readers)
         self._connected: Readers | None = None
         self._layouts = {
             client.endpoint.index: None if proof is None else proof.layout_number(client.endpoint.index)
@@ -203,13 +205,13 @@ class SocketChannel(Channel):
         if self._connected is not None:
             self._connected.close()
 
-    def load(self, where: list, names: Sequence[str], phase: str) -> None:
-        """One bucket. where: as intake finds it, [path, start of the table, its end]."""
+    def load(self, where: Callable[[Reader], dict], names: Sequence[str], phase: str) -> None:
+        """One bucket. where: how a reader finds it, see in_engine.intake."""
         entries = [] if self.proof is None else self.proof.entries(names)
 
         def message(reader: Reader) -> dict:
             layout = self._layouts[reader[0]]
-            return {"load": where, "digest": [] if layout is None else entries[layout][reader[1]]}
+            return where(reader) | {"digest": [] if layout is None else entries[layout][reader[1]]}
 
         self._readers().ask(message, phase)
 
@@ -230,19 +232,16 @@ class SocketChannel(Channel):
 
 
 class Listener:
-    """A socket file at `path` to which every rank of every engine connects once."""
+    """A socket file at `path` to which every reader connects once."""
 
-    def __init__(self, path: str, clients: Sequence[EngineClient]):
+    def __init__(self, path: str, clients: Sequence[EngineClient], readers: Sequence[Reader]):
         self.path = path
-        self.names = {
-            (c.endpoint.index, rank): f"{engine_name(c)}, rank {rank}"
-            for c in clients
-            for rank in range(c.endpoint.tp_size)
-        }
+        names = {client.endpoint.index: engine_name(client) for client in clients}
+        self.names = {(engine, rank): f"{names[engine]}, rank {rank}" for engine, rank in readers}
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(path)
         os.chmod(path, 0o600)
-        self._socket.listen(len(self.names))
+        self._socket.listen(max(1, len(self.names)))
 
     def accept(self, timeout_s: float, who: str, check: Callable[[], None]) -> Readers:
         """All of them. check: asked again and again; what it raises ends the wait.

@@ -1,55 +1,50 @@
-"""Buckets that stay on the GPU: the engine gets a CUDA IPC handle of the flat bytes and SGLang's description of the
-tensors in them.
-
-The protocol is tested on the host, where the handle is the bytes themselves; with CUDA it has not been run.
+"""Buckets that stay on the GPU: each trainer rank gives the engine ranks on its own card CUDA IPC handles of its two
+slots, once a sync, and tells them of each bucket where the tensors lie (in_engine/intake.py).
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
-
 import torch
 
-from slime_like.weight_sync.buckets import PublisherOptions
+from slime_like.weight_sync.buckets import PublisherOptions, Reader
+from slime_like.weight_sync.in_engine.devices import handle_of
 from slime_like.weight_sync.transports.slots import BucketSlot
-
-#: SGLang's name of {"flattened_tensor": uint8 [bytes], "metadata": [FlattenedTensorMetadata]}.
-LOAD_FORMAT = "flattened_bucket"
 
 
 def is_possible(options: PublisherOptions) -> bool:
-    """Whether the engine can open memory of this process's GPU.
+    """Whether engines can open memory of this process's GPU: they are on the same card.
 
-    With one source and one engine the source is the trainer's first rank, whose GPU is among the engine's, as placement
-    puts both at the start. Other engines see other GPUs only, on which nobody has gathered the weights.
+    Other engines see other GPUs only, on which nobody has gathered the weights.
     """
-    return torch.cuda.is_available() and options.num_sources == 1 and len(options.endpoints) == 1
+    return bool(options.cards) and torch.cuda.is_available()
 
 
-def handle_of(slot: BucketSlot) -> str:
-    """The request's text for one rank, base64. The slot must not change until the engine has answered.
+class DeviceBucketSlot(BucketSlot):
+    """A slot whose bytes lie on this process's GPU, where engines read them in place."""
 
-    An engine answers after it has let go of the handle, and torch waits for the device's copies before that.
-    """
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+    def __init__(self, number: int):
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self._number = number
+        self._opened_by: set[Reader] = set()  # whom this memory was told to
 
-    metadata = [
-        FlattenedTensorMetadata(
-            name=entry.name,
-            shape=torch.Size(entry.shape),
-            dtype=getattr(torch, entry.dtype),
-            start_idx=entry.start,
-            end_idx=entry.stop,
-            numel=entry.stop - entry.start,
-        )
-        for entry in slot.entries
-    ]
-    flat = slot.filled()
-    if not flat.is_cuda:
-        # SGLang's serializer would send a file descriptor, which its server cannot receive (0.5.23: it ends).
-        return base64.b64encode(pickle.dumps({"flattened_tensor": flat.clone(), "metadata": metadata})).decode()
-    from sglang.srt.utils import MultiprocessingSerializer
+    def reserve(self, size: int) -> None:
+        """See BucketSlot; other memory has another handle."""
+        before = self.memory
+        super().reserve(size)
+        if self.memory is not before:
+            self._opened_by.clear()
 
-    torch.cuda.synchronize(flat.device)
-    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": metadata}, output_str=True)
+    def shrink(self) -> None:
+        """See BucketSlot."""
+        super().shrink()
+        self._opened_by.clear()
+
+    def where(self, reader: Reader) -> dict:
+        """How a reader finds the tensors. The bytes are there, and stay until every reader has answered."""
+        self.wait_filled()
+        table = [entry.row() for entry in self.entries]
+        message: dict = {"slot": self._number, "table": table, "stop": self.used}
+        if reader not in self._opened_by:
+            message["handle"] = handle_of(self.memory)
+            self._opened_by.add(reader)
+        return message

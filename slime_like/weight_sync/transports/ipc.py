@@ -1,14 +1,15 @@
 """Weights between processes of one host, for engines that share the trainer's GPUs (--colocate).
 
-Two files in shared memory, which only we can read, are kept between buckets and syncs: tensors are copied into one
-while engines load from the other. One request to each engine lasts as long (in_engine/intake.py); buckets are announced
-through a socket beside the files. A trainer on a GPU whose only engine sees that GPU sends CUDA IPC handles instead, so
-that the bytes stay on the device (device_ipc); with several engines or pipeline stages the host's memory is in between.
+Where every engine rank shares its card with a trainer rank (session.PublishOrder.cards), each trainer rank gathers the
+whole model and serves the engine ranks on its own card; otherwise the first rank of each pipeline stage sends its share
+to all. Two buckets are kept: tensors are copied into one while engines load from the other. One request to each engine
+lasts as long (in_engine/intake.py); buckets are announced through a socket. On the host a bucket is a file in shared
+memory, which only we can read and which is kept between syncs; to engine ranks on our own GPU it is memory of that GPU,
+which they open by its handle (device_ipc), so that no byte leaves the card.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -22,11 +23,10 @@ from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_shared_directory, remove_dead_sources
 from slime_like.utils.net import is_own_address, url_host
-from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, SentReport
+from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, Reader, SentReport
 from slime_like.weight_sync.in_engine.shm_slots import SharedFile
-from slime_like.weight_sync.together import run_together
 from slime_like.weight_sync.transports import device_ipc
-from slime_like.weight_sync.transports.channel import SocketChannel, engine_name
+from slime_like.weight_sync.transports.channel import SocketChannel
 from slime_like.weight_sync.transports.slots import SLACK_BYTES, BucketSlot, Sending, send_in_slots, slot_bytes
 
 logger = logging.getLogger(__name__)
@@ -90,19 +90,22 @@ class IpcPublisher:
         """Make this source's private folder and files. Raises WeightSyncError if an engine is on another host."""
         if self._slots:
             return
-        for endpoint in self._options.endpoints:
+        served = {engine for engine, _ in self._options.readers}
+        for endpoint in (endpoint for endpoint in self._options.endpoints if endpoint.index in served):
             if not is_own_address(url_host(endpoint.url)):
                 raise WeightSyncError(
                     f"engine {endpoint.index} at {endpoint.url} is not on this host, so it cannot read our memory. Fix:"
                     " --update-weight-transport disk."
                 )
-        if self._on_device:
-            self._slots = [BucketSlot("cuda"), BucketSlot("cuda")]
-            return
         root = make_shared_directory()
         remove_dead_sources()
         self._directory = tempfile.mkdtemp(prefix=f"{os.getpid()}-source-{self._options.source_index}-", dir=root)
-        self._slots = [SharedBucketSlot(f"{self._directory}/slot-{number}") for number in range(2)]
+        self._slots = [
+            device_ipc.DeviceBucketSlot(number)
+            if self._on_device
+            else SharedBucketSlot(f"{self._directory}/slot-{number}")
+            for number in range(2)
+        ]
 
     def begin(self, version: int) -> None:
         """Nothing to do."""
@@ -110,13 +113,13 @@ class IpcPublisher:
     def send(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None = None) -> SentReport:
         """Copy and load bucket by bucket, one while engines load the other."""
         self.connect()
-        if not self._on_device:
-            return self._send_over_channel(tensors, version, proof)
         try:
-            return send_in_slots(tensors, self._slots, self._sending(self._load_on_device, version))
+            return self._send_over_channel(tensors, version, proof)
         finally:
-            for slot in self._slots:  # training needs the memory
-                slot.shrink()
+            if self._on_device:  # training needs the memory
+                for slot in self._slots:
+                    slot.shrink()
+                torch.cuda.ipc_collect()  # of what engines have let go of
 
     def finish(self, version: int) -> None:
         """Nothing to do: engines have loaded what was sent."""
@@ -136,36 +139,29 @@ class IpcPublisher:
             drop_shared_directory()
             self._directory = None
 
-    def _sending(self, load: Callable[[BucketSlot, str], None], version: int) -> Sending:
-        options, most = self._options, slot_bytes(self._options.buffer_bytes)
-        return Sending(
-            send=lambda slot, number: load(slot, f"load bucket {number} of version {version}"),
-            max_bytes=most if self._on_device else min(most, _HOST_SLOT_BYTES),
-            who=self._who,
-            timeout_s=options.timeout_s,
-        )
-
     def _send_over_channel(self, tensors: Iterable[NamedTensor], version: int, proof: Proof | None) -> SentReport:
-        with SocketChannel(self._options, self._clients, proof, f"{self._directory}/channel") as channel:
+        options, most = self._options, slot_bytes(self._options.buffer_bytes)
+        with SocketChannel(options, self._clients, proof, f"{self._directory}/channel") as channel:
 
-            def load(slot: BucketSlot, phase: str) -> None:
-                assert isinstance(slot, SharedBucketSlot)
-                channel.load(slot.with_table(), [entry.name for entry in slot.entries], phase)
+            def send(slot: BucketSlot, number: int) -> None:
+                names = [entry.name for entry in slot.entries]
+                channel.load(_where(slot), names, f"load bucket {number} of version {version}")
 
-            report = send_in_slots(tensors, self._slots, self._sending(load, version))
+            how = Sending(
+                send=send,
+                max_bytes=most if self._on_device else min(most, _HOST_SLOT_BYTES),
+                who=self._who,
+                timeout_s=options.timeout_s,
+            )
+            report = send_in_slots(tensors, self._slots, how)
             channel.end()
         return report
 
-    def _load_on_device(self, slot: BucketSlot, phase: str) -> None:
-        text = device_ipc.handle_of(slot)
-        timeout_s = self._options.timeout_s
-        tasks = {
-            engine_name(client): functools.partial(
-                client.update_weights_from_tensor,
-                [text] * client.endpoint.tp_size,
-                load_format=device_ipc.LOAD_FORMAT,
-                timeout_s=timeout_s,
-            )
-            for client in self._clients
-        }
-        run_together(tasks, timeout_s=timeout_s, who=self._who, phase=phase)
+
+def _where(slot: BucketSlot) -> Callable[[Reader], dict]:
+    """How each reader finds the bucket."""
+    if isinstance(slot, device_ipc.DeviceBucketSlot):
+        return slot.where
+    assert isinstance(slot, SharedBucketSlot), "connect() makes no others"
+    where = slot.with_table()
+    return lambda _: {"load": where}

@@ -43,8 +43,9 @@ class BucketSlot:
     Kept for the next one: memory that was never touched before costs more than copying into it.
     """
 
-    def __init__(self, device: str = "cpu"):
-        self._device = device
+    def __init__(self, device: str | torch.device = "cpu"):
+        self._device = torch.device(device)
+        self._filled: torch.cuda.Event | None = None
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.entries: list[PlacedTensor] = []
         self.used = 0
@@ -73,6 +74,21 @@ class BucketSlot:
         self.reserve(stop)
         self.memory[self.used : stop] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return stop
+
+    def seal(self) -> None:
+        """Everything was put in by this thread: from now on others can wait until it is really there."""
+        if self._device.type == "cuda":
+            self._filled = torch.cuda.Event()
+            self._filled.record(torch.cuda.current_stream(self._device))
+
+    def wait_filled(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Let a stream wait for what was put in, and nothing else on the device; without one, this thread waits."""
+        if self._filled is None:
+            return
+        if stream is None:
+            self._filled.synchronize()
+        else:
+            stream.wait_event(self._filled)
 
     def filled(self) -> torch.Tensor:
         """[used] uint8."""
@@ -144,11 +160,12 @@ class _Run:
         return report
 
     def _fill(self, tensors: Iterable[NamedTensor]) -> SentReport:
-        cutter, slot, count, size = Cutter(min(_FIRST_BYTES, self._how.max_bytes)), None, 0, 0
+        cutter, count, size = Cutter(min(_FIRST_BYTES, self._how.max_bytes)), 0, 0
+        slot: BucketSlot | None = None
         for name, tensor in tensors:
-            if cutter.cuts_before(name, tensor):
+            if cutter.cuts_before(name, tensor) and slot is not None:
                 cutter.max_bytes = min(4 * cutter.max_bytes, self._how.max_bytes)
-                self._ready.put(slot)
+                self._hand_over(slot)
                 slot = None
             if slot is None:
                 slot = self._next_slot()
@@ -158,8 +175,12 @@ class _Run:
             count, size = count + 1, size + num_bytes(tensor)
             del tensor  # before the next one is gathered
         if slot is not None:
-            self._ready.put(slot)
+            self._hand_over(slot)
         return SentReport(count, size)
+
+    def _hand_over(self, slot: BucketSlot) -> None:
+        slot.seal()
+        self._ready.put(slot)
 
     def _next_slot(self) -> BucketSlot:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch.distributed import DistStoreError
 
@@ -47,13 +47,13 @@ class Sources:
         """Tell the others the channel of source `index`, in this round."""
         self._store.set(f"{self._round}/channel/{index}", channel)
 
-    def channels(self, count: int) -> list[str]:
-        """Those of all `count` sources.
+    def channels(self, sources: Iterable[int]) -> dict[int, str]:
+        """Those of these sources.
 
         Raises WeightSyncError if one failed, WaitTimeout naming the source that is late.
         """
-        deadline = time.monotonic() + self._timeout_s
-        for index in range(count):
+        deadline, awaited = time.monotonic() + self._timeout_s, sorted(sources)
+        for index in awaited:
             while not self._has(f"{self._round}/channel/{index}"):
                 self.check()
                 if time.monotonic() > deadline:
@@ -64,7 +64,7 @@ class Sources:
                         seconds=self._timeout_s,
                         last="",
                     )
-        return [self._store.get(f"{self._round}/channel/{index}").decode() for index in range(count)]
+        return {index: self._store.get(f"{self._round}/channel/{index}").decode() for index in awaited}
 
     def fail(self, reason: str) -> None:
         """Tell the others that this round is lost."""

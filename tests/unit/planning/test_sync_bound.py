@@ -26,18 +26,30 @@ def test_each_transport_by_hand():
     assert near["delta"].bytes == 90 and near["delta"].bound_s == far["delta"].bound_s == 9
 
 
-def test_on_the_device_only_with_one_engine_and_one_stage():
-    def chosen(num_gpus: int, **parallel) -> float:
-        placement = {"actor_num_gpus_per_node": num_gpus, "colocate": True, "rollout_num_gpus_per_engine": 4}
+def test_on_the_device_wherever_every_engine_gpu_is_a_trainers():
+    """What a card has not got comes over nvlink, 450 GB/s: three of four or seven of eight parts of 141.1 GB."""
+
+    def chosen(num_gpus: int, rollout_num_gpus: int | None = None, **parallel) -> float:
+        placement = {
+            "actor_num_gpus_per_node": num_gpus,
+            "colocate": True,
+            "rollout_num_gpus_per_engine": 4,
+            "rollout_num_gpus": rollout_num_gpus,
+        }
         config = plan_config(LLAMA_70B, placement=placement, parallel=parallel)
         plan = sync_plan(config, make_plan(config))
         assert plan.transport == "ipc"
         return plan.bound_s
 
     gigabytes = 141.107
-    assert chosen(4, tensor_model_parallel_size=4) == pytest.approx(gigabytes / 4 / 1675, rel=1e-3)
-    assert chosen(8, tensor_model_parallel_size=4) == pytest.approx(gigabytes / 64, rel=1e-3)
-    assert chosen(4, pipeline_model_parallel_size=2) == pytest.approx(gigabytes / 2 / 64, rel=1e-3)
+    assert chosen(4, tensor_model_parallel_size=4) == pytest.approx(gigabytes * 3 / 4 / 450, rel=1e-3)
+    assert chosen(8, tensor_model_parallel_size=4) == pytest.approx(gigabytes * 3 / 4 / 450, rel=1e-3)
+    eight = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+    assert chosen(8, **eight) == pytest.approx(gigabytes * 7 / 8 / 450, rel=1e-3)
+    # whole on every GPU: packed, and a quarter taken by each of the engine's ranks
+    assert chosen(4) == pytest.approx(gigabytes * 5 / 4 / 1675, rel=1e-3)
+    # Four of eight engine GPUs have no trainer: everything goes through the host.
+    assert chosen(4, 8, tensor_model_parallel_size=4) == pytest.approx(gigabytes / 64, rel=1e-3)
 
 
 def test_140_gb_in_10_s_are_14_gb_a_second_and_a_port_does_it_in_under_3():

@@ -27,12 +27,14 @@ EXAMPLES = ROOT / "scripts" / "examples"
 #: Example -> its mode and GPUs, as its README says.
 MODES = {
     "algorithms": ("colocate", 2),
+    "calculator": ("colocate", 1),
     "colocate": ("colocate", 2),
     "debug-rollout-only": ("rollout_only", 2),
     "debug-train-only": ("train_only", 2),
     "delta": ("disaggregated", 4),
     "disaggregated": ("disaggregated", 4),
     "external": ("external", 2),
+    "guess": ("colocate", 1),
     "interleaved": ("disaggregated", 3),
     "reward-model": ("disaggregated", 3),
     "roles": ("disaggregated", 5),

@@ -16,7 +16,7 @@ import pytest
 from slime_like.utils.net import free_port
 from tests.helpers.other_user import UID, heard, needs_root, stranger_listening
 
-RUN_SCRIPTS = ("run-colocate.sh", "run-disaggregated.sh", "run-external.sh")
+RUN_SCRIPTS = ("run-colocate.sh", "run-disaggregated.sh", "run-external.sh", "run-env.sh")
 
 
 def shell_files(root: Path) -> list[Path]:
@@ -68,6 +68,8 @@ def test_the_host_chooses_the_attention(repo_root: Path, name: str):
         ("run-colocate.sh", "colocate"),
         ("run-disaggregated.sh", "disaggregated"),
         ("run-external.sh", "external"),
+        ("run-env.sh", "colocate"),
+        ("run-agent.sh", "colocate"),
     ],
 )
 @pytest.mark.slow

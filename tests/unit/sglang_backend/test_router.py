@@ -93,7 +93,7 @@ def test_a_run_uses_the_router_that_it_is_given(monkeypatch, tmp_path):
         engine = EngineConfig(
             sglang_router_ip="127.0.0.1", sglang_router_port=port, sglang_router_api_key_env="ROUTER_KEY"
         )
-        router = start_router(engine, "round_robin", str(tmp_path / "log"), "warning")
+        router = start_router(engine, "cache_aware", str(tmp_path / "log"), "warning")
         assert router.url == server.url and router.poll() is None
         router.close()
     assert not (tmp_path / "log").exists(), "none of ours was started"

@@ -24,7 +24,7 @@ from slime_like.weight_sync.sender import Gathering, WeightSender, source_addres
 from slime_like.weight_sync.session import PublishOrder, run_session
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
-ONE_RANK = RankPlace(stage=0, num_stages=1, rank_in_stage=0, num_gatherers=1)
+ONE_RANK = RankPlace(source=0, num_sources=1, rank_in_source=0, num_gatherers=1)
 
 
 @pytest.fixture

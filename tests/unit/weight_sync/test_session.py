@@ -297,3 +297,12 @@ def test_results_come_by_name():
 def test_the_driver_needs_no_torch():
     code = "import sys, slime_like.weight_sync.session; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_cards_are_for_a_transport_that_gains_by_them():
+    engines = (EngineEndpoint(index=0, url="http://127.0.0.1:1", tp_size=2),)
+    by_card = PublishOrder.of(RunConfig(), "ipc", engines, WeightsRef(), cards=((0, 1),))
+    assert by_card.cards == by_card.route.cards == ((0, 1),)
+    assert PublishOrder.of(RunConfig(), "disk", engines, WeightsRef(), cards=((0, 1),)).cards == ()
+    # one source a card takes its turn, however many stages there are
+    assert by_card.longest_s(1) > PublishOrder.of(RunConfig(), "ipc", engines, WeightsRef()).longest_s(1)

@@ -26,6 +26,21 @@ def test_each_stage_has_a_sender():
     assert [(actor.key(rank).stage, actor.key(rank).source) for rank in range(4)] == [(0, 2), (0, 0), (1, 2), (1, 0)]
 
 
+def test_on_shared_cards_every_rank_sends():
+    """Two buckets each, and of pipeline stages what goes from one to another: half a bucket, or the largest tensor."""
+    together = {"actor_num_gpus_per_node": 4, "colocate": True}
+    sync = {"update_weight_buffer_size": 1000}
+    actor = role("actor", placement=together, sync=sync, parallel={"tensor_model_parallel_size": 2})
+    assert [actor.key(rank).source for rank in range(4)] == [2, 2, 2, 2]
+    assert actor.phases(actor.key(3))["sync"]["sync buffers"] == 2 * 1000
+    staged = {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 1}
+    actor = role("actor", placement=together, sync=sync, parallel=staged)
+    assert [actor.phases(actor.key(rank))["sync"]["sync buffers"] for rank in (0, 3)] == [2 * 1000 + 500] * 2
+    # no rank is on the cards of half of the engines: the first rank alone sends
+    apart = role("actor", placement=together | {"rollout_num_gpus": 8})
+    assert [apart.key(rank).source for rank in range(4)] == [2, 0, 0, 0]
+
+
 def test_the_optimizers_moments_come_with_the_first_step():
     actor = role("actor", parallel={"use_distributed_optimizer": False})
     phases = actor.phases(actor.key(0))

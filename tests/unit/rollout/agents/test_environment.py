@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import time
 
 import pytest
@@ -83,6 +84,14 @@ def test_one_that_cannot_be_made_or_opens_with_nothing():
 async def _reset_with_nothing():
     environment = EnvironmentHost(samples.Echo, timeout_s=5.0, name="mine").open("here")
     await environment.reset(0, Task(messages=[]))
+
+
+def test_the_environment_of_the_documentation_plays(repo_root):
+    (code,) = re.findall(r"```python\n(.*?)```", (repo_root / "docs/agents.md").read_text(), flags=re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    opening, answer = play(names["Doubling"])
+    assert opening.messages[0]["content"] == "twice 6?" and (answer.reward, answer.done) == (0.0, False)
 
 
 def test_a_failure_survives_a_process_boundary():

@@ -6,8 +6,9 @@ import json
 
 import torch
 import xxhash
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime_like.weight_sync.in_engine.receipt import BUFFER, digest, take, weighted_sum
+from slime_like.weight_sync.in_engine.receipt import BUFFER, digest, read_digests, take, weighted_sum
 
 
 def model():
@@ -57,22 +58,48 @@ def test_a_wider_parameter_is_compared_in_the_type_that_was_sent():
     assert answers(module, ["router", None, 0, 0, 4, "bfloat16"]) == [digest(sent)]
 
 
+def summed(flat) -> bytes:
+    return read_digests([weighted_sum(flat)])[0]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that the host asks a device for, one at a time."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
+        return operator(*args, **kwargs or {})
+
+
+def test_sums_stay_on_the_device_until_all_are_read_together():
+    """Each read makes the host wait for all that the device was told before."""
+    flats = [torch.full((number + 1,), number, dtype=torch.uint8) for number in range(200)]
+    with HostReads() as reads:
+        waiting = [weighted_sum(flat) for flat in flats]
+        assert reads.count == 0 and {one.dim() for one in waiting} == {0}
+        read = read_digests([b"12345678", *waiting, b"abcdefgh"])
+        assert reads.count == 0  # they come as one tensor
+    assert read[0] == b"12345678" and read[-1] == b"abcdefgh" and read[1:-1] == [summed(flat) for flat in flats]
+    assert read_digests([]) == []
+
+
 def test_weighted_sum_sees_values_places_and_single_bits():
     generator = torch.Generator().manual_seed(0)
     flat = torch.randint(0, 256, (4099,), dtype=torch.uint8, generator=generator)  # not a multiple of a word
-    seen = {weighted_sum(flat)}
+    seen = {summed(flat)}
     for place in (0, 1, 2048, 4097, 4098):
         for bit in (1, 128):
             other = flat.clone()
             other[place] ^= bit
-            seen.add(weighted_sum(other))
+            seen.add(summed(other))
     exchanged = flat.clone()
     exchanged[:4], exchanged[4:8] = flat[4:8], flat[:4]
-    seen.add(weighted_sum(exchanged))
+    seen.add(summed(exchanged))
     assert len(seen) == 12
     words = torch.nn.functional.pad(flat, (0, 1)).view(torch.int32).tolist()
     constant = 0x9E3779B97F4A7C15
     assert (
-        int.from_bytes(weighted_sum(flat), "big")
+        int.from_bytes(summed(flat), "big")
         == sum(word * (place * constant * 2 + 1) for place, word in enumerate(words)) % 2**64
     )

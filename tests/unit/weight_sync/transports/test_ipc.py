@@ -44,7 +44,12 @@ class Model:
 
 
 def publisher(
-    url: str, buffer_bytes: int = 1 << 20, tp_size: int = 2, source: int = 0, sources: Sources | None = None
+    url: str,
+    buffer_bytes: int = 1 << 20,
+    tp_size: int = 2,
+    source: int = 0,
+    sources: Sources | None = None,
+    cards: tuple = (),
 ) -> IpcPublisher:
     endpoint = EngineEndpoint(index=0, url=url, tp_size=tp_size)
     return IpcPublisher(
@@ -58,6 +63,7 @@ def publisher(
             None,
             "127.0.0.1",
             sources=sources,
+            cards=cards,
         )
     )
 
@@ -113,6 +119,31 @@ def test_tensors_arrive_at_every_rank_in_one_request(monkeypatch):
         sender.close()
     assert not os.path.exists(folder)
     assert report.num_tensors == 5 and report.num_bytes == 82
+
+
+def test_each_rank_of_an_engine_hears_from_the_source_on_its_card_alone():
+    """Two sources that each have everything, and an engine of two ranks, one on the card of each."""
+    ranks, channels = [Model(), Model()], []
+    host = Sources("127.0.0.1", 0, is_host=True, who="trainer source 0", timeout_s=5)
+    known = [host, Sources("127.0.0.1", host.port, is_host=False, who="trainer source 1", timeout_s=5)]
+    sent = [[(name, tensor + 10 * source) for name, tensor in TENSORS] for source in range(2)]
+
+    def answer(body):
+        named = [pickle.loads(base64.b64decode(text)) for text in body["serialized_named_tensors"]]
+        channels.extend(json.loads(bytes(one[0][1].tolist()))["channels"] for one in named)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(shm_loader.load, ranks, named))
+        return OK
+
+    with serve({"/update_weights_from_tensor": answer}) as server, ThreadPoolExecutor() as pool:
+        senders = [publisher(server.url, buffer_bytes=16, source=n, sources=known[n], cards=((0, 1),)) for n in (0, 1)]
+        reports = list(pool.map(lambda n: senders[n].send(iter(sent[n]), 1), range(2)))
+        assert [report.num_tensors for report in reports] == [6, 6]
+        for sender in senders:
+            sender.close()
+    assert [len(mine) for mine in channels] == [1, 1] and channels[0] != channels[1]
+    for model, tensors in zip(ranks, sent, strict=True):
+        assert all(torch.equal(model.got[name], tensor) for name, tensor in tensors)
 
 
 def test_no_more_than_two_buckets_are_alive(monkeypatch):
