@@ -9,11 +9,13 @@ import dataclasses
 import os
 
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
+from slime_like.config.custom import read_custom_config
 from slime_like.config.file import config_paths, read_config_files
 from slime_like.config.hf_model import disagreements, hf_notes, model_from_hf, read_hf_config
 from slime_like.config.run import GROUPS, RunConfig
 from slime_like.config.slime_flags.notices import notices
 from slime_like.config.slime_flags.refused import take_refused
+from slime_like.config.slime_flags.taken import take_slimes
 from slime_like.errors import ConfigError
 from slime_like.sglang_backend.server_args import check_flags, merge_flags, present_names
 
@@ -62,6 +64,8 @@ def parse_args(argv: list[str]) -> Command:
     parser.set_defaults(**files.values)
     known = {option for action in parser._actions for option in action.option_strings}
     argv, refused = take_refused(argv)
+    slimes = take_slimes(argv)
+    argv, refused = slimes.argv, refused + slimes.problems + files.slimes.problems
     argv, sglang_flags = _take_sglang_flags(argv, known)
     try:
         namespace = parse(parser, argv)
@@ -73,14 +77,28 @@ def parse_args(argv: list[str]) -> Command:
     sglang_flags, renamed = present_names(merge_flags(files.sglang, sglang_flags))
     groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
     config, problems, notes = _with_architecture(RunConfig(**groups))
+    if (path := config.rollout.custom_config_path) and (namespace.plan is None or os.path.isfile(path)):
+        custom, custom_problems = read_custom_config(path)
+        config, problems = dataclasses.replace(config, custom=custom), problems + custom_problems
     sglang_problems, sglang_notes = check_flags(sglang_flags)
-    problems += refused + config.problems() + sglang_problems
+    problems += refused + slimes.problems_with(config) + files.slimes.problems_with(config)
+    problems += config.problems() + sglang_problems
     if namespace.plan is None:
         problems += config.missing_files()
     if problems:
         raise ConfigError(files.with_origins(list(dict.fromkeys(problems)), typed))
     return Command(
-        config, namespace.plan, tuple(files.notes_for(typed) + notes + renamed + sglang_notes + notices(config))
+        config,
+        namespace.plan,
+        (
+            *files.notes_for(typed),
+            *files.slimes.notes,
+            *slimes.notes,
+            *notes,
+            *renamed,
+            *sglang_notes,
+            *notices(config),
+        ),
     )
 
 

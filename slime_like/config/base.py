@@ -141,9 +141,12 @@ def from_namespace(group_class: type, namespace: argparse.Namespace):
 
 
 class PluginArgs:
-    """Read-only flat view (`args.rollout_batch_size`) handed to user plugins written for a flat namespace."""
+    """Read-only flat view (`args.rollout_batch_size`) handed to user plugins written for a flat namespace.
 
-    def __init__(self, *groups):
+    extra: values of the user's own (--custom-config-path), under names that no group has.
+    """
+
+    def __init__(self, *groups, extra: dict | None = None):
         owner = {}
         for group in groups:
             for field in dataclasses.fields(group):
@@ -151,12 +154,16 @@ class PluginArgs:
                     raise ConfigError([f"flag {field.name!r} is declared twice"])
                 owner[field.name] = group
         object.__setattr__(self, "_owner", owner)
+        object.__setattr__(self, "_extra", dict(extra or {}))
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
+        owner, extra = object.__getattribute__(self, "_owner"), object.__getattribute__(self, "_extra")
+        if name in extra:
+            return extra[name]
         try:
-            return getattr(object.__getattribute__(self, "_owner")[name], name)
+            return getattr(owner[name], name)
         except KeyError:
             raise AttributeError(f"no flag named --{name.replace('_', '-')}") from None
 

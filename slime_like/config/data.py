@@ -40,6 +40,9 @@ class DataConfig:
             " that ask questions of their own, 'rg:chain_sum?min_terms=2' for tasks of reasoning-gym."
         ),
     )
+    data_source_path: str | None = flag(
+        None, help="module.Class(args, tokenizer) with row_at(position), instead of --prompt-data: docs/hooks.md."
+    )
     input_key: str = flag("input", help="Key of the prompt: a string, or a list of chat messages.")
     label_key: str | None = flag(None, help="Key of the reference answer handed to the reward.")
     metadata_key: str = flag("metadata", help="Key of a dict handed to the reward; may be absent.")
@@ -68,6 +71,8 @@ class DataConfig:
         for name in ("num_rollout", "num_epoch"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+        if self.data_source_path and self.prompt_data:
+            problems.append("--data-source-path and --prompt-data exclude each other.")
         try:
             if not isinstance(self.chat_template_kwargs, dict):
                 raise ValueError("not an object")
@@ -77,6 +82,8 @@ class DataConfig:
 
     def missing_files(self) -> list[str]:
         """Paths that do not exist."""
+        if self.data_source_path:
+            return []
         if not self.prompt_data:
             return ["--prompt-data is missing: a JSONL file of prompts."]
         path, _ = split_slice(self.prompt_data)

@@ -25,6 +25,16 @@ class EvalConfig:
     eval_top_p: float | None = flag(None, help="Default: --rollout-top-p.")
     eval_top_k: int | None = flag(None, help="Default: --rollout-top-k.")
     eval_max_response_len: int | None = flag(None, help="Default: --rollout-max-response-len.")
+    eval_function_path: str | None = flag(
+        None,
+        help=(
+            "async module.function(args, step, evaluation) -> {set: groups}, or that and metrics, instead of the"
+            " built-in evaluation."
+        ),
+    )
+    custom_eval_rollout_log_function_path: str | None = flag(
+        None, help="module.function(step, args, data, metrics) -> further metrics, or None; after each evaluation."
+    )
     eval_pass_threshold: float = flag(1.0, help="Least reward with which a sample passes, for eval/*/pass@k.")
 
     def datasets(self) -> dict[str, str]:
@@ -40,10 +50,13 @@ class EvalConfig:
             return [f"--eval-prompt-data takes pairs of name and path, but got {len(items)} values."]
         if len(items) > 1 and len(set(items[::2])) != len(items) // 2:
             problems.append("--eval-prompt-data names a data set twice.")
-        if self.eval_interval is not None and not items:
+        if self.eval_interval is not None and not (items or self.eval_function_path):
             problems.append("--eval-interval needs --eval-prompt-data.")
         if items and self.eval_interval is None:
             problems.append("--eval-prompt-data needs --eval-interval.")
+        for name in ("eval_function_path", "custom_eval_rollout_log_function_path"):
+            if getattr(self, name) and self.eval_interval is None:
+                problems.append(f"--{name.replace('_', '-')} does nothing without --eval-interval. Fix: add it.")
         if self.eval_interval is not None and self.eval_interval < 1:
             problems.append(f"--eval-interval {self.eval_interval}: must be at least 1.")
         if self.n_samples_per_eval_prompt < 1:

@@ -28,6 +28,7 @@ from typing import Any
 from slime_like.config.base import ProblemParser, read_value
 from slime_like.config.run import GROUPS
 from slime_like.config.slime_flags.refused import REFUSED, REFUSED_VALUES
+from slime_like.config.slime_flags.taken import SAID_ANYWAY, SlimesOwn, notice_or_refuse, take_slimes
 from slime_like.config.transports import choices
 
 _SGLANG = "sglang"
@@ -59,6 +60,8 @@ class FileSettings:
     problems: list[str] = dataclasses.field(default_factory=list)
     origins: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    #: slime's own flags and functions among them
+    slimes: SlimesOwn = dataclasses.field(default_factory=SlimesOwn)
 
     def with_origins(self, problems: Sequence[str], argv: Sequence[str]) -> list[str]:
         """The problems, each with the files and keys of the flags in it that the command line itself does not have."""
@@ -116,7 +119,9 @@ def _given_back(path: str, tables: dict, settings: FileSettings) -> dict:
     ):
         return tables
     tables = {
-        name: dict(table) if isinstance(table, dict) else table for name, table in tables.items() if name != "role"
+        name: dict(table) if isinstance(table, dict) else table
+        for name, table in tables.items()
+        if name not in ("role", "custom")  # the latter is read again from --custom-config-path
     }
     sync, old = tables["sync"], tables["observability"].pop("run_dir", None)
     if old and "run_dir" not in settings.values:
@@ -165,9 +170,18 @@ class _FileReader:
     def _entry(self, group: str | None, key: str, value: Any, where: str | None = None) -> None:
         where = where or (f"[{group}] {key}" if group else key)
         name = key.replace("-", "_")
+        if name not in self._seen and _flag(name) in SAID_ANYWAY:
+            self._seen[name] = where
+            words = [str(item) for item in (value if isinstance(value, list) else [value])]
+            if value is not False:  # a switch that is off says nothing
+                notice_or_refuse(_flag(name), [] if value is True else words, self._settings.slimes)
+            return
         problem = self._key_problem(name, where, group) or self._refusal(name, value)
         if problem:
             self._problem(where, problem)
+            return
+        if name.endswith("_path") and isinstance(value, str) and value.startswith("slime."):
+            self._slimes_function(name, value, where)
             return
         self._seen[name] = where
         problems: list[str] = []
@@ -187,6 +201,20 @@ class _FileReader:
         self._settings.origins[_flag(name)] = f"{self._path}: {where}"
         if self._settings.notes.get(_flag(name), (self._path, ""))[0] != self._path:
             del self._settings.notes[_flag(name)]  # it was about what an earlier file says
+
+    def _slimes_function(self, name: str, path: str, where: str) -> None:
+        """One of slime's own functions: ours in its place."""
+        taken = take_slimes([_flag(name), path])
+        if taken.argv[:1] != [_flag(name)]:  # else ours is the same flag, and read below
+            self._seen[name] = where
+        slimes = self._settings.slimes
+        slimes.notes += taken.notes
+        slimes.is_sft |= taken.is_sft
+        for problem in taken.problems:
+            self._problem(where, problem)
+        if taken.argv:
+            ours, value = taken.argv
+            self._entry(None, ours.removeprefix("--"), value, where=f"{where} ({ours})")
 
     def _key_problem(self, name: str, where: str, group: str | None) -> str:
         """Why a key is none, or stands in the wrong place."""

@@ -26,6 +26,14 @@ class ObservabilityConfig:
         ),
     )
     use_tensorboard: bool = flag(True, help="Write TensorBoard event files into the run directory.")
+    log_samples: int = flag(
+        4, help="Answers of each rollout, best to worst, written to samples/ in the run directory; 0: none."
+    )
+    log_passrate: bool = flag(False, help="Add pass@1, pass@2, … of each rollout (--eval-pass-threshold).")
+    log_multi_turn: bool = flag(False, help="Add turns, and tokens that the policy did not choose, of each rollout.")
+    log_correct_samples: bool = flag(
+        False, help="Add lengths and log-probs of the samples that pass (--eval-pass-threshold)."
+    )
     save_debug_rollout_data: str | None = flag(
         None, help="Write each rollout's samples to this path; '{rollout_id}' is replaced."
     )
@@ -36,6 +44,8 @@ class ObservabilityConfig:
     def problems(self) -> list[str]:
         """What is impossible about debugging."""
         problems = []
+        if self.log_samples < 0:
+            problems.append(f"--log-samples {self.log_samples}: must not be negative.")
         for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
             value = getattr(self, name)
             if value and "{rollout_id}" not in value:

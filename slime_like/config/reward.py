@@ -9,14 +9,37 @@ from urllib.parse import urlsplit
 from slime_like.config.base import flag
 
 #: Built-in rewards; rollout/rewards implements exactly these.
-REWARD_TYPES = ("math", "math_strict", "deepscaler", "deepscaler_strict", "exact", "remote_rm")
+REWARD_TYPES = ("math", "math_strict", "deepscaler", "deepscaler_strict", "dapo", "exact", "f1", "gpqa", "remote_rm")
+#: Before any of them: of the response only its last box is looked at.
+BOXED = "boxed_"
+
+
+def reward_type_problem(rm_type: object) -> str | None:
+    """What is wrong with a name of a built-in reward; None if nothing is."""
+    if str(rm_type).removeprefix(BOXED) in REWARD_TYPES:
+        return None
+    if rm_type in ("ifbench", "random"):
+        why = {"ifbench": "its checkers are no part of this package", "random": "chance teaches nothing"}[str(rm_type)]
+        return f"--rm-type {rm_type} is refused: {why}. Fix: --custom-rm-path module.function."
+    return f"--rm-type {rm_type} is unknown. Known: {', '.join(REWARD_TYPES)}; or --custom-rm-path module.function."
+
+
+def needs_label(rm_type: str) -> bool:
+    """Whether a built-in reward compares with a label."""
+    return rm_type.removeprefix(BOXED) != "remote_rm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Rewards"""
 
-    rm_type: str | None = flag(None, help=f"Built-in reward: {', '.join(REWARD_TYPES)}.")
+    rm_type: str | None = flag(
+        None,
+        help=(
+            f"Built-in reward: {', '.join(REWARD_TYPES)}; boxed_<one of them> looks at the last box only. A row's"
+            " rm_type, in its metadata or as a key, goes before."
+        ),
+    )
     custom_rm_path: str | None = flag(
         None, help="module.function(args, sample) -> float or dict, sync or async, instead of --rm-type."
     )
@@ -25,6 +48,13 @@ class RewardConfig:
         help=(
             "--custom-rm-path gets all samples of a prompt at once, (args, samples), and gives a list of as many"
             " rewards."
+        ),
+    )
+    custom_reward_post_process_path: str | None = flag(
+        None,
+        help=(
+            "module.function(args, samples) -> as many numbers: what all answers of a rollout are pushed by, in place"
+            " of rewards normalised within each group."
         ),
     )
     rm_url: str | None = flag(
@@ -58,33 +88,36 @@ class RewardConfig:
     reward_model_timeout_s: float = flag(300.0, help="Deadline of one forward pass of the reward model, in seconds.")
 
     @property
+    def uses_server(self) -> bool:
+        """Whether --rm-type is a server's."""
+        return str(self.rm_type).removeprefix(BOXED) == "remote_rm"
+
+    @property
     def needs_label(self) -> bool:
         """Whether the built-in reward compares with a label."""
-        return self.rm_type not in (None, "remote_rm")
+        return self.rm_type is not None and needs_label(self.rm_type)
 
     def problems(self) -> list[str]:
         """What is impossible about the reward."""
         problems = []
         if self.custom_rm_path and self.rm_type:
             problems.append("--rm-type and --custom-rm-path exclude each other.")
-        if self.rm_type and self.rm_type not in REWARD_TYPES:
-            problems.append(
-                f"--rm-type {self.rm_type} is unknown. Known: {', '.join(REWARD_TYPES)}; or --custom-rm-path"
-                " module.function."
-            )
+        if self.rm_type and (problem := reward_type_problem(self.rm_type)):
+            problems.append(problem)
         if self.group_rm and not self.custom_rm_path:
             problems.append(
                 "--group-rm does nothing without --custom-rm-path: built-in rewards look at one sample. Fix: drop it,"
                 " or give a function."
             )
-        if self.rm_type == "remote_rm" and not self.rm_url:
+        if self.uses_server and not self.rm_url:
             problems.append("--rm-type remote_rm needs --rm-url, where the samples are sent to.")
-        if self.rm_url and self.rm_type != "remote_rm":
+        if self.rm_url and not self.rm_type:
             problems.append("--rm-url does nothing without --rm-type remote_rm. Fix: add it, or drop this.")
         if self.rm_url and urlsplit(self.rm_url).scheme not in ("http", "https"):
             problems.append(f"--rm-url {self.rm_url}: is no http(s) URL.")
         for name in ("reward_key", "eval_reward_key"):
-            if getattr(self, name) and not (self.custom_rm_path or self.rm_type == "remote_rm"):
+            is_dapo = self.rm_type == "dapo" and getattr(self, name) == "score"  # as slime's dapo wants it
+            if getattr(self, name) and not (self.custom_rm_path or self.rm_url or is_dapo):
                 problems.append(
                     f"--{name.replace('_', '-')} does nothing without --custom-rm-path or --rm-type remote_rm: other"
                     " rewards are plain numbers."

@@ -14,7 +14,11 @@ class RolloutConfig:
     rollout_batch_size: int = flag(32, help="Prompts per rollout step.")
     n_samples_per_prompt: int = flag(1, help="Samples per prompt: the group.")
     over_sampling_batch_size: int | None = flag(
-        None, help="Prompts drawn at a time when a dynamic filter rejects groups. Default: --rollout-batch-size."
+        None,
+        help=(
+            "Prompts drawn at a time when a dynamic filter rejects groups, or a buffer filter chooses among them."
+            " Default: --rollout-batch-size."
+        ),
     )
     dynamic_sampling_filter_path: str | None = flag(
         None, help="module.function(args, samples) -> bool or (keep, reason): which groups are trained on."
@@ -28,6 +32,34 @@ class RolloutConfig:
     )
     custom_generate_function_path: str | None = flag(
         None, help="async module.function(args, prompt, sampling_params, engine) -> Sample, instead of one request."
+    )
+    rollout_function_path: str | None = flag(
+        None,
+        help="async module.function(args, step, rollout) -> groups, or (groups, metrics), instead of the rollout loop.",
+    )
+    rollout_sample_filter_path: str | None = flag(
+        None,
+        help="module.function(args, groups) -> for each group a list of bools, one a sample: which train.",
+    )
+    rollout_all_samples_process_path: str | None = flag(
+        None, help="module.function(args, groups, source), called with all groups of a rollout, dropped ones too."
+    )
+    buffer_filter_path: str | None = flag(
+        None,
+        help=(
+            "module.function(args, groups, count) -> count of the groups: which are trained on where more are ready"
+            " (--over-sampling-batch-size). Default: the first of the data."
+        ),
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None, help="module.function(args, groups) -> list of records.TrainSample, advantages included."
+    )
+    custom_rollout_log_function_path: str | None = flag(
+        None,
+        help="module.function(step, args, samples, metrics, seconds) -> further metrics, or None; after each rollout.",
+    )
+    custom_config_path: str | None = flag(
+        None, help="YAML, TOML or JSON of values of your own, which your functions find as args.<key>."
     )
     rollout_max_response_len: int = flag(1024, help="Most new tokens.")
     rollout_max_context_len: int | None = flag(
@@ -98,6 +130,14 @@ class RolloutConfig:
                 f"--over-sampling-batch-size {self.over_sampling_batch_size} is below --rollout-batch-size"
                 f" {self.rollout_batch_size}."
             )
-        if self.over_sampling_batch_size and not self.dynamic_sampling_filter_path:
-            problems.append("--over-sampling-batch-size does nothing without --dynamic-sampling-filter-path.")
+        if self.over_sampling_batch_size and not (self.dynamic_sampling_filter_path or self.buffer_filter_path):
+            problems.append(
+                "--over-sampling-batch-size does nothing without --dynamic-sampling-filter-path or"
+                " --buffer-filter-path."
+            )
+        if self.buffer_filter_path and not self.over_sampling_batch_size:
+            problems.append(
+                "--buffer-filter-path has nothing to choose from without --over-sampling-batch-size above"
+                " --rollout-batch-size. Fix: add it."
+            )
         return problems

@@ -137,7 +137,13 @@ def _sampling_problems(config: ConfigTree) -> list[str]:
             )
         ]
     if not config.uses_engines:
-        return []
+        extra = [
+            name
+            for name in ("passrate", "multi_turn", "correct_samples")
+            if getattr(config.observability, f"log_{name}")
+        ]
+        flags = ", ".join(f"--log-{name.replace('_', '-')}" for name in extra)
+        return [f"{flags}: about sampled responses, and this run samples none. Fix: leave it out."] if extra else []
     problems, rollout, buffer = [], config.rollout, config.reward.overlong_buffer_len
     if (
         rollout.filters_sampling
@@ -154,6 +160,53 @@ def _sampling_problems(config: ConfigTree) -> list[str]:
         problems.append(
             f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {rollout.rollout_max_response_len},"
             " whose end it is."
+        )
+    return problems
+
+
+#: Flags of the user's functions that only a run that generates calls.
+_OF_ROLLOUTS = {
+    "rollout": (
+        "rollout_function_path",
+        "buffer_filter_path",
+        "rollout_sample_filter_path",
+        "rollout_all_samples_process_path",
+        "custom_rollout_log_function_path",
+    ),
+    "eval": ("eval_function_path", "custom_eval_rollout_log_function_path"),
+}
+
+
+def _hook_problems(config: ConfigTree) -> list[str]:
+    """Functions of the user's that would never be called, or whose results nobody would look at."""
+    problems = []
+    if not config.uses_engines:
+        problems += [
+            f"--{name.replace('_', '-')}: this run samples nothing. Fix: leave it out."
+            for group, names in _OF_ROLLOUTS.items()
+            for name in names
+            if getattr(getattr(config, group), name)
+        ]
+    convert = config.rollout.custom_convert_samples_to_train_data_path
+    post_process = config.reward.custom_reward_post_process_path
+    of_training = {
+        "--custom-convert-samples-to-train-data-path": convert,
+        "--custom-reward-post-process-path": post_process,
+    }
+    if config.is_sft or config.placement.debug_rollout_only:
+        why = "supervised rows have no rewards" if config.is_sft else "this run trains nothing"
+        problems += [f"{name}: {why}. Fix: leave it out." for name, path in of_training.items() if path]
+    advantage = config.loss.custom_advantage_function_path
+    if convert and (post_process or advantage or config.rollout.mask_truncated_samples):
+        problems.append(
+            "--custom-convert-samples-to-train-data-path gives advantages and loss masks itself: it does not go with"
+            " --custom-reward-post-process-path, --custom-advantage-function-path or --mask-truncated-samples. Fix:"
+            " drop these."
+        )
+    elif post_process and advantage:
+        problems.append(
+            "--custom-reward-post-process-path and --custom-advantage-function-path both say what samples are pushed"
+            " by. Fix: one of them."
         )
     return problems
 
@@ -218,7 +271,7 @@ def _serving_problems(config: ConfigTree) -> list[str]:
 
 
 def _role_problems(config: ConfigTree) -> list[str]:
-    problems = _routing_problems(config) + _sampling_problems(config)
+    problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
     problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
     if config.needs_reference and not config.checkpoint.ref_load:
         problems.append(

@@ -27,7 +27,7 @@ class RunConfig(ConfigTree):
 
     def plugin_args(self) -> PluginArgs:
         """The flat, read-only view given to user plugins."""
-        return PluginArgs(*(getattr(self, name) for name in GROUPS))
+        return PluginArgs(*(getattr(self, name) for name in GROUPS), extra=self.custom)
 
     def to_json(self) -> str:
         """The resolved config, for config.json in the run directory."""

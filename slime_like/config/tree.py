@@ -63,6 +63,8 @@ class ConfigTree:
     observability: ObservabilityConfig = ObservabilityConfig()
     #: whose config this is: "actor", "critic", or "ref" in the processes of a reference on GPUs of its own
     role: str = "actor"
+    #: what --custom-config-path holds: args.<key> of the user's functions
+    custom: dict = dataclasses.field(default_factory=dict)
 
     @property
     def data_parallel_size(self) -> int:

@@ -17,12 +17,16 @@ from slime_like.observability.metrics import MetricsLog, PhaseTimers
 from slime_like.observability.tracing import PhaseTrace
 from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
 from slime_like.rollout.debug_data import load_rollout, save_rollout
+from slime_like.rollout.sample_log import SampleLog
 from slime_like.rollout.supervised import supervised_samples
-from slime_like.rollout.train_samples import custom_advantages, to_train_samples
+from slime_like.rollout.train_samples import train_samples_of
 from slime_like.weight_sync.proof.probe import probe_samples
 
 if TYPE_CHECKING:
     from slime_like.cluster.sample_batch import SampleBatch
+
+#: The best and worst answer are printed after the first rollout, every so many, and the last.
+ANSWERS_EVERY = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +84,18 @@ class Phases:
         if path:
             save_rollout(path, step, rollout.groups)
         self.log.log("rollout", step, rollout.metrics)
+        self._show_samples(step, rollout.groups)
         self._taken = tuple(group.prompt.index for group in rollout.groups)
         return rollout.groups, rollout.metrics
+
+    def _show_samples(self, step: int, groups: tuple[SampleGroup, ...]) -> None:
+        """A few answers to samples/, and the best and worst to the console every so often."""
+        count, tokenizer = self.job.config.observability.log_samples, self.job.resolved.data.tokenizer
+        samples = SampleLog(self.job.run.samples, tokenizer, count)
+        samples.write(step, groups)
+        if step % ANSWERS_EVERY == 0 or step + 1 == self.job.num_rollout:
+            for line in samples.best_and_worst(groups):
+                self.console.note(line)
 
     def train_samples(self, step: int) -> tuple[list[TrainSample], dict[str, float]]:
         """What step `step` trains on: generated, loaded from a debug file, or supervised rows."""
@@ -92,14 +106,7 @@ class Phases:
             return samples, {}
         path = config.observability.load_debug_rollout_data
         groups, metrics = (load_rollout(path, step), {}) if path else self.generate(step)
-        samples = to_train_samples(
-            groups,
-            config.loss,
-            custom_advantages(config),
-            group_size=config.rollout.n_samples_per_prompt,
-            mask_truncated=config.rollout.mask_truncated_samples,
-        )
-        return samples, metrics
+        return train_samples_of(config, groups), metrics
 
     def train(self, step: int, samples: list[TrainSample]) -> tuple[StepReport, dict[str, float]]:
         """Train on one rollout's samples."""

@@ -14,7 +14,8 @@ from slime_like.config.transports import SHARED_FOLDER, transport_of
 from slime_like.errors import ConfigError
 from slime_like.job.running import ResolvedRun
 from slime_like.planning.placement import PlacementPlan
-from slime_like.rollout.data_source import DataSource, check_data
+from slime_like.rollout.check_data import check_data
+from slime_like.rollout.data_source import DataSource
 from slime_like.utils.files import RunDirectory
 from slime_like.weight_sync.transform import load_transform
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,9 @@ import numpy as np
 from slime_like.config.data import DataConfig, split_slice
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, DataError
-from slime_like.records import Prompt
-from slime_like.rollout.agents.registry import load_environment
+from slime_like.records import Prompt, SampleGroup
 from slime_like.rollout.agents.sources import generated_rows
-from slime_like.rollout.rollout_plugins import load_rollout_plugins
-from slime_like.rollout.tokenizer import encode, end_of_turn_id, load_tokenizer
-
-logger = logging.getLogger(__name__)
+from slime_like.rollout.tokenizer import encode, end_of_turn_id
 
 #: SGLang (0.5.23) refuses a prompt that leaves less of its context length than this.
 ENGINE_RESERVED_TOKENS = 7
@@ -36,6 +32,11 @@ class Row:
     metadata: dict
     response: str | None = None
     messages: list[dict] | None = None  # before the chat template
+
+    def as_prompt(self, position: int) -> Prompt:
+        """The row at a position of the stream."""
+        fields = {name: getattr(self, name) for name in ("text", "tokens", "label", "metadata", "response", "messages")}
+        return Prompt(index=position, **fields)
 
 
 class DataSource:
@@ -59,15 +60,29 @@ class DataSource:
     def prompt_at(self, position: int) -> Prompt:
         """The prompt at a position of the stream."""
         epoch, offset = divmod(position, len(self.rows))
-        row = self.rows[self._epoch_order(epoch)[offset]]
-        fields = {name: getattr(row, name) for name in ("text", "tokens", "label", "metadata", "response", "messages")}
-        return Prompt(index=position, **fields)
+        return self.rows[self._epoch_order(epoch)[offset]].as_prompt(position)
 
     def num_rollouts(self, rollout_batch_size: int) -> int:
         """Rollout steps of the whole run, from --num-rollout or --num-epoch."""
         if self.data.num_rollout is not None:
             return self.data.num_rollout
-        return (self.data.num_epoch or 0) * len(self.rows) // rollout_batch_size
+        return (self.data.num_epoch or 0) * (self.num_rows or 0) // rollout_batch_size
+
+    @property
+    def num_rows(self) -> int | None:
+        """Prompts of one epoch; None for a source without end."""
+        return len(self.rows)
+
+    def observe(self, groups: Sequence[SampleGroup]) -> None:
+        """What became of the prompts of a rollout: nothing to learn from for rows of a file."""
+
+    def state_dict(self) -> dict:
+        """What resuming needs beside the position, as JSON."""
+        return self.identity()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where the state was saved. Raises CheckpointError if the data is not the same any more."""
+        self.check_identity(state)
 
     @functools.cached_property
     def end_id(self) -> int:
@@ -101,42 +116,6 @@ class DataSource:
         return self._order[1]
 
 
-def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
-    """The training prompts. Starts nothing, and raises what the user got wrong: DataError in tokenizer, training or
-    evaluation data, PluginError in a function's path.
-    """
-    load_rollout_plugins(config)
-    if config.agents.env:
-        load_environment(config.agents.env)
-    tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
-    sources = load_eval_data(config, tokenizer)
-    context = context_tokens(config)
-    limit = min(
-        config.data.rollout_max_prompt_len or context, context - (1 if config.is_sft else ENGINE_RESERVED_TOKENS)
-    )
-    source = load_data(
-        config.data.prompt_data or "",
-        config.data,
-        tokenizer,
-        max_prompt_tokens=limit,
-        max_tokens=context,
-        with_response=config.is_sft,
-    )
-    if config.is_sft:
-        _ = source.end_id  # raises now rather than at the first step
-    for one in (source, *sources.values()):
-        if one.num_filtered:
-            logger.warning(
-                "%s: %d of %d prompts are left out: too long for the limit of tokens",
-                one.path,
-                one.num_filtered,
-                one.num_filtered + len(one.rows),
-            )
-        if config.uses_engines and config.reward.needs_label:
-            _require_labels(one, str(config.reward.rm_type))
-    return source
-
-
 def load_eval_data(config: RunConfig, tokenizer) -> dict[str, DataSource]:
     """Name -> prompts of each --eval-prompt-data set, in file order. Raises DataError naming file, line and key."""
     data = dataclasses.replace(
@@ -165,10 +144,23 @@ def load_data(
     """Read, render and tokenize `file.jsonl@[a:b]`. Raises DataError naming file, line and key."""
     file, rows_wanted = split_slice(path)
     generated = generated_rows(file, data)
-    numbered = _read_objects(file, rows_wanted) if generated is None else generated[rows_wanted]
+    records = _read_objects(file, rows_wanted) if generated is None else generated[rows_wanted]
+    numbered = [(line, record, f"{file} line {line}") for line, record in records]
+    everything = render_rows(numbered, data, tokenizer, with_response=with_response)
+    rows = [row for row in everything if len(row.tokens) <= max_prompt_tokens]
+    num_filtered = len(everything) - len(rows)
+    if not rows:
+        fix = "Fix: --rollout-max-prompt-len, --rollout-max-context-len."
+        raise DataError(f"{path}: all {num_filtered} prompts are longer than {max_prompt_tokens} tokens. {fix}")
+    return DataSource(rows, data, path=path, tokenizer=tokenizer, max_tokens=max_tokens, num_filtered=num_filtered)
+
+
+def render_rows(
+    numbered: Sequence[tuple[int, dict, str]], data: DataConfig, tokenizer, *, with_response: bool = False
+) -> list[Row]:
+    """Records as rows, rendered and tokenized. numbered: (line, record, what to call it in a DataError)."""
     texts, fields = [], []
-    for line, record in numbered:
-        where = f"{file} line {line}"
+    for _, record, where in numbered:
         prompt = _require(record, data.input_key, "--input-key", where)
         messages = _messages(prompt, data, where)
         tools = _tools(record, data, where)
@@ -176,28 +168,12 @@ def load_data(
         fields.append(_fields(record, data, where, with_response) | {"messages": messages})
         if tools is not None:
             fields[-1]["metadata"] = {"tools": tools} | fields[-1]["metadata"]
-    rows, num_filtered = [], 0
-    for (line, _), text, tokens, extra in zip(numbered, texts, encode(tokenizer, texts), fields, strict=True):
+    rows = []
+    for (line, _, where), text, tokens, extra in zip(numbered, texts, encode(tokenizer, texts), fields, strict=True):
         if not tokens:
-            raise DataError(f"{file} line {line}: the prompt is empty.")
-        if len(tokens) > max_prompt_tokens:
-            num_filtered += 1
-            continue
+            raise DataError(f"{where}: the prompt is empty.")
         rows.append(Row(line=line, text=text, tokens=np.array(tokens, dtype=np.int32), **extra))
-    if not rows:
-        fix = "Fix: --rollout-max-prompt-len, --rollout-max-context-len."
-        raise DataError(f"{path}: all {num_filtered} prompts are longer than {max_prompt_tokens} tokens. {fix}")
-    return DataSource(rows, data, path=path, tokenizer=tokenizer, max_tokens=max_tokens, num_filtered=num_filtered)
-
-
-def _require_labels(source: DataSource, rm_type: str) -> None:
-    for row in source.rows:
-        if row.label is None:
-            fix = "the row, or --label-key" if source.data.label_key else "--label-key"
-            raise DataError(
-                f"{split_slice(source.path)[0]} line {row.line}: has no label, and --rm-type {rm_type} compares with"
-                f" one. Fix: {fix}."
-            )
+    return rows
 
 
 def _read_objects(file: str, rows_wanted: slice) -> list[tuple[int, dict]]:
@@ -244,6 +220,8 @@ def _fields(record: dict, data: DataConfig, where: str, with_response: bool) -> 
         raise DataError(
             f"{where}: {data.metadata_key!r} (--metadata-key) is a {type(metadata).__name__}, not an object."
         )
+    if record.get("rm_type") is not None:
+        metadata = {"rm_type": record["rm_type"]} | metadata
     label = None if data.label_key is None else _require(record, data.label_key, "--label-key", where)
     if not with_response:
         return {"label": label, "metadata": metadata}

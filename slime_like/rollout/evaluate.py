@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from slime_like.records import FAILED, TRUNCATED, SampleGroup
 from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.rollout.generate import Sampling
 from slime_like.rollout.groups import GroupMaker, refuse_if_all_failed
+from slime_like.rollout.pass_rates import pass_rates
 from slime_like.rollout.rollout_metrics import part_means
 
 
@@ -31,53 +31,30 @@ def eval_sampling(config: RunConfig, name: str) -> Sampling:
     return dataclasses.replace(sampling, **{field: value for field, value in flags.items() if value is not None})
 
 
-async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: RunConfig) -> dict[str, float]:
-    """Metrics of one data set: every row once, --n-samples-per-eval-prompt samples each.
+async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: RunConfig) -> tuple[SampleGroup, ...]:
+    """The groups of one data set: every row once, --n-samples-per-eval-prompt samples each.
 
-    reward_mean is over prompts and samples, pass@k as in pass_at_k. A sample that could not be generated has reward 0,
-    does not pass and counts in failed_samples. Raises RunError if none could be generated.
+    Raises RunError if none could be generated.
     """
     prompts = [source.prompt_at(position) for position in range(len(source.rows))]
     outcomes = await maker.groups(prompts, config.eval.n_samples_per_eval_prompt, eval_sampling(config, name))
     refuse_if_all_failed(outcomes)
-    samples = [sample for outcome in outcomes for sample in outcome.group.samples]
+    return tuple(outcome.group for outcome in outcomes)
+
+
+def set_metrics(name: str, groups: Sequence[SampleGroup], threshold: float) -> dict[str, float]:
+    """Metrics of one data set's groups.
+
+    reward_mean is over prompts and samples, pass@k as in pass_at_k: a sample passes from `threshold` on. One that could
+    not be generated has reward 0, does not pass and counts in failed_samples.
+    """
+    samples = [sample for group in groups for sample in group.samples]
     return {
-        f"eval/{name}/reward_mean": float(np.mean(np.concatenate([outcome.group.rewards for outcome in outcomes]))),
+        f"eval/{name}/reward_mean": float(np.mean(np.concatenate([group.rewards for group in groups]))),
         f"eval/{name}/response_tokens_mean": float(np.mean([sample.num_response_tokens for sample in samples])),
         f"eval/{name}/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
-        f"eval/{name}/failed_samples": float(sum(len(outcome.failed) for outcome in outcomes)),
+        f"eval/{name}/failed_samples": float(sum(sample.status == FAILED for sample in samples)),
         f"eval/{name}/samples": float(len(samples)),
         **part_means(samples, f"eval/{name}/reward_"),
-        **{
-            f"eval/{name}/{rate}": value
-            for rate, value in pass_rates(
-                [outcome.group for outcome in outcomes], config.eval.eval_pass_threshold
-            ).items()
-        },
+        **{f"eval/{name}/{rate}": value for rate, value in pass_rates(groups, threshold).items()},
     }
-
-
-def pass_rates(groups: Sequence[SampleGroup], threshold: float) -> dict[str, float]:
-    """pass@1, pass@2, pass@4, … up to the samples of a prompt, each the mean over the prompts.
-
-    A sample passes with a reward of at least `threshold`.
-    """
-    passed = [
-        [
-            segments[-1].status != FAILED and reward >= threshold
-            for segments, reward in zip(group.episodes, group.rewards, strict=True)
-        ]
-        for group in groups
-    ]
-    fewest = min(map(len, passed))
-    sizes = [2**power for power in range(fewest.bit_length())]
-    return {f"pass@{k}": float(np.mean([pass_at_k(len(flags), sum(flags), k) for flags in passed])) for k in sizes}
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """How likely at least one of k samples passes: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq.
-
-    1).
-    1 - C(n - c, k) / C(n, k) of n samples of which c passed; needs k <= n. Example: 4, 1, 2 -> 1 - 3/6 = 0.5
-    """
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

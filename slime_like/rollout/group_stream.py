@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from slime_like.errors import RunError
 from slime_like.records import Prompt, SampleGroup, WeightsRef
@@ -50,7 +50,8 @@ class GroupStream:
     """Makes groups of a feed's prompts, inside one event loop. The feed's ledger knows where each prompt stands.
 
     make: a prompt's scored group; raises only what must end the run. judge: why a group is not to be trained on, None
-    to keep it.
+    to keep it. choose: of groups that are ready, the prompts of as many as are taken, where there are more; by default
+    the first.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class GroupStream:
         judge: Callable[[GroupOutcome], str | None],
         limits: StreamLimits,
         weights: WeightsRef | None = None,
+        choose: Callable[[list[SampleGroup], int], Sequence[int]] | None = None,
     ):
         self._feed, self._make, self._judge, self._limits = feed, make, judge, limits
         self._weights = weights or WeightsRef()
+        self._choose = choose
         self._tasks: dict[asyncio.Task, tuple[int, int]] = {}  # -> (prompt, version of the weights when it began)
         self._ready: dict[int, _Ready] = {}
         self._outcomes: list[GroupOutcome] = []
@@ -168,6 +171,9 @@ class GroupStream:
 
     def _hand_out(self, count: int) -> Taken:
         order = sorted(self._ready)
+        if self._choose is not None and len(order) > count:
+            chosen = set(self._choose([self._ready[prompt].outcome.group for prompt in order], count))
+            order.sort(key=lambda prompt: (prompt not in chosen, prompt))
         groups = tuple(self._ready.pop(prompt).outcome.group for prompt in order[:count])
         for prompt in order[:count]:
             self._feed.ledger.move(prompt, TAKEN)

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError, WaitTimeout
 from slime_like.records import WeightsRef
-from slime_like.rollout.data_source import DataSource, check_data
+from slime_like.rollout.check_data import check_data
+from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.rewards.scorer import ScoresSamples
 from slime_like.rollout.service import EngineAccess, RolloutResult, RolloutService
 
@@ -58,7 +59,7 @@ class RolloutManager:
 
     def evaluate(self, step: int, watch: Callable[[], None] | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets with the present weights; {} if there are none. May run beside a rollout."""
-        return self._wait(self._submit(self._running().evaluate()), f"the evaluation after {step} rollouts", watch)
+        return self._wait(self._submit(self._running().evaluate(step)), f"the evaluation after {step} rollouts", watch)
 
     @property
     def serving_url(self) -> str | None:

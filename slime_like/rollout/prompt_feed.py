@@ -29,18 +29,18 @@ class PromptFeed:
         return prompts
 
     @property
-    def epoch(self) -> float:
-        """Passes over the data so far, with their fraction."""
-        return self.ledger.position / len(self.source.rows)
+    def epoch(self) -> float | None:
+        """Passes over the data so far, with their fraction; None for data without end."""
+        return self.ledger.position / self.source.num_rows if self.source.num_rows else None
 
     def state_dict(self) -> dict:
         """What resuming needs, as JSON: the ledger, and which rows in which order it counts."""
-        return self.ledger.state_dict() | self.source.identity()
+        return self.ledger.state_dict() | self.source.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where the state was saved.
 
         Raises CheckpointError if the rows or their order are not the same any more.
         """
-        self.source.check_identity(state)
+        self.source.load_state_dict(state)
         self.ledger.load_state_dict(state)

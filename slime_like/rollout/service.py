@@ -15,23 +15,25 @@ from slime_like.errors import RunError
 from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
 from slime_like.rollout.agents.stage import AgentStage
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
-from slime_like.rollout.evaluate import evaluate
+from slime_like.rollout.evaluate import eval_sampling, evaluate, set_metrics
 from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import GenerationClient, Sampling
-from slime_like.rollout.group_stream import GroupStream, StreamLimits
+from slime_like.rollout.group_stream import GroupStream, StreamLimits, Taken
 from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome
+from slime_like.rollout.hooks import chosen_prompts, eval_data, filtered_samples, logged
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
-from slime_like.rollout.rollout_metrics import FILTERED, drop_metrics, ledger_metrics, sample_metrics
+from slime_like.rollout.rollout_metrics import FILTERED, detail_metrics, drop_metrics, ledger_metrics, sample_metrics
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.rollout.serve.stage import ServeStage
+from slime_like.rollout.user_rollout import EvalTools, RolloutTools
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutResult:
-    """Exactly rollout_batch_size groups in the order of their prompts, and the rollout's metrics."""
+    """rollout_batch_size groups in the order of their prompts, or what a rollout function gave; and metrics."""
 
     groups: tuple[SampleGroup, ...]
     metrics: dict[str, float]
@@ -60,7 +62,8 @@ class RolloutService:
         self._config = config
         self.feed = PromptFeed(source)
         self.policy = Policy()
-        plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
+        self._plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
+        plugins = self._plugins
         self._eval_data = load_eval_data(config, source.tokenizer)
         self._scorer = RewardScorer(
             config.reward, plugins.reward, plugin_args, reward_model, environment=config.plays_episodes
@@ -77,14 +80,16 @@ class RolloutService:
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
         agents = self._agents
-        maker = make(player=agents.player if agents else None)
+        self._maker = make(player=agents.player if agents else None)
         self._eval_maker = make(player=agents.eval_player if agents else None, evaluation=True)
-        self._filter, self._plugin_args = plugins.group_filter, plugin_args
-        sampling = Sampling.for_training(
+        self._plugin_args = plugin_args
+        self._sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
         )
-        group = functools.partial(maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=sampling)
-        self.stream = GroupStream(self.feed, group, self._judge, self._limits())
+        choose = None if plugins.choose is None else functools.partial(chosen_prompts, plugins.choose, plugin_args)
+        num_samples = config.rollout.n_samples_per_prompt
+        group = functools.partial(self._maker.group, num_samples=num_samples, sampling=self._sampling)
+        self.stream = GroupStream(self.feed, group, self._judge, self._limits(), choose=choose)
 
     @property
     def serving_url(self) -> str | None:
@@ -101,36 +106,51 @@ class RolloutService:
         rollout = self._config.rollout
         start, unscorable = time.monotonic(), self._scorer.num_unscorable
         try:
-            taken = await self.stream.take(rollout.rollout_batch_size)
+            taken, own_metrics = await self._take(step)
+            groups = self._after_taking(taken)
         except RunError as error:
             error.add_note(f"in rollout {step}")
             raise
         seconds = time.monotonic() - start
-        metrics = sample_metrics(taken.groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(
+        metrics = sample_metrics(groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(
             taken.outcomes, taken.dropped
         )
+        metrics |= detail_metrics(groups, self._config.observability, self._config.eval.eval_pass_threshold)
         metrics |= ledger_metrics(self.feed.ledger)
         metrics |= {
             "rollout/seconds": seconds,
             "rollout/tokens_per_second": metrics["rollout/generated_tokens"] / seconds,
             "rollout/unscorable_samples": float(self._scorer.num_unscorable - unscorable),
-            "rollout/epoch": self.feed.epoch,
         }
+        if self.feed.epoch is not None:
+            metrics["rollout/epoch"] = self.feed.epoch
         if self._agents is not None:
-            metrics |= {f"rollout/episodes/{key}": value for key, value in self._agents.player.tally.take().items()}
-        return RolloutResult(groups=taken.groups, metrics=metrics)
+            metrics |= self._agents.player.tally.take("rollout/episodes/")
+        metrics |= own_metrics
+        self.feed.source.observe(groups)
+        samples = [sample for group in groups for sample in group.samples]
+        metrics |= logged(self._plugins.rollout_log, step, self._plugin_args, samples, dict(metrics), seconds)
+        return RolloutResult(groups=groups, metrics=metrics)
 
-    async def evaluate(self) -> dict[str, float]:
+    async def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of all evaluation sets with the present weights; {} if there are none.
 
         Moves nothing of the training's.
         """
         metrics: dict[str, float] = {}
-        for name, source in self._eval_data.items():
-            metrics |= await evaluate(self._eval_maker, name, source, self._config)
-            if self._agents is not None:
-                counts = self._agents.eval_player.tally.take()
-                metrics |= {f"eval/{name}/episodes/{key}": value for key, value in counts.items()}
+        sets: dict[str, tuple[SampleGroup, ...]] = {}
+        hook = self._plugins.evaluation
+        if hook is not None:
+            sets, metrics = await self._eval_tools().run(hook, self._plugin_args, step)
+        else:
+            for name, source in self._eval_data.items():
+                sets[name] = await evaluate(self._eval_maker, name, source, self._config)
+                if self._agents is not None:
+                    metrics |= self._agents.eval_player.tally.take(f"eval/{name}/episodes/")
+        for name, groups in sets.items():
+            metrics |= set_metrics(name, groups, self._config.eval.eval_pass_threshold)
+        if sets:
+            metrics |= logged(self._plugins.eval_log, step, self._plugin_args, eval_data(sets), dict(metrics))
         return metrics
 
     def policy_changing(self) -> None:
@@ -153,17 +173,59 @@ class RolloutService:
             if part is not None:
                 await part.close()
 
+    async def _take(self, step: int) -> tuple[Taken, dict[str, float]]:
+        """The rollout's groups, and metrics of the user's rollout function where there is one."""
+        rollout = self._config.rollout
+        if self._plugins.rollout is None:
+            return await self.stream.take(rollout.rollout_batch_size), {}
+        tools = RolloutTools(
+            self.feed,
+            self._maker,
+            self._scorer,
+            self._client,
+            self.stream.take,
+            sampling=self._sampling,
+            num_groups=rollout.rollout_batch_size,
+            group_size=rollout.n_samples_per_prompt,
+        )
+        return await tools.run(self._plugins.rollout, self._plugin_args, step)
+
+    def _after_taking(self, taken: Taken) -> tuple[SampleGroup, ...]:
+        """What the user's functions make of the groups: one looks at all, one says which samples train."""
+        plugins = self._plugins
+        if plugins.all_samples is not None:
+            everything = sorted((outcome.group for outcome in taken.outcomes), key=lambda group: group.prompt.index)
+            plugins.all_samples(self._plugin_args, everything, self.feed.source)
+        if plugins.sample_filter is None:
+            return taken.groups
+        return filtered_samples(plugins.sample_filter, self._plugin_args, taken.groups)
+
+    def _eval_tools(self) -> EvalTools:
+        sets = {
+            name: [source.prompt_at(position) for position in range(len(source.rows))]
+            for name, source in self._eval_data.items()
+        }
+        return EvalTools(
+            self._eval_maker,
+            self._scorer,
+            self._client,
+            sets=sets,
+            sampling=functools.partial(eval_sampling, self._config),
+            num_samples=lambda name: self._config.eval.n_samples_per_eval_prompt,
+        )
+
     def _judge(self, outcome: GroupOutcome) -> str | None:
-        if self._filter is None:
+        if self._plugins.group_filter is None:
             return None
         path = str(self._config.rollout.dynamic_sampling_filter_path)
-        keep, reason = apply_filter(self._filter, path, self._plugin_args, outcome.group)
+        keep, reason = apply_filter(self._plugins.group_filter, path, self._plugin_args, outcome.group)
         return None if keep else FILTERED + reason
 
     def _limits(self) -> StreamLimits:
         rollout = self._config.rollout
         # Without a filter only failures leave gaps, and a gap is one prompt.
-        batch = (rollout.over_sampling_batch_size or rollout.rollout_batch_size) if self._filter else None
+        is_picky = self._plugins.group_filter is not None or self._plugins.choose is not None
+        batch = (rollout.over_sampling_batch_size or rollout.rollout_batch_size) if is_picky else None
         return StreamLimits(draw_batch=batch, max_draws=rollout.dynamic_sampling_max_draws)
 
     def _make_agents(self, source: DataSource) -> AgentStage | ServeStage | None:

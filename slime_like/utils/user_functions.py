@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from slime_like.errors import PluginError
+from slime_like.errors import PluginError, RunError, UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """A user's function with the flag and path it is from: whatever is wrong with it names both."""
+
+    function: Callable
+    flag: str
+    path: str
+
+    @classmethod
+    def load(cls, path: str | None, num_positional: int, flag: str) -> Hook | None:
+        """None without a path. Raises PluginError as load_function does."""
+        return cls(load_function(path, num_positional=num_positional, flag=flag), flag, path) if path else None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the function gives. Raises RunError naming it if it raises; our own errors pass as they are."""
+        try:
+            return self.function(*arguments)
+        except (RunError, UserError):
+            raise
+        except Exception as error:
+            raise self.error(f"the function raised {type(error).__name__}: {error}") from error
+
+    async def awaited(self, *arguments: Any) -> Any:
+        """As a call, of a coroutine function or a plain one."""
+        try:
+            answer = self.function(*arguments)
+            return await answer if inspect.isawaitable(answer) else answer
+        except (RunError, UserError):
+            raise
+        except Exception as error:
+            raise self.error(f"the function raised {type(error).__name__}: {error}") from error
+
+    def error(self, what: str) -> RunError:
+        """What is wrong with what it did."""
+        return RunError(f"{self.flag} {self.path}: {what}")
 
 
 def load_function(path: str, *, num_positional: int | None, flag: str) -> Callable:

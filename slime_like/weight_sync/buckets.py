@@ -4,7 +4,6 @@ was sent.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ import torch
 import xxhash
 
 from slime_like.records import DeltaCount, EngineEndpoint
-from slime_like.weight_sync.in_engine.receipt import read_digests, weighted_sum
+from slime_like.weight_sync.in_engine.receipt import host_digest, read_digests, weighted_sum
 from slime_like.weight_sync.transports.sources import Sources
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -191,10 +190,7 @@ def content_digest(tensor: torch.Tensor) -> bytes | torch.Tensor:
     words, which stays there until in_engine.receipt.read_digests.
     """
     flat = raw_bytes(tensor)
-    if flat.is_cuda:
-        return weighted_sum(flat)
-    # Not as a numpy array: torch never again resizes memory that numpy has been shown, and --offload-train does.
-    return xxhash.xxh3_64_digest((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else b"")
+    return weighted_sum(flat) if flat.is_cuda else host_digest(flat)
 
 
 class Digest:

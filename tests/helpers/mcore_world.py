@@ -33,6 +33,7 @@ def build(layout: Layout):
     from megatron.core.transformer.module import Float16Module
 
     from slime_like.megatron_backend.model.layer_spec import block_spec
+    from slime_like.megatron_backend.model.packed import take_packs_as_rows
 
     model, parallel, optimizer = layout.model, layout.parallel, layout.optimizer
     config = transformer_config(model, parallel, bf16=bool(optimizer.bf16))
@@ -49,6 +50,7 @@ def build(layout: Layout):
             position_embedding_type="rope",
             vp_stage=number,
         )
+        take_packs_as_rows(chunk)
         chunks.append(Float16Module(config, chunk) if optimizer.bf16 else chunk)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,

@@ -24,13 +24,14 @@ EXPERTS = {"qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight"}
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_the_host_seldom_waits_for_the_device(pretend, tmp_path, family, request):
-    def counted(num_layers: int, num_micro_batches: int) -> dict[str, collections.Counter]:
+    def counted(num_layers: int, *micro_batches: int) -> list[collections.Counter]:
         model = make_tiny_model(str(tmp_path / f"{num_layers}"), family, num_layers=num_layers)
-        flags = {"batch": {"micro_batch_size": 8 // num_micro_batches}, "optimizer": {"bf16": True}}
-        (reads,) = pretend(step_reads, 1, model, flags)
-        return {name: collections.Counter(lines) for name, lines in reads.items()}
+        flags = {"batch": {"micro_batch_size": 4}, "optimizer": {"bf16": True}}
+        (reads,) = pretend(step_reads, 1, model, flags, [4 * count for count in micro_batches])
+        return [collections.Counter(lines) for lines in reads]
 
-    small, deeper, fewer = (counted(*sizes)["passes"] for sizes in ((2, 2), (3, 2), (2, 1)))
+    small, fewer = counted(2, 2, 1)
+    (deeper,) = counted(3, 2)
     of_layers = deeper - small  # by line, of one layer in two micro-batches
     layer, rest = divmod(of_layers.total(), 2)
     assert rest == 0, "one micro-batch's layer waited more often than the other's"

@@ -46,9 +46,9 @@ def train_steps(place: dict, folder: str, num_rollouts: int, groups: dict) -> di
     return answer
 
 
-def step_reads(place: dict, folder: str, groups: dict) -> dict[str, dict[str, int]]:
-    """Host reads of one train step by line: of "passes" (forward and backward over all micro-batches) and of the
-    "optimizer" step.
+def step_reads(place: dict, folder: str, groups: dict, sizes: list[int]) -> list[dict[str, int]]:
+    """Host reads by line of forward and backward over all micro-batches of a train step of so many samples, for each
+    of `sizes`.
     """
     from slime_like.megatron_backend.step.loss_spec import LossSpec
     from slime_like.megatron_backend.worker import TrainWorker
@@ -56,14 +56,11 @@ def step_reads(place: dict, folder: str, groups: dict) -> dict[str, dict[str, in
 
     worker = TrainWorker(make_config(folder, num_ranks=place["world_size"], **numbers_of(folder, **groups)), **place)
     worker.start()
-    (batch,) = recipe_of(worker).ready([make_samples(8)])
-    reads = {}
-    for name, act in {
-        "passes": lambda: worker.forward_backward(batch, LossSpec(), weights=BASE),
-        "optimizer": lambda: worker.optim_step(None, weights=BASE),
-    }.items():
+    reads = []
+    for size in sizes:
+        (batch,) = recipe_of(worker).ready([make_samples(size)])
         RECORD.clear()
-        act()
-        reads[name] = dict(RECORD.reads)
+        worker.forward_backward(batch, LossSpec(), weights=BASE)
+        reads.append(dict(RECORD.reads))
     worker.close()
     return reads

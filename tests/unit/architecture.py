@@ -123,6 +123,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
     "config.serving": ("unit/rollout/serve/test_player.py",),
     "rollout.serve": ("unit/rollout/serve/test_player.py", "unit/rollout/serve/test_server.py"),
+    "rollout.check_data": ("unit/rollout/test_data_source.py", "unit/rollout/test_user_data.py"),
     "rollout.service": ("unit/rollout/test_manager.py",),
     "rollout.agents.adapters": ("unit/rollout/agents/test_adapters.py",),
     "rollout.agents.episode_metrics": ("unit/rollout/agents/test_episode.py",),

@@ -9,11 +9,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as functional
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from slime_like.megatron_backend.model.packed import PackedSequences, Spans, packed_sequences
+from slime_like.megatron_backend.model.packed import PackedSequences, Spans, known_on_host, packed_sequences
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 
 #: What FlashAttention's kernel takes.
@@ -48,18 +49,19 @@ class CausalAttention(MegatronModule):
         attention_mask=None,
         attn_mask_type=None,
         attention_bias=None,
-        packed_seq_params: PackedSequences | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_,
     ):
-        """query [s, b, heads, d], of a row also [s, heads, d] -> [s, b, heads x d]."""
+        """query [s, b, heads, d], of a pack also [s, heads, d] -> [s, b, heads x d]."""
         assert attention_bias is None, "attention bias is not supported"
         share = ContextShare.of_this_rank()
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        row = packed_seq_params
-        if row is None:
-            if share.size == 1:
-                return self._attend(query, key, value).flatten(2)
+        if packed_seq_params is not None:
+            row = known_on_host(packed_seq_params)
+        elif share.size == 1:
+            return self._attend(query, key, value).flatten(2)
+        else:
             row = packed_sequences([query.size(0) * share.size], share, query.device)
         return self._attend_row(query, key, value, row, share).flatten(2)
 

@@ -149,13 +149,18 @@ def take_packs_as_rows(stage: GPTModel) -> None:
     stage.register_forward_pre_hook(_pack_as_row, with_kwargs=True)
 
 
+def known_on_host(packed: PackedSeqParams) -> PackedSequences:
+    """The same pack; whoever described it to Megatron only makes the host ask for its boundaries."""
+    if isinstance(packed, PackedSequences):
+        return packed
+    boundaries = packed.cu_seqlens_q
+    return packed_sequences(boundaries.diff().tolist(), ContextShare.of_this_rank(), boundaries.device)
+
+
 def _pack_as_row(_: torch.nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
     packed = options.get("packed_seq_params")
     if packed is None:
         return args, options
-    if not isinstance(packed, PackedSequences):
-        lengths = packed.cu_seqlens_q.diff().tolist()
-        packed = packed_sequences(lengths, ContextShare.of_this_rank(), packed.cu_seqlens_q.device)
-    row = copy.copy(packed)
+    row = copy.copy(known_on_host(packed))
     row.qkv_format = _ROW
     return args, options | {"packed_seq_params": row}

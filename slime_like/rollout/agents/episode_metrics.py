@@ -32,8 +32,11 @@ class EpisodeTally:
             self.count(name, number)
         self.count(f"ended/{ending}")
 
-    def take(self) -> dict[str, float]:
-        """Name -> value, and begin anew. Means are over episodes that gave samples; {} if nothing was played."""
+    def take(self, prefix: str) -> dict[str, float]:
+        """Name, behind the prefix -> value, and begin anew; {} if nothing was played.
+
+        Means are over episodes that gave samples.
+        """
         counts, most_turns = self._counts, self._most_turns
         self._counts, self._most_turns = collections.Counter(), 0
         if not counts:
@@ -46,4 +49,4 @@ class EpisodeTally:
         if num:
             metrics |= {f"{name}_mean": sums[name] / num for name in ("turns", "rows", "seconds")}
             metrics["drifted_ratio"] = sums["drifted"] / num
-        return metrics
+        return {prefix + name: value for name, value in metrics.items()}

@@ -10,6 +10,7 @@ import re
 
 from math_verify import parse
 
+from slime_like.rollout.rewards.boxes import has_box, last_boxed
 from slime_like.rollout.rewards.math_equality import same_answer
 
 # It warns on every call that its own time limit is off; ours is the process's alarm.
@@ -17,9 +18,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _LAST_WORDS = re.compile(r"(?:final\s+answer|answer)\s*(?:is|:|=)\s*(.+)", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-#: A brace, or what a backslash escapes: \{ and \} are printed, and need not come in pairs.
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+#: The line that DAPO's prompt asks for.
+_ANSWER_LINE = re.compile(r"(?i:answer)\s*:\s*([^\n]+)")
+#: Characters of a response's end in which that line is looked for.
+_DAPO_END = 300
 
 
 def math_score(response: str, label: str) -> float:
@@ -27,7 +29,7 @@ def math_score(response: str, label: str) -> float:
 
     Thinking counts too. A last box that was cut off is no answer.
     """
-    return _score(last_boxed(response) if _BOX.search(response) else _last_formula(response), label)
+    return _score(last_boxed(response) if has_box(response) else _last_formula(response), label)
 
 
 def math_strict_score(response: str, label: str) -> float:
@@ -58,6 +60,18 @@ def deepscaler_strict_score(response: str, label: str) -> float:
     return math_strict_score(answer, label)
 
 
+def dapo_score(response: str, label: str) -> float:
+    """1 if the last line "Answer: …" within the response's last 300 characters equals the label, else -1.
+
+    The rule of DAPO (arXiv:2503.14476, sec. 2.4, eq. 7, and its public recipe).
+    """
+    lines = _ANSWER_LINE.findall(response[-_DAPO_END:])
+    answer = lines[-1].strip() if lines else None
+    if answer is not None and has_box(answer):
+        answer = last_boxed(answer)
+    return 2 * _score(answer and answer.strip("* ").rstrip(".").strip("* "), label, as_written=True) - 1
+
+
 def marked_answer(text: str) -> str | None:
     r"""The content of the last \boxed{…}, else of the last <answer> tag, else what follows the last "answer is".
 
@@ -73,17 +87,6 @@ def marked_answer(text: str) -> str | None:
     return said[-1].strip().rstrip(".") if said else None
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…} or \fbox{…}; None without one, or where it was cut off inside the braces."""
-    begins = [match.end() for match in _BOX.finditer(text)]
-    depth = 1
-    for mark in _BRACE.finditer(text, begins[-1]) if begins else ():
-        depth += {"{": 1, "}": -1}.get(mark[0], 0)
-        if depth == 0:
-            return text[begins[-1] : mark.start()].strip()
-    return None
-
-
 def _last_formula(text: str) -> str | None:
     """What math_verify takes for the answer of an unboxed text, as it is written there: the last formula or number."""
     read = parse(text.replace("\\$", ""), parsing_timeout=None)
@@ -91,11 +94,12 @@ def _last_formula(text: str) -> str | None:
 
 
 def _score(answer: str | None, label: str, *, as_written: bool = False) -> float:
-    gold = last_boxed(label) if _BOX.search(label) else label
+    gold = last_boxed(label) if has_box(label) else label
     return float(bool(answer) and bool(gold) and same_answer(str(answer), str(gold), as_written=as_written))
 
 
 SCORERS = {
+    "dapo": dapo_score,
     "math": math_score,
     "math_strict": math_strict_score,
     "deepscaler": deepscaler_score,

@@ -12,19 +12,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slime_like.config.reward import RewardConfig
+from slime_like.config.reward import BOXED, RewardConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.records import Prompt, Sample
+from slime_like.rollout.rewards.boxes import last_boxed
 from slime_like.rollout.rewards.exact import exact
 from slime_like.rollout.rewards.pool import WorkerPool
 from slime_like.rollout.rewards.remote import RemoteFailure, RemoteReward
+from slime_like.rollout.rewards.texts import f1, gpqa
 from slime_like.utils.supervise import running
 
 #: --rm-type values that score in a worker process, the ones that score right here, and the one that another server
 #: scores.
-IN_WORKER = ("math", "math_strict", "deepscaler", "deepscaler_strict")
-IN_PROCESS = {"exact": exact}
+IN_WORKER = ("math", "math_strict", "deepscaler", "deepscaler_strict", "dapo")
+IN_PROCESS = {"exact": exact, "f1": f1, "gpqa": gpqa}
 REMOTE = "remote_rm"
+
+#: A row's own reward type, in its metadata.
+RM_TYPE = "rm_type"
 
 _MOST_THREADS = 32
 
@@ -57,8 +62,9 @@ class RewardScorer:
         environment: bool = False,
     ):
         known = (*IN_WORKER, *IN_PROCESS, REMOTE)
-        has_other = config.rm_type is None and (model is not None or environment)
-        if function is None and config.rm_type not in known and not has_other:
+        plain = None if config.rm_type is None else config.rm_type.removeprefix(BOXED)
+        has_other = plain is None and (model is not None or environment)
+        if function is None and plain not in known and not has_other:
             raise ConfigError(
                 [
                     (
@@ -131,11 +137,16 @@ class RewardScorer:
 
     async def _rule(self, sample: Sample, prompt: Prompt, key: str | None) -> float | None:
         """What --custom-rm-path or --rm-type says; None if only a reward model scores."""
-        kind = self.config.rm_type
+        kind = prompt.metadata.get(RM_TYPE) or self.config.rm_type
         if self._function is not None:
             return self._number(await self._call(self._function, sample, sample), sample, key)
         if kind is None:
             return sample.reward  # an environment's; None where only a reward model scores
+        if kind.startswith(BOXED):
+            kind, sample = (
+                kind.removeprefix(BOXED),
+                dataclasses.replace(sample, response=last_boxed(sample.response) or ""),
+            )
         if kind == REMOTE:
             return self._number(await self._ask(sample, prompt), sample, key)
         if sample.label is None:

@@ -8,6 +8,7 @@ whether they are, from one number.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Sequence
 
@@ -79,11 +80,18 @@ def digest(tensor):
     import torch
 
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if not flat.is_cuda:
-        import xxhash
+    return weighted_sum(flat) if flat.is_cuda else host_digest(flat)
 
-        return xxhash.xxh3_64_digest(flat.numpy())
-    return weighted_sum(flat)
+
+def host_digest(flat) -> bytes:
+    """xxh3_64 of a host tensor, uint8 [bytes].
+
+    Not by way of a numpy array: torch never again resizes memory that numpy has been shown, and --offload-train does.
+    """
+    import xxhash
+
+    size = flat.numel()
+    return xxhash.xxh3_64_digest((ctypes.c_ubyte * size).from_address(flat.data_ptr()) if size else b"")
 
 
 def weighted_sum(flat):

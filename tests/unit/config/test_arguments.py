@@ -148,7 +148,6 @@ def test_every_problem_at_once(tmp_path):
         ("--debug-rollout-only --reward-load /models/reward", "starts engines only, not the model of --reward-load"),
         ("--group-rm", "does nothing without --custom-rm-path"),
         ("--rm-type remote_rm", "needs --rm-url"),
-        ("--custom-reward-post-process-path a.b", "Fix: --custom-advantage-function-path"),
         ("--rollout-external", "needs --rollout-external-engine-addrs"),
         ("--rollout-external --rollout-external-engine-addrs a:1 --colocate", "exclude each other"),
         ("--rollout-external --rollout-external-engine-addrs nonsense", "has no port"),

@@ -14,6 +14,7 @@ import pytest
 from arguments import build_parser, parse_args
 from slime_like.config.run import GROUPS
 from slime_like.config.slime_flags.refused import REFUSED, REFUSED_VALUES, take_refused
+from slime_like.config.slime_flags.taken import BUILT_IN, SAID_ANYWAY
 from slime_like.errors import ConfigError
 from slime_like.sglang_backend.server_args import RESERVED, known_arguments, present_names
 
@@ -52,6 +53,10 @@ WITH: dict[str, dict[str, str | None]] = {
     "--loss-type": {"--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP,
         "--use-kl-loss": DROP},
     "--disable-compute-advantages-and-returns": {
+        "--loss-type": "sft_loss", "--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP,
+        "--use-kl-loss": DROP,
+    },
+    "--rollout-function-path": {
         "--loss-type": "sft_loss", "--n-samples-per-prompt": "1", "--eval-prompt-data": DROP, "--eval-interval": DROP,
         "--use-kl-loss": DROP,
     },
@@ -132,7 +137,19 @@ def field_owner(name: str) -> str | None:
     )
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if not is_refused(*split_line(line))])
+def is_noticed(flag: str, value: str) -> bool:
+    return flag in SAID_ANYWAY or (flag, value) in BUILT_IN
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if is_noticed(*split_line(line))])
+def test_what_is_done_anyway_or_built_in_is_told(line: str):
+    notes = parse_args(command_line(*split_line(line))).notes
+    assert len([note for note in notes if note.startswith(line.strip())]) == 1, notes
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if not (is_refused(*split_line(line)) or is_noticed(*split_line(line)))]
+)
 def test_what_is_taken_arrives(line: str):
     """The value is in the config: ours in its field, SGLang's among the engine's flags."""
     flag, value = split_line(line)
@@ -167,10 +184,21 @@ def test_refusals_are_about_flags_that_are_not_taken():
 
 def test_a_refused_flag_takes_its_values_with_it():
     rest, problems = take_refused(
-        ["--lr", "1", "--spec", "a.b", "get_spec", "--swiglu", "--model-name=x", "--optimizer=sgd", "--seed", "2"]
+        [
+            "--lr",
+            "1",
+            "--spec",
+            "a.b",
+            "get_spec",
+            "--swiglu",
+            "--dump-details=x",
+            "--optimizer=sgd",
+            "--seed",
+            "2",
+        ]
     )
     assert rest == ["--lr", "1", "--swiglu", "--seed", "2"]
-    assert [problem.split(" ")[0] for problem in problems] == ["--spec", "--model-name", "--optimizer"]
+    assert [problem.split(" ")[0] for problem in problems] == ["--spec", "--dump-details", "--optimizer"]
 
 
 def test_refusals_come_with_every_other_problem():

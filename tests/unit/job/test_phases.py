@@ -19,6 +19,7 @@ from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
+from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
@@ -310,3 +311,18 @@ def test_phases_need_neither_ray_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_answers_can_be_read_in_the_run_directory(tmp_path):
+    for count, lines in ((3, 3), (0, None)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        run = Run(folder, config(observability=ObservabilityConfig(log_samples=count)))
+        with open(folder / "console.txt", "w") as console:
+            sync_loop.run(run.job, run.log, ProgressConsole(2, console))
+        files = {path.name: len(read_json_lines(path)) for path in sorted((folder / "samples").glob("*"))}
+        assert files == ({} if lines is None else {"rollout-0.jsonl": lines, "rollout-1.jsonl": lines})
+        shown = [line.split()[:2] for line in (folder / "console.txt").read_text().splitlines() if line[:2] == "  "]
+        assert shown == (
+            [] if lines is None else [["best", "1"], ["worst", "0"]] * 2
+        )  # the first rollout, and the last

@@ -14,6 +14,7 @@ from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
+from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.reward import RewardConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
@@ -66,12 +67,13 @@ def make_config(write_rows):
         values = defaults | options
         groups = {"data": DataConfig, "rollout": RolloutConfig, "reward": RewardConfig, "eval": EvalConfig}
         groups |= {"checkpoint": CheckpointConfig, "model": ModelConfig, "loss": LossConfig}
-        groups |= {"agents": AgentConfig, "serving": ServingConfig}
+        groups |= {"observability": ObservabilityConfig, "agents": AgentConfig, "serving": ServingConfig}
         built = {}
         for name, group in groups.items():
             built[name] = group(**{key: values.pop(key) for key in list(values) if key in group.__dataclass_fields__})
+        custom = values.pop("custom", {})
         assert not values, f"no group has {list(values)}"
-        return RunConfig(**built)
+        return RunConfig(**built, custom=custom)
 
     return make
 

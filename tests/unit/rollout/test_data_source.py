@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from slime_like.errors import DataError, PluginError
-from slime_like.rollout.data_source import check_data, load_eval_data
+from slime_like.rollout.check_data import check_data
+from slime_like.rollout.data_source import load_eval_data
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.tokenizer import load_tokenizer
 from tests.unit.rollout.rows import digits_row
@@ -268,3 +269,12 @@ def test_the_fast_path_encodes_as_auto_tokenizer_and_needs_no_torch(make_config)
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_rows_with_reward_types_of_their_own_are_checked(make_config, tokenizer):
+    rows = [digits_row(1) | {"rm_type": "f1"}, digits_row(2) | {"metadata": {"rm_type": "gpqa", "choices": ["x"]}}]
+    source = check_data(make_config(rows), tokenizer=tokenizer)
+    assert [source.prompt_at(place).metadata["rm_type"] for place in (0, 1)] == ["f1", "gpqa"]
+    for rm_type, message in (("f2", "is unknown"), ("remote_rm", "needs --rm-url")):
+        with pytest.raises(DataError, match=f"train.jsonl line 2: its rm_type.*{message}"):
+            check_data(make_config([digits_row(1), digits_row(2) | {"rm_type": rm_type}]), tokenizer=tokenizer)

@@ -11,7 +11,7 @@ import pytest
 from slime_like.config.loss import LossConfig
 from slime_like.errors import CheckpointError, DataError, PluginError, RewardError, RunError
 from slime_like.records import COMPLETED, WeightsRef
-from slime_like.rollout.data_source import check_data
+from slime_like.rollout.check_data import check_data
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
 from slime_like.rollout.train_samples import to_train_samples

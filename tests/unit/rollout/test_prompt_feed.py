@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.rollout.data_source import check_data
+from slime_like.rollout.check_data import check_data
 from slime_like.rollout.prompt_feed import PromptFeed
 from tests.unit.rollout.rows import digits_row
 

@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
+from slime_like.config.observability import ObservabilityConfig
 from slime_like.records import COMPLETED, TRUNCATED, Prompt, Sample, SampleGroup
-from slime_like.rollout.rollout_metrics import part_means, sample_metrics
+from slime_like.rollout.rollout_metrics import detail_metrics, part_means, sample_metrics
 
 
 def sample(num_tokens: int, reward: float, *, status: str = COMPLETED, parts: dict | None = None) -> Sample:
@@ -50,3 +51,38 @@ def test_parts_of_rewards_are_averaged_over_the_samples_that_have_them():
     samples = [sample(1, 1.0, parts={"rule": 1.0, "model": 0.2}), sample(1, 0.0, parts={"rule": 0.0}), sample(1, 0.0)]
     assert part_means(samples, "reward/") == {"reward/rule": 0.5, "reward/model": 0.2}
     assert part_means([sample(1, 1.0)], "reward/") == {}
+
+
+def test_pass_rates_of_a_rollout_on_request():
+    groups = (group(sample(1, 1.0), sample(1, 0.0)), group(sample(1, 0.0), sample(1, 0.0)))
+    assert detail_metrics(groups, ObservabilityConfig(), 1.0) == {}
+    assert detail_metrics(groups, ObservabilityConfig(log_passrate=True), 1.0) == {
+        "rollout/pass@1": 0.25,
+        "rollout/pass@2": 0.5,
+    }
+
+
+def test_turns_are_what_the_policy_chose_and_the_rest_behind_the_prompt_is_observed():
+    """Two prompt tokens, a turn of two, two observed, a turn of one: 2 turns, 2 observed tokens."""
+    two_turns = dataclasses.replace(
+        sample(6, 1.0), weight_versions=np.array([-1, -1, 4, 4, -1, -1, 5]), loss_mask=np.zeros(7, dtype=np.int8)
+    )
+    one_turn = dataclasses.replace(sample(2, 1.0), weight_versions=np.array([-1, 4, 4]))
+    metrics = detail_metrics((group(two_turns, one_turn),), ObservabilityConfig(log_multi_turn=True), 1.0)
+    assert metrics == {
+        "rollout/turns_mean": 1.5,
+        "rollout/turns_max": 2.0,
+        "rollout/observed_tokens_mean": 1.0,
+        "rollout/observed_tokens_max": 2.0,
+    }
+
+
+def test_samples_that_pass_are_measured_by_themselves():
+    right = dataclasses.replace(sample(2, 1.0), engine_logprobs=np.array([0.0, -0.5, -1.5]))
+    groups = (group(right, sample(9, 0.0), sample(9, 0.5), sample(9, 0.0)),)
+    assert detail_metrics(groups, ObservabilityConfig(log_correct_samples=True), 1.0) == {
+        "rollout/correct/share": 0.25,
+        "rollout/correct/response_tokens_mean": 2.0,
+        "rollout/correct/logprob_mean": -1.0,
+    }
+    assert detail_metrics(groups, ObservabilityConfig(log_correct_samples=True), 2.0) == {"rollout/correct/share": 0.0}

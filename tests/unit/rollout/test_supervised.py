@@ -7,7 +7,7 @@ import pytest
 
 from slime_like.errors import DataError
 from slime_like.records import Prompt
-from slime_like.rollout.data_source import check_data
+from slime_like.rollout.check_data import check_data
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.supervised import supervised_sample, supervised_samples
 from slime_like.rollout.tokenizer import end_of_turn_id

@@ -36,6 +36,7 @@ MODES = {
     "external": ("external", 2),
     "guess": ("colocate", 1),
     "interleaved": ("disaggregated", 3),
+    "own-functions": ("colocate", 2),
     "reward-model": ("disaggregated", 3),
     "roles": ("disaggregated", 5),
     "routing-replay": ("colocate", 2),

@@ -79,3 +79,21 @@ def test_strict_is_stricter(response, lenient, strict):
 def test_marked_answer_minds_nested_braces():
     assert marked_answer("\\boxed{\\frac{1}{\\sqrt{2}}} done") == "\\frac{1}{\\sqrt{2}}"
     assert marked_answer("nothing here") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("so\nAnswer: 42", "42", 1.0),
+        ("answer: 41\nAnswer: $42$", "42", 1.0),  # the last line
+        ("Answer: 42\nAnswer: 41", "42", -1.0),
+        ("\\boxed{42}", "42", -1.0),  # a box is no such line
+        ("Answer: \\boxed{42}", "42", 1.0),
+        ("Answer: **42**.", "42", 1.0),
+        ("Answer: 42" + " " * 300, "42", -1.0),  # too far from the end
+        ("Answer: 1/2", "\\frac{1}{2}", 1.0),
+        ("", "42", -1.0),
+    ],
+)
+def test_dapo_wants_an_answer_line_at_the_end(response: str, label: str, score: float):
+    assert SCORERS["dapo"](response, label) == score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_the_known_names_are_those_of_the_flag():
     assert set(IN_WORKER) == set(SCORERS)
     with pytest.raises(
         ConfigError,
-        match="--rm-type maths is unknown. Known: math, math_strict, deepscaler, deepscaler_strict, exact, remote_rm",
+        match="--rm-type maths is unknown. Known: math, math_strict, deepscaler, deepscaler_strict, dapo, exact, f1",
     ):
         RewardScorer(RewardConfig(rm_type="maths"), None, None)
 
@@ -186,3 +187,40 @@ def test_a_hanging_user_function_meets_its_deadline(function):
     with pytest.raises(RewardError, match=r"gave no reward within 0.3 s \(--reward-timeout-s\): prompt 7, sample 2"):
         score(make_sample(), function=function, reward_timeout_s=0.3)
     assert time.monotonic() - start < 3
+
+
+def score_of_row(own: str | None, response: str, **options) -> float:
+    config = RewardConfig(**({"rm_type": "exact"} | options))
+    scorer = RewardScorer(config, None, PluginArgs(RolloutConfig()))
+    prompt = dataclasses.replace(PROMPT, metadata={"rm_type": own} if own else {})
+
+    async def run():
+        try:
+            return (await scorer.score(make_sample(response=response), prompt)).reward
+        finally:
+            await scorer.close()
+
+    return asyncio.run(run())
+
+
+def test_a_row_may_have_a_reward_of_its_own():
+    assert score_of_row(None, "it is 42") == 0 and score_of_row("f1", "it is 42") == 0.5
+    assert score_of_row("math", "it is 42") == 1 and score_of_row("dapo", "it is 42") == -1
+
+
+def test_a_box_before_any_reward():
+    assert score_of_row("boxed_exact", "it is \\boxed{42}, or 43") == 1
+    assert score_of_row("boxed_f1", "it is \\boxed{42 and 43}") == 0.5
+    assert score_of_row("boxed_exact", "42") == 0  # no box, no answer
+    assert score_of_row(None, "\\boxed{42}", rm_type="boxed_math") == 1
+
+
+def test_names_of_rewards_are_checked():
+    for name in ("math", "boxed_math", "boxed_remote_rm", "gpqa"):
+        problems = RewardConfig(rm_type=name, rm_url="http://x").problems()
+        assert not [problem for problem in problems if "--rm-type" in problem]
+    (problem,) = RewardConfig(rm_type="ifbench").problems()
+    assert problem.startswith("--rm-type ifbench is refused: ") and "Fix: --custom-rm-path" in problem
+    assert "is unknown" in RewardConfig(rm_type="boxed_nothing").problems()[0]
+    assert RewardConfig(rm_type="dapo", reward_key="score").problems() == []
+    assert RewardConfig(rm_type="dapo", reward_key="acc").problems() != []

@@ -1,0 +1,91 @@
+"""slime's own flags and functions: taken as ours with a notice where that is honest, refused where it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from arguments import build_parser, parse_args
+from slime_like.config.reward import REWARD_TYPES
+from slime_like.config.slime_flags.refused import REFUSED
+from slime_like.config.slime_flags.taken import BUILT_IN, SAID_ANYWAY, take_slimes
+from slime_like.errors import ConfigError
+from slime_like.utils.user_functions import load_function
+from tests.unit.config.test_compat_flags import BASE
+
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+
+
+def command_line(*words: str, without: tuple[str, ...] = ()) -> list[str]:
+    flags = {name: value for name, value in BASE.items() if name not in without}
+    return [*(word for name, value in flags.items() for word in (name, *(value or "").split())), *words, "--plan"]
+
+
+@pytest.mark.parametrize("equals", [False, True])
+def test_a_built_in_function_becomes_ours(equals: bool):
+    words = [f"--dynamic-sampling-filter-path={FILTER}"] if equals else ["--dynamic-sampling-filter-path", FILTER]
+    command = parse_args(command_line(*words))
+    ours = "slime_like.rollout.filters.reward_nonzero_std"
+    assert command.config.rollout.dynamic_sampling_filter_path == ours
+    assert any(FILTER in note and ours in note for note in command.notes)
+
+
+def test_what_stands_for_a_built_in_function_is_there():
+    for ours in BUILT_IN.values():
+        if ours[:1] == ("--rm-type",):
+            assert ours[1] in REWARD_TYPES
+        elif ours:
+            load_function(ours[1], num_positional=2, flag=ours[0])
+
+
+def test_the_supervised_rollout_needs_the_supervised_loss():
+    path = "slime.rollout.sft_rollout.generate_rollout"
+    with pytest.raises(ConfigError, match=f"--rollout-function-path {path} needs --loss-type sft_loss"):
+        parse_args(command_line("--rollout-function-path", path))
+
+
+def test_a_function_of_slimes_that_is_not_built_in_is_refused_with_the_closest():
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero"
+    with pytest.raises(ConfigError, match="is slime's own function.*Did you mean slime.*nonzero_std"):
+        parse_args(command_line("--dynamic-sampling-filter-path", path))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_taken"),
+    [
+        (["--update-weights-interval", "1"], True),
+        (["--update-weights-interval", "2"], False),
+        (["--update-weights-interval=2"], False),
+        (["--check-weight-update-equal"], True),
+        (["--check-weight-update-equal", "yes"], False),
+        (["--rollout-data-transport", "nixl"], False),
+        (["--http-proxy", "http://x"], True),
+        (["--train-env-vars", '{"A": "1"}'], False),
+    ],
+)
+def test_only_what_is_done_anyway_is_taken(words: list[str], is_taken: bool):
+    taken = take_slimes(["--lr", "1", *words, "--seed", "2"])
+    assert taken.argv == ["--lr", "1", "--seed", "2"]
+    assert (len(taken.notes), len(taken.problems)) == ((1, 0) if is_taken else (0, 1))
+    assert all("Fix: " in problem for problem in taken.problems)
+
+
+def test_no_flag_is_two_things():
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert SAID_ANYWAY.keys() & (known | REFUSED.keys()) == set()
+    assert {flag for flag, _ in BUILT_IN} <= known
+
+
+def test_a_file_says_it_as_flags_do(tmp_path):
+    file = tmp_path / "run.toml"
+    anyway = "update-weights-interval = 1\nuse-rollout-entropy = true\n"
+    file.write_text(f'{anyway}[rollout]\ndynamic-sampling-filter-path = "{FILTER}"\n')
+    command = parse_args(command_line("--config", str(file)))
+    assert command.config.rollout.dynamic_sampling_filter_path == "slime_like.rollout.filters.reward_nonzero_std"
+    assert sum(
+        note.startswith(("--update-weights-interval 1 ", "--use-rollout-entropy ", "--dynamic-sampling-filter-path "))
+        for note in command.notes
+    ) == 3  # fmt: skip
+    file.write_text('update-weights-interval = 2\n[rollout]\nrollout-function-path = "slime.rollout.x.y"\n')
+    with pytest.raises(ConfigError) as raised:
+        parse_args(command_line("--config", str(file)))
+    assert len(raised.value.problems) == 2
