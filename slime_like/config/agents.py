@@ -35,7 +35,9 @@ class AgentConfig:
         if self.env_timeout_s <= 0:
             problems.append(f"--env-timeout-s {self.env_timeout_s:g}: must be above 0.")
         for field in dataclasses.fields(self):
-            if self.env is None and field.name != "env" and getattr(self, field.name) != field.default:
+            # The parsers are --serve-rollout's too.
+            alone = self.env is None and not field.name.endswith("_parser")
+            if alone and field.name != "env" and getattr(self, field.name) != field.default:
                 problems.append(
                     f"--{field.name.replace('_', '-')} does nothing without --env. Fix: add it, or drop this."
                 )

@@ -247,9 +247,32 @@ def _agent_problems(config: ConfigTree) -> list[str]:
     return problems
 
 
+def _serving_problems(config: ConfigTree) -> list[str]:
+    """What --serve-rollout needs of other flags, and what does not go with it."""
+    if not config.serving.serve_rollout:
+        parsers = ("env_tool_call_parser", "env_reasoning_parser")
+        return [
+            f"--{name.replace('_', '-')} does nothing without --env or --serve-rollout. Fix: add one, or drop this."
+            for name in parsers
+            if getattr(config.agents, name) is not None and config.agents.env is None
+        ]
+    problems = []
+    if not config.uses_engines:
+        problems.append("--serve-rollout answers with engines, and this run has none. Fix: drop it.")
+    for flag_name, given in {
+        "--env": config.agents.env,
+        "--custom-generate-function-path": config.rollout.custom_generate_function_path,
+    }.items():
+        if given:
+            problems.append(f"--serve-rollout and {flag_name} both make the answers. Fix: drop one of them.")
+    if config.loss.use_rollout_routing_replay:
+        problems.append("--use-rollout-routing-replay does not go with --serve-rollout yet. Fix: drop one of them.")
+    return problems
+
+
 def _role_problems(config: ConfigTree) -> list[str]:
     problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
-    problems += _reference_problems(config) + _agent_problems(config)
+    problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
     if config.needs_reference and not config.checkpoint.ref_load:
         problems.append(
             f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
@@ -276,8 +299,10 @@ def _role_problems(config: ConfigTree) -> list[str]:
     if config.reward.reward_model_weight != 1.0 and not config.checkpoint.reward_load:
         problems.append("--reward-model-weight does nothing without --reward-load. Fix: add it, or drop this.")
     reward_source = config.reward.rm_type or config.reward.custom_rm_path or config.checkpoint.reward_load
-    if config.uses_engines and not (reward_source or config.agents.env):
-        problems.append("samples need a reward: give --rm-type, --custom-rm-path, --reward-load or --env.")
+    if config.uses_engines and not (reward_source or config.plays_episodes):
+        problems.append(
+            "samples need a reward: give --rm-type, --custom-rm-path, --reward-load, --env or --serve-rollout."
+        )
     if config.checkpoint.critic_load and not config.needs_critic:
         problems.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
     if config.optimizer.critic_lr is not None and not config.needs_critic:

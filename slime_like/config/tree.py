@@ -18,6 +18,7 @@ from slime_like.config.parallel import ParallelConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.reward import RewardConfig
 from slime_like.config.rollout import RolloutConfig
+from slime_like.config.serving import ServingConfig
 from slime_like.config.sync import SyncConfig
 
 GROUPS = {
@@ -28,6 +29,7 @@ GROUPS = {
     "data": DataConfig,
     "rollout": RolloutConfig,
     "agents": AgentConfig,
+    "serving": ServingConfig,
     "reward": RewardConfig,
     "eval": EvalConfig,
     "batch": BatchConfig,
@@ -50,6 +52,7 @@ class ConfigTree:
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     agents: AgentConfig = AgentConfig()
+    serving: ServingConfig = ServingConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()
     batch: BatchConfig = BatchConfig()
@@ -137,9 +140,14 @@ class ConfigTree:
         return self.loss.estimator.compares_with == "critic" and not self.is_sft
 
     @property
+    def plays_episodes(self) -> bool:
+        """Whether a sample is an episode of several answers: with our environment, or with a foreign agent."""
+        return bool(self.agents.env) or self.serving.serve_rollout
+
+    @property
     def router_policy(self) -> str:
         """How our router picks an engine: an episode's turns go to one that has its beginning in the cache."""
-        return self.engine.sglang_router_policy or ("manual" if self.agents.env else "cache_aware")
+        return self.engine.sglang_router_policy or ("manual" if self.plays_episodes else "cache_aware")
 
     @property
     def needs_reward_model(self) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
 from slime_like.errors import EngineError, RunError
 from slime_like.records import ABORTED, FAILED, Prompt, Sample, SampleGroup
-from slime_like.rollout.agents.episode import EpisodePlayer
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.rewards.overlong import punish_overlong
@@ -41,6 +40,14 @@ class GroupOutcome:
     def failed(self) -> list[Sample]:
         """The samples that could not be had."""
         return [sample for sample in self.group.samples if sample.status == FAILED]
+
+
+class PlaysEpisodes(Protocol):
+    """An environment's player, or a foreign agent's."""
+
+    async def play(self, prompt: Prompt, index: int, sampling: Sampling) -> Sequence[Sample]:
+        """The samples of one episode. Raises EngineError."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +80,7 @@ class GroupMaker:
         plugin_args: Any,
         custom_generate: Callable | None,
         custom_timeout_s: float,
-        player: EpisodePlayer | None = None,
+        player: PlaysEpisodes | None = None,
         evaluation: bool = False,
     ):
         self._client = client
@@ -82,7 +89,7 @@ class GroupMaker:
         self._args = plugin_args
         self._custom_generate = custom_generate
         self._custom_timeout_s = custom_timeout_s
-        self._player = player  # of --env
+        self._player = player  # of --env or --serve-rollout
         self._evaluation = evaluation  # whose rewards have a key of their own
 
     async def group(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> GroupOutcome:

@@ -61,6 +61,11 @@ class RolloutManager:
         """Metrics of all evaluation sets with the present weights; {} if there are none. May run beside a rollout."""
         return self._wait(self._submit(self._running().evaluate(step)), f"the evaluation after {step} rollouts", watch)
 
+    @property
+    def serving_url(self) -> str | None:
+        """Where agents play (--serve-rollout), or None."""
+        return self._running().serving_url
+
     def policy_changing(self) -> None:
         """Engines are about to get other weights; what they abort now did not fail."""
         self._tell(self._running().policy_changing)
@@ -100,7 +105,9 @@ class RolloutManager:
             loop.close()
 
     async def _make(self, source: DataSource) -> RolloutService:
-        return RolloutService(self._config, self._access, source, self._reward_model)
+        service = RolloutService(self._config, self._access, source, self._reward_model)
+        await service.start()
+        return service
 
     async def _shut_down(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -27,6 +27,7 @@ from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
 from slime_like.rollout.rollout_metrics import FILTERED, detail_metrics, drop_metrics, ledger_metrics, sample_metrics
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
+from slime_like.rollout.serve.stage import ServeStage
 from slime_like.rollout.user_rollout import EvalTools, RolloutTools
 
 
@@ -65,10 +66,10 @@ class RolloutService:
         plugins = self._plugins
         self._eval_data = load_eval_data(config, source.tokenizer)
         self._scorer = RewardScorer(
-            config.reward, plugins.reward, plugin_args, reward_model, environment=config.agents.env is not None
+            config.reward, plugins.reward, plugin_args, reward_model, environment=config.plays_episodes
         )
         self._client = self._make_client(access)
-        self._agents = AgentStage(config, source.tokenizer, self._client, self.policy) if config.agents.env else None
+        self._agents = self._make_agents(source)
         make = functools.partial(
             GroupMaker,
             self._client,
@@ -90,6 +91,16 @@ class RolloutService:
         )
         choose = None if plugins.choose is None else functools.partial(chosen_prompts, plugins.choose, plugin_args)
         self.stream = GroupStream(self.feed, group, self._judge, self._limits(), choose=choose)
+
+    @property
+    def serving_url(self) -> str | None:
+        """Where agents play (--serve-rollout), or None."""
+        return self._agents.url if isinstance(self._agents, ServeStage) else None
+
+    async def start(self) -> None:
+        """Open the endpoint of foreign agents, where there is one."""
+        if isinstance(self._agents, ServeStage):
+            await self._agents.start()
 
     async def generate(self, step: int) -> RolloutResult:
         """The groups of rollout `step`; nothing is in flight afterwards."""
@@ -217,6 +228,12 @@ class RolloutService:
         is_picky = self._plugins.group_filter is not None or self._plugins.choose is not None
         batch = (rollout.over_sampling_batch_size or rollout.rollout_batch_size) if is_picky else None
         return StreamLimits(draw_batch=batch, max_draws=rollout.dynamic_sampling_max_draws)
+
+    def _make_agents(self, source: DataSource) -> AgentStage | ServeStage | None:
+        if not self._config.plays_episodes:
+            return None
+        stage = AgentStage if self._config.agents.env else ServeStage
+        return stage(self._config, source.tokenizer, self._client, self.policy)
 
     def _make_client(self, access: EngineAccess) -> GenerationClient:
         config = self._config

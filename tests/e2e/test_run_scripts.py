@@ -16,7 +16,12 @@ from tests.e2e.runs import ROOT, Finished, assert_nothing_left, environment, our
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
 #: Script -> how its weights travel.
-SCRIPTS = {"run-colocate.sh": "ipc", "run-disaggregated.sh": "broadcast", "run-agent.sh": "ipc"}
+SCRIPTS = {
+    "run-colocate.sh": "ipc",
+    "run-disaggregated.sh": "broadcast",
+    "run-agent.sh": "ipc",
+    "run-served-agent.sh": "ipc",
+}
 
 #: Example, and a file laid over its run.toml -> how its weights travel, and one of the metrics that its flags ask for.
 EXAMPLES = {

@@ -121,6 +121,8 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
+    "config.serving": ("unit/rollout/serve/test_player.py",),
+    "rollout.serve": ("unit/rollout/serve/test_player.py", "unit/rollout/serve/test_server.py"),
     "rollout.check_data": ("unit/rollout/test_data_source.py", "unit/rollout/test_user_data.py"),
     "rollout.service": ("unit/rollout/test_manager.py",),
     "rollout.agents.adapters": ("unit/rollout/agents/test_adapters.py",),

@@ -57,9 +57,14 @@ class ChatTurns:
         text = json.dumps([list(tools or []), self._kwargs, str(self._tokenizer.chat_template)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def whole(self, messages: Sequence[dict], tools: Sequence[dict] | None = None) -> tuple[str, list[int]]:
-        """(text, ids) of a conversation up to the first word of the next answer. Raises TemplateRefusal."""
-        text = self._render(messages, tools)
+    def whole(
+        self, messages: Sequence[dict], tools: Sequence[dict] | None = None, *, opens_answer: bool = True
+    ) -> tuple[str, list[int]]:
+        """(text, ids) of a conversation, with opens_answer up to the first word of the next answer.
+
+        Raises TemplateRefusal.
+        """
+        text = self._render(messages, tools, opens_answer=opens_answer)
         return text, self._encode(text)
 
     def after_answer(self, messages: Sequence[dict], tools: Sequence[dict] | None = None) -> Following:
@@ -108,7 +113,7 @@ class ChatTurns:
         """The text of ids, special tokens too."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def _render(self, messages: Sequence[dict], tools: Sequence[dict] | None) -> str:
+    def _render(self, messages: Sequence[dict], tools: Sequence[dict] | None, *, opens_answer: bool = True) -> str:
         """The text, up to the first word of the next answer; where a message's text has the name of a special token
         stands the name's number between marks.
         """
@@ -117,7 +122,7 @@ class ChatTurns:
                 self._marked(messages),
                 tools=self._marked(tools) if tools else None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=opens_answer,
                 **self._kwargs,
             )
         except Exception as error:  # a template may raise anything: it is a program of the model's author

@@ -18,6 +18,7 @@ from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.reward import RewardConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.serving import ServingConfig
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
 from slime_like.rollout.tokenizer import load_tokenizer
@@ -66,7 +67,7 @@ def make_config(write_rows):
         values = defaults | options
         groups = {"data": DataConfig, "rollout": RolloutConfig, "reward": RewardConfig, "eval": EvalConfig}
         groups |= {"checkpoint": CheckpointConfig, "model": ModelConfig, "loss": LossConfig}
-        groups |= {"observability": ObservabilityConfig, "agents": AgentConfig}
+        groups |= {"observability": ObservabilityConfig, "agents": AgentConfig, "serving": ServingConfig}
         built = {}
         for name, group in groups.items():
             built[name] = group(**{key: values.pop(key) for key in list(values) if key in group.__dataclass_fields__})
