@@ -101,3 +101,19 @@ def test_verifiers_has_the_same_tokens_as_we(python_with, tmp_path):
     (branch,) = trace["branches"]
     assert branch["ids"] == sample["tokens"] and branch["mask"] == sample["loss_mask"]
     assert branch["logprobs"] == pytest.approx(sample["engine_logprobs"], abs=1e-6)
+
+
+@pytest.mark.parametrize("client_type", ["openai_chat_completions", "openai_chat_completions_token"])
+def test_classic_verifiers_has_the_same_tokens_as_we(python_with, client_type):
+    """0.2: by chat, and by chat with ids of its own (/tokenize, /v1/chat/completions/tokens)."""
+    python, tokenizer = python_with("verifiers==0.2.*"), load_tokenizer(str(TINY))
+    with ScriptedEngine(says(tokenizer, "It is 4", "yes, 4")) as engine, served(engine) as running:
+        printed = plays(python, "classic_verifiers.py", f"{running.url}/sessions/classic/v1", client_type)
+        (sample,) = finished(running.url, "classic")
+    episode = json.loads(printed.splitlines()[-1])
+    assert episode["reward"] == 1 and episode["error"] == "None" and len(episode["turns"]) == 2
+    last = episode["turns"][-1]
+    assert last["prompt_ids"] + last["completion_ids"] == sample["tokens"]
+    logprobs = [value for turn in episode["turns"] for value in turn["completion_logprobs"]]
+    trained = [value for value, mask in zip(sample["engine_logprobs"], sample["loss_mask"], strict=True) if mask]
+    assert trained == pytest.approx(logprobs, abs=1e-6)
