@@ -64,7 +64,7 @@ if os.geteuid() == 0:  # only root can be another user
 two_and_two = PlacementConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2)
 plan = make_plan(dataclasses.replace(RunConfig(), placement=two_and_two))
 bundles = reserve(plan, 60)
-outcomes["slots"], outcomes["on one host"] = [slot.gpu_id for slot in bundles.slots], bundles.on_one_host()
+outcomes["slots"], outcomes["on one host"] = [gpu.gpu_id for gpu in bundles.gpus], bundles.on_one_host()
 attempt("held", lambda: reserve(plan, 2))
 bundles.close()
 five_and_one = PlacementConfig(actor_num_gpus_per_node=5, rollout_num_gpus=1)

@@ -58,7 +58,7 @@ def compare(name, plan):
                 refs[f"{role} {bundle.index}"] = seats.options(**bundles.options(bundle.index, share)).remote()
     asked = {key: actor.where.remote() for key, actor in refs.items()}
     reported = dict(zip(refs, Wait(60, whom="seats", phase="test").gather(asked)))
-    order = list(dict.fromkeys(slot.node_id for slot in bundles.slots))
+    order = list(dict.fromkeys(gpu.node_id for gpu in bundles.gpus))
     real = {key: (order.index(node), int(gpus[0])) for key, (node, gpus) in reported.items()}
     want = {f"{role} {b.index}": (b.node, b.gpu) for b in plan.bundles for role, share in b.roles.items() if share}
     said[name] = f"{'SAME' if real == want else f'DIFFERENT {real} {want}'} {len(real)} seats on {len(order)} machines"
