@@ -7,11 +7,15 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from slime_like.errors import PluginError, RunError, UserError
+
+#: How long a plain function of the user's may take over one call: those that look at groups, samples or rows.
+HOOK_TIMEOUT_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +25,7 @@ class Hook:
     function: Callable
     flag: str
     path: str
+    timeout_s: float = HOOK_TIMEOUT_S  # of one call of a plain function
 
     @classmethod
     def load(cls, path: str | None, num_positional: int, flag: str) -> Hook | None:
@@ -28,9 +33,11 @@ class Hook:
         return cls(load_function(path, num_positional=num_positional, flag=flag), flag, path) if path else None
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function gives. Raises RunError naming it if it raises; our own errors pass as they are."""
+        """What the function gives. Raises RunError naming it if it raises or does not answer in time; our own errors
+        pass as they are.
+        """
         try:
-            return self.function(*arguments)
+            return self._in_time(arguments)
         except (RunError, UserError):
             raise
         except Exception as error:
@@ -45,6 +52,26 @@ class Hook:
             raise
         except Exception as error:
             raise self.error(f"the function raised {type(error).__name__}: {error}") from error
+
+    def _in_time(self, arguments: tuple) -> Any:
+        # In a daemon thread: one that is stuck neither holds up the run nor keeps the process alive.
+        outcome: list[tuple[Any, BaseException | None]] = []
+
+        def work() -> None:
+            try:
+                outcome.append((self.function(*arguments), None))
+            except BaseException as error:  # noqa: BLE001 - raised by the caller
+                outcome.append((None, error))
+
+        thread = threading.Thread(target=work, name=self.flag, daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if not outcome:
+            raise self.error(f"the function did not answer within {self.timeout_s:.0f} s")
+        answer, error = outcome[0]
+        if error is not None:
+            raise error
+        return answer
 
     def error(self, what: str) -> RunError:
         """What is wrong with what it did."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from slime_like.errors import PluginError
-from slime_like.utils.user_functions import load_function
+from slime_like.errors import PluginError, RunError
+from slime_like.utils.user_functions import Hook, load_function
 
 USER = "tests.unit.rollout.user_functions"
 
@@ -60,3 +62,15 @@ def test_a_module_that_breaks_while_it_is_imported_is_told_from_a_missing_one(tm
         load("needs_plugin.function")
     with pytest.raises(PluginError, match="importing broken_plugin raised ValueError: at import"):
         load("broken_plugin.function")
+
+
+def test_a_function_that_does_not_answer_is_named():
+    hook = Hook(lambda: time.sleep(30), "--custom-rollout-log-function-path", "mine.log", timeout_s=0.1)
+    with pytest.raises(RunError, match=r"^--custom-rollout-log-function-path mine\.log: the function did not answer"):
+        hook()
+
+
+def test_what_a_function_raises_is_named_and_what_it_gives_comes_back():
+    assert Hook(lambda number: number + 1, "--flag", "mine.add")(2) == 3
+    with pytest.raises(RunError, match="^--flag mine.divide: the function raised ZeroDivisionError"):
+        Hook(lambda: 1 / 0, "--flag", "mine.divide")()
