@@ -15,7 +15,6 @@ from slime_like.config.model import ModelConfig
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
-from slime_like.weight_sync.proof import receipt as receipt_module
 from slime_like.weight_sync.proof.receipt import Receipt, never_sent
 from slime_like.weight_sync.session import EngineSide
 from slime_like.weight_sync.transports.registry import make_publisher
@@ -53,7 +52,7 @@ def send_and_verify(engines, tensors, model_config, tmp_path, transport="ipc", f
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "disk"])
 def test_engines_hold_what_was_sent(tp1, tp2, models, model_config, tmp_path, transport, monkeypatch):
     if transport != "disk":  # what streams is proven on the way: not one more request
-        monkeypatch.setattr(receipt_module, "_wrong_ranks", lambda *_: pytest.fail("an engine was asked again"))
+        monkeypatch.setattr(Receipt, "_wrong_ranks", lambda *_: pytest.fail("an engine was asked again"))
     for seed in (2, 1):
         assert send_and_verify([tp1, tp2], models[seed].state_dict(), model_config, tmp_path, transport) == 2
 
