@@ -68,7 +68,7 @@ EXTRAS = {
         "uvloop",
         "xgrammar",
     ],
-    # Libraries of environments for --env; exact versions that were tried: scripts/requirements/constraints-envs.txt.
+    # Libraries of environments for --env; exact versions that were tried: scripts/requirements/envs.txt.
     "envs": [
         "fhaviary>=0.37,<0.38",
         "gymnasium>=1.4,<2",

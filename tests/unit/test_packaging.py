@@ -49,7 +49,7 @@ def names(path: Path) -> list[Requirement]:
 
 
 def test_pins_lie_within_the_ranges(repo_root: Path, metadata: dict, pins: dict[str, Version]):
-    extra_pins = pins_of(repo_root / "scripts/requirements/constraints-envs.txt")
+    extra_pins = pins_of(repo_root / "scripts/requirements/envs.txt")
     assert not set(extra_pins) & set(pins), "one version a package"
     pins = pins | extra_pins
     texts = metadata["install_requires"] + [text for extra in metadata["extras_require"].values() for text in extra]

@@ -58,8 +58,9 @@ def test_every_flag_is_known(repo_root: Path, name: str):
 
 @pytest.mark.parametrize("name", RUN_SCRIPTS)
 def test_the_host_chooses_the_attention(repo_root: Path, name: str):
-    # flash needs flash-attn, which no set of packages here has.
-    assert re.findall(r"--attention-backend (\S+)\n  --run-dir", (repo_root / "scripts" / name).read_text()) == ["auto"]
+    # flash needs flash-attn, which no set of packages here has. auto is the default too.
+    text = (repo_root / "scripts" / name).read_text()
+    assert set(re.findall(r"^  --attention-backend (\S+)$", text, re.MULTILINE)) <= {"auto"}
 
 
 @pytest.mark.parametrize(
