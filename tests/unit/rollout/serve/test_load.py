@@ -12,7 +12,7 @@ import pytest
 from slime_like.testing.scripted_engine import ScriptedEngine
 from tests.unit.rollout.serve.served import says, served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long_run, pytest.mark.timeout(600)]
 NUM_EPISODES, NUM_TURNS = 500, 8
 
 
