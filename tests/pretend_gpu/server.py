@@ -91,6 +91,9 @@ def _rank(line: Connection, module: str, name: str, place: dict, args: tuple, ca
         answer = (None, traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):
         line.send_bytes(pickle.dumps(answer))  # as bytes: the sender's memory goes with it
+    for child in multiprocessing.active_children():  # Megatron's saves leave a manager's process behind
+        child.kill()
+        child.join(timeout=5)
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)  # nothing of the server's is to be cleaned up here
 
