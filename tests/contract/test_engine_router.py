@@ -17,7 +17,7 @@ from slime_like.records import COMPLETED, EngineEndpoint, Prompt
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
-from slime_like.testing.scripted_engine import ScriptedEngine
+from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 from slime_like.utils.guard import group_members
 from tests.contract.engines import TINY, hf_logprobs, prompt
 
@@ -152,6 +152,29 @@ def test_all_turns_of_a_session_go_to_one_engine_and_stay_when_another_is_lost(t
         router.close()
         for engine in engines:
             engine.close()
+
+
+def test_connections_that_end_at_once_do_not_shut_an_engine_out(tmp_path):
+    """An engine closes connections that were idle for 5 s (uvicorn): a router that sends into many of them then gets as
+    many errors in a moment from an engine in good health.
+    """
+    router = launch_router(policy="cache_aware", log_path=str(tmp_path / "router.log"), timeout_s=30)
+    dropped = [Fault(drop=True)] * 24
+    engine = ScriptedEngine(lambda prompt: ([7, 2], [-0.1, -0.2]), faults=dropped).start()
+
+    async def ask_all() -> list:
+        client = GenerationClient(router.url, router.api_key, RolloutConfig(), concurrency=32, weight_version=lambda: 0)
+        try:
+            return await asyncio.gather(*(client.generate([number], {"max_new_tokens": 2}) for number in range(24)))
+        finally:
+            await client.close()
+
+    try:
+        router.register(EngineEndpoint(index=0, url=engine.url), timeout_s=20)
+        assert [answer.tokens for answer in asyncio.run(ask_all())] == [[7, 2]] * 24
+    finally:
+        router.close()
+        engine.close()
 
 
 def test_attached_router_goes_on_without_our_engines(router, tp1):
