@@ -10,7 +10,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 MODEL="${MODEL:-tiny-qwen3}"           # a file of scripts/models
 HF_CHECKPOINT="${HF_CHECKPOINT:-}"     # HF folder of the same model
 ENVIRONMENT="${ENVIRONMENT:-scripts.examples.environments:Guess}"    # docs/agents.md: a class of yours, or textarena:…, reasoning-gym:…
-PROMPT_DATA="${PROMPT_DATA:-seeds:1000}"             # JSONL of tasks, or seeds where the environment makes its own
+PROMPT_DATA="${PROMPT_DATA-seeds:1000}"              # JSONL of tasks, or seeds where the environment makes its own
+AGENT="${AGENT:-}"                     # instead of an environment: an agent of yours, run-served-agent.sh
 MAX_TURNS="${MAX_TURNS:-4}"
 NUM_ROLLOUT="${NUM_ROLLOUT:-3}"
 MAX_RESPONSE_LEN="${MAX_RESPONSE_LEN:-6}"            # of one answer
@@ -33,12 +34,12 @@ PLACEMENT_ARGS=(
   --colocate
 )
 
-ENV_ARGS=(
-  --env "${ENVIRONMENT}"
-  --max-turns "${MAX_TURNS}"
-  --env-timeout-s 60
-  --sglang-router-policy manual
-)
+if [[ -n "${AGENT}" ]]; then
+  EPISODE_ARGS=(--serve-rollout --agent-path "${AGENT}" --agent-timeout-s 600)
+else
+  EPISODE_ARGS=(--env "${ENVIRONMENT}" --max-turns "${MAX_TURNS}" --env-timeout-s 60)
+fi
+EPISODE_ARGS+=(--sglang-router-policy manual)  # all turns of an episode go to one engine
 
 ROLLOUT_ARGS=(
   --hf-checkpoint "${HF_CHECKPOINT}"
@@ -82,5 +83,5 @@ if [[ "${TP}" -gt 1 ]]; then PERF_ARGS+=(--sequence-parallel); fi
 
 ensure_ray "${RAY_GPUS:-4}"
 submit \
-  "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${ENV_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
+  "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${EPISODE_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
   "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" --run-dir "${RUN_DIR}" "$@"

@@ -1,85 +1,9 @@
 #!/usr/bin/env bash
-# Episodes that a foreign agent plays over HTTP: trainer and engines take turns on the same GPUs (as run-colocate.sh).
+# Episodes that a foreign agent plays over HTTP: run-env.sh with an agent instead of an environment. The same variables; flags are passed on.
 # As it stands an agent with openai's client asks the tiny model twice, on a CPU host; set the variables for your own:
 #   MODEL=qwen3-8B HF_CHECKPOINT=… AGENT=my_agents.run PROMPT_DATA=tasks.jsonl bash scripts/run-served-agent.sh
-# What would run where, without starting anything:
-#   MODEL=qwen3-8B ACTOR_GPUS=8 ENGINE_GPUS=2 TP=2 bash scripts/run-served-agent.sh --plan
 set -euo pipefail
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-
-MODEL="${MODEL:-tiny-qwen3}"           # a file of scripts/models
-HF_CHECKPOINT="${HF_CHECKPOINT:-}"     # HF folder of the same model
-AGENT="${AGENT:-scripts.examples.served_agent.doubt}"       # docs/serving.md: async run(base_url, prompt, request_kwargs, metadata)
-PROMPT_DATA="${PROMPT_DATA:-}"         # JSONL
-NUM_ROLLOUT="${NUM_ROLLOUT:-3}"
-MAX_RESPONSE_LEN="${MAX_RESPONSE_LEN:-6}"            # of one answer
-ACTOR_NODES="${ACTOR_NODES:-1}"
-ACTOR_GPUS="${ACTOR_GPUS:-2}"          # on each node
-ENGINE_GPUS="${ENGINE_GPUS:-1}"        # of one engine
-TP="${TP:-1}"                          # how the trainer is split: tensor, pipeline, expert parallel size
-PP="${PP:-1}"
-EP="${EP:-1}"
-RUN_DIR="${RUN_DIR:-${ROOT}/runs/$(date +%Y%m%d-%H%M%S)-served-agent}"
-
-source "${ROOT}/scripts/lib/run_common.sh"
-source "${ROOT}/scripts/models/${MODEL}.sh"
-tiny_defaults
-
-PLACEMENT_ARGS=(
-  --actor-num-nodes "${ACTOR_NODES}"
-  --actor-num-gpus-per-node "${ACTOR_GPUS}"
-  --rollout-num-gpus-per-engine "${ENGINE_GPUS}"
-  --colocate
-)
-
-AGENT_ARGS=(
-  --serve-rollout
-  --agent-path "${AGENT}"
-  --agent-timeout-s 600
-  --sglang-router-policy manual
-)
-
-ROLLOUT_ARGS=(
-  --hf-checkpoint "${HF_CHECKPOINT}"
-  --prompt-data "${PROMPT_DATA}"
-  --input-key prompt
-  --label-key label
-  --apply-chat-template
-  --rollout-shuffle
-  --num-rollout "${NUM_ROLLOUT}"
-  --rollout-batch-size 8
-  --n-samples-per-prompt 4
-  --num-steps-per-rollout 1
-  --global-batch-size 32
-  --rollout-max-response-len "${MAX_RESPONSE_LEN}"
-  --rollout-temperature 1
-)
-
-GRPO_ARGS=(
-  --advantage-estimator grpo
-  --eps-clip 0.2
-  --eps-clip-high 0.28
-)
-
-OPTIMIZER_ARGS=(
-  --optimizer adam
-  --lr 1e-6
-  --lr-decay-style constant
-  --weight-decay 0.1
-  --adam-beta1 0.9
-  --adam-beta2 0.98
-)
-
-PERF_ARGS=(
-  --tensor-model-parallel-size "${TP}"
-  --pipeline-model-parallel-size "${PP}"
-  --expert-model-parallel-size "${EP}"
-  --use-dynamic-batch-size
-  --max-tokens-per-gpu 4096
-)
-if [[ "${TP}" -gt 1 ]]; then PERF_ARGS+=(--sequence-parallel); fi
-
-ensure_ray "${RAY_GPUS:-4}"
-submit \
-  "${PLACEMENT_ARGS[@]}" "${MODEL_ARGS[@]}" "${AGENT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
-  "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" --run-dir "${RUN_DIR}" "$@"
+export AGENT="${AGENT:-scripts.examples.served_agent.doubt}"    # docs/serving.md: async run(base_url, prompt, request_kwargs, metadata)
+export PROMPT_DATA="${PROMPT_DATA:-}"                           # JSONL
+export MAX_RESPONSE_LEN="${MAX_RESPONSE_LEN:-6}"                # of one answer
+exec bash "$(dirname "${BASH_SOURCE[0]}")/run-env.sh" "$@"
