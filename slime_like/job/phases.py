@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,15 +73,30 @@ class Phases:
         """Count and trace phases as of `step` from now on."""
         self.timers = PhaseTimers(self.trace, step)
 
-    def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
-        """One rollout step's scored groups, and its metrics."""
+    def begin_generate(self, step: int) -> None:
+        """Generate rollout `step` beside whatever comes next, unless that has begun or there is none."""
+        if step < self.job.num_rollout:
+            self._rollouts.begin(step)
+
+    def settle_generation(self) -> None:
+        """Wait until nothing is being generated: weights may change then."""
+        with self._explained("generate"):
+            self._rollouts.settle(self.job.watch("generate"))
+
+    @contextlib.contextmanager
+    def _explained(self, phase: str) -> Iterator[None]:
+        """The phase's time is counted, and a dead engine explains its failure better than its last request does."""
         try:
-            with self.timers.phase("generate"):
-                rollout = self._rollouts.generate(step, self.job.watch("generate"))
+            with self.timers.phase(phase):
+                yield
         except RunError:
-            # A dead engine explains the failure better than its last request does.
             self._engines.check_after_failure()
             raise
+
+    def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
+        """One rollout step's scored groups, and its metrics."""
+        with self._explained("generate"):
+            rollout = self._rollouts.generate(step, self.job.watch("generate"))
         path = self.job.config.observability.save_debug_rollout_data
         if path:
             save_rollout(path, step, rollout.groups)
@@ -170,7 +187,7 @@ class Phases:
             receipt = self._sync(weights)
         self.weights = weights
         self._num_syncs += 1
-        self._rollouts.policy_changed(weights)
+        self._rollouts.policy_changed(weights, step)
         self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
         num_members = self._engines.num_members
         if self._num_syncs == 1 and self.job.config.sync.compares_digests and receipt.engines_proven < num_members:

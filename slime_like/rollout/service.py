@@ -158,8 +158,8 @@ class RolloutService:
         """Engines are about to get other weights; what they abort now did not fail."""
         self.policy.changing()
 
-    def policy_changed(self, weights: WeightsRef) -> None:
-        """The engines serve these from now on."""
+    def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
+        """The engines serve these from now on. steps: rollouts that they were trained on."""
         self.policy.changed(weights)
         self.stream.policy_changed(weights)
 
