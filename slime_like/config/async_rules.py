@@ -74,6 +74,11 @@ def _mixing_problems(config: ConfigTree) -> list[str]:
             f"--rollout-function-path makes whole rollouts, and {flag_name} has groups that outlive one. Fix: drop one"
             " of them; --async-mode one-step goes with it."
         )
+    if config.serving.serve_rollout and config.asynchrony.partial_rollout:
+        problems.append(
+            "--serve-rollout does not go with --partial-rollout: agents would wait for their answers through a whole"
+            " train step. Fix: drop one of them; --async-mode full goes with it."
+        )
     return problems
 
 

@@ -40,6 +40,12 @@ class ContinuingClient(GenerationClient):
         self._num_running = 0
         self.num_continued, self.thrown_tokens = 0, 0
 
+    def take_counts(self) -> tuple[int, int]:
+        """(answers that were gone on with, tokens that were thrown away) since the last call."""
+        counts = (self.num_continued, self.thrown_tokens)
+        self.num_continued = self.thrown_tokens = 0
+        return counts
+
     async def generate(
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None
     ) -> Generation:
