@@ -88,9 +88,11 @@ def _pause_problems(config: ConfigTree) -> list[str]:
     bears = loss.use_tis or loss.use_rollout_logprobs or loss.loss_type != "policy_loss"
     if config.asynchrony.is_full and config.pause_mode == "in_place" and not bears:
         return [
-            "--update-weight-pause-mode in_place goes on with a cache of the old weights, so that log-probs of engine"
-            " and trainer differ; --no-use-tis leaves that uncorrected. Fix: retract, --use-tis or"
-            " --use-rollout-logprobs."
+            (
+                "--update-weight-pause-mode in_place goes on with a cache of the old weights, so that log-probs of"
+                " engine and trainer differ; --no-use-tis leaves that uncorrected. Fix: retract, --use-tis or"
+                " --use-rollout-logprobs."
+            )
         ]
     return []
 
@@ -104,7 +106,9 @@ def _over_sampling_problems(config: ConfigTree) -> list[str]:
             f"--over-sampling-batch-size {size} does nothing with --async-mode full, which works on as many prompts as"
             " --max-staleness allows. Fix: drop it."
         )
-    elif size and not (rollout.dynamic_sampling_filter_path or rollout.buffer_filter_path or asynchrony.partial_rollout):
+    elif size and not (
+        rollout.dynamic_sampling_filter_path or rollout.buffer_filter_path or asynchrony.partial_rollout
+    ):
         problems.append(
             "--over-sampling-batch-size does nothing without --dynamic-sampling-filter-path, --buffer-filter-path or"
             " --partial-rollout."

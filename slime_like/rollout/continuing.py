@@ -105,7 +105,9 @@ class ContinuingClient(GenerationClient):
             text=self._decode(tokens, skip),
             weight_versions=np.concatenate([_versions(before), _versions(part)]),
         )
-        stops = [sampling_params["stop"]] if isinstance(sampling_params.get("stop"), str) else sampling_params.get("stop")
+        stops = (
+            [sampling_params["stop"]] if isinstance(sampling_params.get("stop"), str) else sampling_params.get("stop")
+        )
 
         def is_over(count: int) -> bool:
             text = self._decode(tokens[:count], skip)

@@ -7,9 +7,9 @@ than can be trained on in time,
 
 t being the rollout that is handed out next (AReaL's rule, arXiv:2505.24298, sec. 5.1, counted from now instead of from
 the beginning). Then there is a batch for every group in time. With --stale-policy wait the trainer takes what is oldest
-first, and waits for an older group only where what is left would otherwise be more than the rollouts until it is due can
-hold: every group is trained on in time, none is dropped, and long answers are trained on as often as short ones. The
-other policies never wait for one, and count what they do instead.
+first, and waits for an older group only where what is left would otherwise be more than the rollouts until it is due
+can hold: every group is trained on in time, none is dropped, and long answers are trained on as often as short ones.
+The other policies never wait for one, and count what they do instead.
 """
 
 from __future__ import annotations

@@ -98,9 +98,7 @@ class GroupStream:
         missing = count - len(self._pool.ready) - len(self._pool.running)
         if missing <= 0 or not is_hopeful(self._pool):
             return 0
-        return self._pool.begin(
-            max(0, min(max(missing, self._limits.draw_batch or 0), allowed)), self._trained_on
-        )
+        return self._pool.begin(max(0, min(max(missing, self._limits.draw_batch or 0), allowed)), self._trained_on)
 
     def _hand_out(self, count: int) -> Taken:
         order = in_choice(self._pool, sorted(self._pool.ready), count, self._choose)

@@ -90,9 +90,7 @@ class RolloutService:
         )
         agents = self._agents
         self._maker = make(self._client, player=agents.player if agents else None)
-        self._eval_maker = make(
-            self._eval_client, player=agents.eval_player if agents else None, evaluation=True
-        )
+        self._eval_maker = make(self._eval_client, player=agents.eval_player if agents else None, evaluation=True)
         self._plugin_args = plugin_args
         self._sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
@@ -196,7 +194,7 @@ class RolloutService:
             self._maker,
             self._scorer,
             self._client,
-            self.stream.take,
+            functools.partial(self._from_stream, step=step),
             sampling=self._sampling,
             num_groups=rollout.rollout_batch_size,
             group_size=rollout.n_samples_per_prompt,

@@ -30,9 +30,7 @@ def largest_difference(model_dir: Path, samples_path: Path) -> float:
     return largest
 
 
-def differences_by_version(
-    models: Mapping[int, Path], groups: Sequence[SampleGroup]
-) -> Iterator[tuple[float, bool]]:
+def differences_by_version(models: Mapping[int, Path], groups: Sequence[SampleGroup]) -> Iterator[tuple[float, bool]]:
     """Of every generated token |engine log-prob - HF log-prob| with the weights of the version that is named for it,
     and whether that is a later version than that of its answer's first token.
 

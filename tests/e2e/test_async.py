@@ -31,7 +31,9 @@ class Proven(Finished):
 
     def worst(self, *, later: bool) -> float:
         """Largest |log-prob difference| of the first version's tokens, or of all after."""
-        return max((d for d, is_later in zip(self.differences, self.later, strict=True) if is_later == later), default=0)
+        return max(
+            (d for d, is_later in zip(self.differences, self.later, strict=True) if is_later == later), default=0
+        )
 
 
 @pytest.fixture

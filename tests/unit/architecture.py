@@ -71,6 +71,7 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is
 #: tested with them. Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "config.asynchrony": ("unit/config/test_async_rules.py",),
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
     "config.evaluation": ("unit/config/test_rollout.py",),
@@ -120,6 +121,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
         "multiprocess/test_parity.py",
     ),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
+    "rollout.group_pool": ("unit/rollout/test_group_flow.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
     "config.serving": ("unit/rollout/serve/test_player.py",),
     "rollout.serve": ("unit/rollout/serve/test_player.py", "unit/rollout/serve/test_server.py"),

@@ -3,6 +3,8 @@
 Each group takes as long as its answer is; the trainer takes, trains, and syncs, as the loop does.
 """
 
+# Covers slime_like.rollout.group_pool too, which it does not import itself.
+
 from __future__ import annotations
 
 import asyncio

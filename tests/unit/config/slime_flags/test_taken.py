@@ -80,7 +80,7 @@ def test_no_flag_is_two_things():
 
 def test_a_file_says_it_as_flags_do(tmp_path):
     file = tmp_path / "run.toml"
-    anyway = "distributed-backend = \"nccl\"\nuse-rollout-entropy = true\n"
+    anyway = 'distributed-backend = "nccl"\nuse-rollout-entropy = true\n'
     file.write_text(f'{anyway}[rollout]\ndynamic-sampling-filter-path = "{FILTER}"\n')
     command = parse_args(command_line("--config", str(file)))
     assert command.config.rollout.dynamic_sampling_filter_path == "slime_like.rollout.filters.reward_nonzero_std"
