@@ -97,6 +97,9 @@ class Phases:
         """One rollout step's scored groups, and its metrics."""
         with self._explained("generate"):
             rollout = self._rollouts.generate(step, self.job.watch("generate"))
+        if self.job.config.asynchrony.is_async:  # else it is the phase's own time
+            for start, end in rollout.busy:
+                self.trace.add("engines generate", start, end, step)
         path = self.job.config.observability.save_debug_rollout_data
         if path:
             save_rollout(path, step, rollout.groups)

@@ -31,6 +31,10 @@ class Rollout(Protocol):
     def metrics(self) -> dict[str, float]:
         """`rollout/...`"""
 
+    @property
+    def busy(self) -> tuple[tuple[float, float], ...]:
+        """From and to when, by time.monotonic(), groups were being made."""
+
 
 class Rollouts(Protocol):
     """Makes samples: prompts in, scored groups out. Knows weights by reference only."""

@@ -31,6 +31,7 @@ class Taken:
     begun_with: tuple[int, ...] = ()  # of each group: rollouts that the weights of its beginning were trained on
     num_ready: int = 0  # groups that wait after this `take`
     num_running: int = 0  # groups that are being made after it
+    busy: tuple[tuple[float, float], ...] = ()  # time.monotonic() from and to which something was being made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class GroupPool:
         self._ending: set[asyncio.Task] = set()  # cancelled ones, until they have ended
         self._requeued = self._thrown_tokens = 0
         self._idle_s = self._held_s = 0.0
+        self._busy: list[tuple[float, float]] = []
 
     def begin(self, count: int, begun_with: int) -> int:
         """Draw prompts and begin their groups; how many."""
@@ -130,6 +132,7 @@ class GroupPool:
             thrown_tokens=self._thrown_tokens,
             idle_s=self._idle_s,
             held_s=self._held_s,
+            busy=tuple(self._busy),
             begun_with=tuple(ready.begun_with for ready in taken),
             num_ready=len(self.ready),
             num_running=len(self.running),
@@ -137,6 +140,7 @@ class GroupPool:
         self.outcomes, self.dropped = [], collections.Counter()
         self._requeued = self._thrown_tokens = 0
         self._idle_s = self._held_s = 0.0
+        self._busy = []
         return account
 
     async def stop(self) -> None:
@@ -153,6 +157,10 @@ class GroupPool:
         now = self._clock()
         if not self.running:
             self._idle_s += now - self._clocked
+        elif self._busy and self._busy[-1][1] == self._clocked:
+            self._busy[-1] = (self._busy[-1][0], now)
+        else:
+            self._busy.append((self._clocked, now))
         if self.is_held:
             self._held_s += now - self._clocked
         self._clocked = now

@@ -42,6 +42,7 @@ class RolloutResult:
 
     groups: tuple[SampleGroup, ...]
     metrics: dict[str, float]
+    busy: tuple[tuple[float, float], ...] = ()  # time.monotonic() from and to which groups were being made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class RolloutService:
         self._config = config
         self.feed = PromptFeed(source)
         self.policy = Policy()
+        self._taken_at: float | None = None
         self._trained_on = {self.policy.weights.version: 0}  # weight version -> rollouts that it was trained on
         self._plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
         plugins = self._plugins
@@ -121,7 +123,9 @@ class RolloutService:
         except RunError as error:
             error.add_note(f"in rollout {step}")
             raise
-        seconds = time.monotonic() - start
+        # Where generation never stops, what was made belongs to all the time since the last rollout was taken.
+        seconds = time.monotonic() - (self._taken_at or start)
+        self._taken_at = time.monotonic() if self._config.asynchrony.is_full else None
         metrics = sample_metrics(groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(
             taken.outcomes, taken.dropped
         )
@@ -140,7 +144,7 @@ class RolloutService:
         self.feed.source.observe(groups)
         samples = [sample for group in groups for sample in group.samples]
         metrics |= logged(self._plugins.rollout_log, step, self._plugin_args, samples, dict(metrics), seconds)
-        return RolloutResult(groups=groups, metrics=metrics)
+        return RolloutResult(groups=groups, metrics=metrics, busy=taken.busy)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of all evaluation sets with the present weights; {} if there are none.

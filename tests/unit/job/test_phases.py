@@ -6,6 +6,7 @@ No Ray, no torch.
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import types
@@ -109,7 +110,7 @@ class Run:
             },
             "rollouts": {
                 "generate": lambda step, watch: types.SimpleNamespace(
-                    groups=(group(2 * step), group(2 * step + 1)), metrics={"rollout/reward_mean": 0.5}
+                    groups=(group(2 * step), group(2 * step + 1)), metrics={"rollout/reward_mean": 0.5}, busy=((1.0, 2.0),)
                 ),
                 "evaluate": {"eval/x/reward_mean": 0.5},
                 "state_dict": {"data": {}},
@@ -181,6 +182,9 @@ def test_one_step_ahead_weights_change_when_nothing_is_generated_and_nothing_els
     ]
     steps = [line for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "step"]
     assert all(line["async/trainer_idle_seconds"] == line["step/generate_seconds"] for line in steps)
+    events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]
+    busy = [event for event in events if event["name"] == "engines generate"]
+    assert [(event["args"]["step"], event["dur"]) for event in busy] == [(step, 1_000_000) for step in range(3)]
 
 
 def test_weights_that_stay_for_two_rollouts(tmp_path):

@@ -82,6 +82,7 @@ class Run:
     seconds: float
     idle_s: float
     held_s: float
+    busy: list[tuple[float, float]]
 
 
 async def played(schedule: Schedule) -> Run:
@@ -104,13 +105,17 @@ async def played(schedule: Schedule) -> Run:
 
     flow = GroupFlow(feed, make, judge, limits)
     flow._pool._clock, flow._pool._clocked = loop.time, loop.time()
-    run = Run([], [], begun, {}, 0, 0, 0.0, 0.0, 0.0)
+    run = Run([], [], begun, {}, 0, 0, 0.0, 0.0, 0.0, [])
     for step in range(limits.num_rollouts):
         taken = await flow.take(limits.batch, step)
         check_balance(feed.ledger)
         run.trained.append([group.prompt.index for group in taken.groups])
         run.ages.append([step - begun_with for begun_with in taken.begun_with])
         run.requeued += taken.requeued
+        for start, end in taken.busy:
+            if run.busy and run.busy[-1][1] == start:
+                start = run.busy.pop()[0]
+            run.busy.append((start, end))
         run.idle_s, run.held_s = run.idle_s + taken.idle_s, run.held_s + taken.held_s
         run.most_made = max(run.most_made, flow.num_in_flight + flow.num_ready)
         await asyncio.sleep(schedule.train_s)
@@ -208,6 +213,7 @@ def test_generation_does_not_wait_for_training():
     assert turns.trained == beside.trained == [[2 * step, 2 * step + 1] for step in range(10)]
     assert turns.seconds == 60 and turns.idle_s == 27 and turns.held_s >= 27  # its ninth sync ends the idling
     assert beside.seconds == 33 and beside.idle_s == 0
+    assert beside.busy == [(0, 30)] and turns.busy == [(6 * step, 6 * step + 3) for step in range(10)]
 
 
 def test_without_staleness_it_is_the_synchronous_order():
