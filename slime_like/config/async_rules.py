@@ -38,6 +38,7 @@ def _mode_problems(config: ConfigTree) -> list[str]:
     wanted = {
         f"--async-mode {asynchrony.async_mode}": asynchrony.is_async,
         "--partial-rollout": asynchrony.partial_rollout,
+        "--eval-async": asynchrony.eval_async,
         f"--update-weights-interval {asynchrony.update_weights_interval}": asynchrony.update_weights_interval > 1,
     }
     problems = []
@@ -52,11 +53,13 @@ def _mode_problems(config: ConfigTree) -> list[str]:
             why = (
                 "engines and trainer take turns on the same GPUs. Fix: drop --colocate and give engines GPUs of their"
                 " own; --partial-rollout goes with it."
-                if asynchrony.is_async
+                if asynchrony.is_async or asynchrony.eval_async
                 else "engines give their memory back for each train step, and need weights again. Fix: drop one of"
                 " them."
             )
             problems.append(f"{flag_name} does not go with --colocate: {why}")
+    if asynchrony.eval_async and not config.eval.eval_interval:
+        problems.append("--eval-async does nothing without --eval-interval. Fix: add it, or drop this.")
     return problems
 
 

@@ -39,6 +39,10 @@ class AsyncConfig:
         ),
     )
     update_weights_interval: int = flag(1, help="Rollout steps from one weight sync to the next.")
+    eval_async: bool = flag(
+        False,
+        help="Evaluate beside the next rollout and train step, on the weights of its turn: the next sync waits for it.",
+    )
     partial_rollout: bool = flag(
         False,
         help=(

@@ -51,6 +51,7 @@ class Phases:
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     weights: WeightsRef = WeightsRef()
     saving: str | None = None  # the checkpoint that is being written in the background
+    evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
 
@@ -183,6 +184,7 @@ class Phases:
 
     def sync(self, step: int) -> SyncReceipt:
         """Engines get the trainer's weights and prove that they hold them; their memory comes back around it."""
+        self.finish_evaluate()
         started = time.monotonic()
         with self.timers.phase("sync"):
             weights = self.weights.next()
@@ -240,13 +242,25 @@ class Phases:
         seconds = probe.seconds + time.monotonic() - started
         return dataclasses.replace(receipt, probe_difference=difference, probe_seconds=seconds)
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Mean reward and pass@k on each evaluation set."""
-        with self.timers.phase("eval"):
+    def evaluate(self, step: int) -> None:
+        """Mean reward and pass@k on each evaluation set; with --eval-async it is only begun."""
+        if self.job.config.asynchrony.eval_async:
+            self._rollouts.begin_evaluate(step)
+            self.evaluating = step
+        else:
+            self._evaluate(step)
+
+    def finish_evaluate(self) -> None:
+        """Wait for an evaluation that has begun: the weights that it is of may change then."""
+        if self.evaluating is not None:
+            step, self.evaluating = self.evaluating, None
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        with self._explained("eval"):
             metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
         self.log.log("eval", step, metrics)
         self.console.evaluation(step, metrics)
-        return metrics
 
     def save(self, num_rollouts_done: int) -> None:
         """A Megatron checkpoint with the data position in it, and an HF folder if asked for.

@@ -48,6 +48,9 @@ class Rollouts(Protocol):
     def generate(self, step: int, watch: Watch | None = None) -> Rollout:
         """The groups of rollout `step`. Nothing is in flight afterwards, but for --async-mode full."""
 
+    def begin_evaluate(self, step: int) -> None:
+        """Begin the evaluation after `step` rollouts, whose metrics `evaluate` gives later."""
+
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
 

@@ -31,6 +31,7 @@ def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
         phases.evaluate(first)
     for step in range(first, last):
         _step(job, phases, step)
+    phases.finish_evaluate()
     phases.finish_save(wait=True)
 
 

@@ -36,6 +36,7 @@ class RolloutManager:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._begun: dict[int, concurrent.futures.Future[RolloutResult]] = {}  # rollouts that nobody has taken yet
+        self._evaluating: dict[int, concurrent.futures.Future[dict[str, float]]] = {}
 
     def start(self, source: DataSource | None = None) -> None:
         """Get everything ready. source: what check_data gave, to save reading the data twice."""
@@ -71,7 +72,13 @@ class RolloutManager:
 
     def evaluate(self, step: int, watch: Callable[[], None] | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets with the present weights; {} if there are none. May run beside a rollout."""
-        return self._wait(self._submit(self._running().evaluate(step)), f"the evaluation after {step} rollouts", watch)
+        self.begin_evaluate(step)
+        return self._wait(self._evaluating.pop(step), f"the evaluation after {step} rollouts", watch)
+
+    def begin_evaluate(self, step: int) -> None:
+        """Begin the evaluation after `step` rollouts, which `evaluate` gives later; does nothing where it has begun."""
+        if step not in self._evaluating:
+            self._evaluating[step] = self._submit(self._running().evaluate(step))
 
     @property
     def serving_url(self) -> str | None:

@@ -56,6 +56,7 @@ def test_what_goes_together(options: dict):
             {"asynchrony": AsyncConfig(update_weights_interval=2), "placement": PlacementConfig(colocate=True)},
             "engines give their memory back",
         ),
+        ({"asynchrony": AsyncConfig(eval_async=True)}, "--eval-async does nothing without --eval-interval"),
         ({"asynchrony": FULL, "placement": PlacementConfig(debug_rollout_only=True)}, "trains nothing"),
         ({"asynchrony": PARTIAL, "loss": LossConfig(loss_type="sft_loss")}, "--partial-rollout: this run samples"),
         ({"asynchrony": FULL, "loss": LossConfig(use_rollout_routing_replay=True)}, "whose routers choose other"),

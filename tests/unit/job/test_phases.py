@@ -110,7 +110,9 @@ class Run:
             },
             "rollouts": {
                 "generate": lambda step, watch: types.SimpleNamespace(
-                    groups=(group(2 * step), group(2 * step + 1)), metrics={"rollout/reward_mean": 0.5}, busy=((1.0, 2.0),)
+                    groups=(group(2 * step), group(2 * step + 1)),
+                    metrics={"rollout/reward_mean": 0.5},
+                    busy=((1.0, 2.0),),
                 ),
                 "evaluate": {"eval/x/reward_mean": 0.5},
                 "state_dict": {"data": {}},
@@ -185,6 +187,22 @@ def test_one_step_ahead_weights_change_when_nothing_is_generated_and_nothing_els
     events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]
     busy = [event for event in events if event["name"] == "engines generate"]
     assert [(event["args"]["step"], event["dur"]) for event in busy] == [(step, 1_000_000) for step in range(3)]
+
+
+def test_an_evaluation_beside_training_is_of_one_version(tmp_path):
+    """Nothing waits for it but the next sync, and the end."""
+    asynchrony = AsyncConfig(async_mode="full", eval_async=True)
+    run = Run(tmp_path, config(asynchrony=asynchrony, eval=EvalConfig(eval_interval=1)), num_rollout=2)
+    calls = [
+        call for call in run.go() if call.split()[0].split(".")[1] in ("evaluate", "begin_evaluate", "sync", "train")
+    ]
+    assert calls == [
+        *("engines.sync base@1", "rollouts.begin_evaluate 0", "trainer.train 0", "rollouts.evaluate 0"),
+        *("engines.sync base@2", "rollouts.begin_evaluate 1", "trainer.train 1", "rollouts.evaluate 1"),
+        *("engines.sync base@3", "rollouts.begin_evaluate 2", "rollouts.evaluate 2"),
+    ]
+    lines = [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
+    assert lines == [0, 1, 2]
 
 
 def test_weights_that_stay_for_two_rollouts(tmp_path):
