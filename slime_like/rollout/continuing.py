@@ -17,6 +17,7 @@ import numpy as np
 
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import ABORTED, COMPLETED, EngineEndpoint
+from slime_like.rollout.asking import unlimited_session
 from slime_like.rollout.generate import Generation, GenerationClient
 from slime_like.rollout.policy import Policy
 
@@ -38,6 +39,7 @@ class ContinuingClient(GenerationClient):
         super().__init__(*args, **options)
         self._policy, self._decode, self._endpoints = policy, decode, tuple(endpoints)
         self._num_running = 0
+        self._control = unlimited_session()
         self.num_continued, self.thrown_tokens = 0, 0
 
     def take_counts(self) -> tuple[int, int]:
@@ -70,6 +72,11 @@ class ContinuingClient(GenerationClient):
             self.thrown_tokens += min(1, len(answer.tokens))
             answer = _without_last(answer)
 
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._control.close()
+        await super().close()
+
     async def hold(self, timeout_s: float) -> None:
         """End everything that runs and keep it, until the policy goes on. Raises WaitTimeout."""
         self._policy.hold()
@@ -88,7 +95,7 @@ class ContinuingClient(GenerationClient):
         headers = {"Authorization": f"Bearer {endpoint.api_key or ''}"}
         url = f"{endpoint.url.rstrip('/')}/abort_request"
         try:
-            async with self._session.post(url, json={"rid": "", "abort_all": True}, headers=headers) as answer:
+            async with self._control.post(url, json={"rid": "", "abort_all": True}, headers=headers) as answer:
                 if answer.status != 200:
                     raise EngineError(f"{url} answered HTTP {answer.status}: {(await answer.text())[:200]}")
         except (aiohttp.ClientError, OSError) as error:

@@ -25,6 +25,7 @@ class StreamLimits:
     """How a stream draws."""
 
     draw_batch: int | None = None  # prompts drawn at a time; None: as many as are missing
+    max_running: int | None = None  # groups made at a time: a prompt beyond them is not drawn yet, and costs nothing
     max_draws: int = 10  # most prompts drawn by one `take`, in multiples of what it was asked for
 
 
@@ -39,10 +40,12 @@ class GroupStream:
         limits: StreamLimits,
         choose: Choose | None = None,
     ):
-        self._pool = GroupPool(feed, make, judge)
+        self._pool = GroupPool(feed, make, judge, on_done=self._on_end)
         self._limits, self._choose = limits, choose
         self._trained_on = 0
         self._taking = False
+        self._ended: list[asyncio.Task] = []  # and not settled yet
+        self._has_ended = asyncio.Event()
 
     @property
     def num_in_flight(self) -> int:
@@ -78,6 +81,7 @@ class GroupStream:
     async def stop(self) -> None:
         """Make nothing any more; prompts that were in flight or ready are put back."""
         await self._pool.stop()
+        self._ended = []
 
     async def _take(self, count: int) -> Taken:
         pool, limit, num_drawn = self._pool, count * self._limits.max_draws, 0
@@ -87,18 +91,27 @@ class GroupStream:
                 return self._hand_out(count)
             if not pool.running:
                 raise RunError(exhausted(pool, num_drawn, count, self._limits.max_draws))
-            done, _ = await asyncio.wait(pool.running.values(), return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            ended, self._ended = self._ended, []
+            for task in ended:
                 pool.settle(task)
             if not pool.running and not pool.ready:
                 refuse_if_all_failed(pool.outcomes)
+
+    def _on_end(self, task: asyncio.Task) -> None:
+        # Not asyncio.wait: it looks at every task whenever one ends.
+        self._ended.append(task)
+        self._has_ended.set()
 
     def _refill(self, count: int, allowed: int) -> int:
         """Begin what is missing; how many prompts were drawn."""
         missing = count - len(self._pool.ready) - len(self._pool.running)
         if missing <= 0 or not is_hopeful(self._pool):
             return 0
-        return self._pool.begin(max(0, min(max(missing, self._limits.draw_batch or 0), allowed)), self._trained_on)
+        room = allowed if self._limits.max_running is None else self._limits.max_running - len(self._pool.running)
+        wanted = max(missing, self._limits.draw_batch or 0)
+        return self._pool.begin(max(0, min(wanted, allowed, room)), self._trained_on)
 
     def _hand_out(self, count: int) -> Taken:
         order = in_choice(self._pool, sorted(self._pool.ready), count, self._choose)
