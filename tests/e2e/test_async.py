@@ -4,36 +4,15 @@ the engine names for it.
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
-import numpy as np
 import pytest
 
-from slime_like.rollout.debug_data import load_rollout
-from tests.e2e.hf_oracle import differences_by_version
-from tests.e2e.runs import SMALL_RUN, Finished, assert_nothing_left, our_processes, run_train
+from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
+from tests.e2e.version_proof import Proven, proven
 
 pytestmark = pytest.mark.e2e
 
 NUM_ROLLOUTS = 6
 APART = ["--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 1]
-
-
-@dataclasses.dataclass
-class Proven(Finished):
-    """A run whose tokens were held against HF."""
-
-    spreads: list[int]  # weight versions between first and last token of each sample
-    ages: list[int]  # rollout steps between the weights of each token and those trained
-    differences: list[float]  # of each token, the first version of its sample and later ones
-    later: list[bool]  # whether a token is of a later version than its sample's first
-
-    def worst(self, *, later: bool) -> float:
-        """Largest |log-prob difference| of the first version's tokens, or of all after."""
-        return max(
-            (d for d, is_later in zip(self.differences, self.later, strict=True) if is_later == later), default=0
-        )
 
 
 @pytest.fixture
@@ -52,43 +31,22 @@ def train(tiny_model_dir, tiny_data_dir, tmp_path):
         )
         assert finished.returncode == 0, finished.logs()
         assert_nothing_left(before)
-        return proven(finished, tiny_model_dir, tmp_path, num_rollouts)
+        return proven(finished, tiny_model_dir, f"{tmp_path}/", num_rollouts)
 
     return run
 
 
-def proven(finished: Finished, first: Path, folder: Path, num_rollouts: int) -> Proven:
-    """Version v is the weights after v - 1 rollouts, which --save-hf has written."""
-    models = {1: first} | {done + 1: folder / f"hf/{done}" for done in range(1, num_rollouts + 1)}
-    result = Proven(finished.returncode, finished.output, finished.run_dir, [], [], [], [])
-    prompts = []
-    for step in range(num_rollouts):
-        groups = load_rollout(str(folder / f"samples/{step}.npz"), step)
-        prompts += [group.prompt.index for group in groups]
-        ages = len(result.ages)
-        for group in groups:
-            for sample in group.samples:
-                versions = sample.weight_versions[sample.weight_versions >= 0]
-                assert (np.diff(versions) >= 0).all(), "an answer goes on with newer weights, never with older ones"
-                result.spreads.append(int(np.ptp(versions)))
-                result.ages += (step + 1 - versions).tolist()
-        assert finished.metrics("rollout")[step]["async/staleness_max"] == max(result.ages[ages:])
-        for difference, is_later in differences_by_version(models, groups):
-            result.differences.append(difference)
-            result.later.append(is_later)
-    assert len(set(prompts)) == len(prompts) == 4 * num_rollouts, "a prompt was trained on twice"
-    syncs = finished.metrics("sync")
-    assert [line["sync/version"] for line in syncs] == list(range(1, num_rollouts + 2))
-    assert all(line["sync/digest"] for line in syncs)
-    print(
-        f"tokens {len(result.ages)}, mixed {sum(s > 0 for s in result.spreads)} of {len(result.spreads)} samples,"
-        f" oldest {max(result.ages)}, worst {result.worst(later=False):.1e} / later {result.worst(later=True):.1e}"
-    )
-    return result
-
-
-def test_one_step_off(train):
-    run = train(*APART, "--async-mode", "one-step", tokens=24, num_rollouts=3)
+def test_one_step_off(train, tiny_data_dir):
+    evaluation = [
+        "--eval-interval",
+        1,
+        "--eval-async",
+        "--eval-prompt-data",
+        "few",
+        f"{tiny_data_dir}/eval.jsonl@[0:4]",
+    ]
+    run = train(*APART, *evaluation, "--async-mode", "one-step", tokens=24, num_rollouts=3)
+    assert [line["step"] for line in run.metrics("eval")] == [0, 1, 2, 3]
     assert run.worst(later=False) < 1e-4 and set(run.spreads) == {0}
     assert sorted(set(run.ages)) == [0, 1]  # the first rollout is its weights' own
     config = (run.run_dir / "config.json").read_text()
