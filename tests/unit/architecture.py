@@ -88,7 +88,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "cluster.receivers": ("unit/config/test_delta.py",),
     "cluster.reward_group": ("multiprocess/test_reward_group.py",),
     "job.build": ("e2e/test_placements.py",),
-    "loops.sync_loop": ("unit/job/test_phases.py",),
     "megatron_backend.step.advantages": ("multiprocess/test_algorithms.py",),
     "megatron_backend.checkpoint.async_save": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint.state": ("multiprocess/test_async_save.py", "multiprocess/test_checkpoint.py"),
