@@ -42,7 +42,8 @@ class FlowLimits:
 class GroupFlow:
     """Makes groups of a feed's prompts, inside one event loop, from the first `take` on; see GroupPool.
 
-    choose: of more groups than are taken; those that would be too late for the next rollout are dropped.
+    choose: of more groups than are taken. Nothing is waited for then, and what would be too late for the next rollout
+    is dropped.
     """
 
     def __init__(
@@ -164,7 +165,8 @@ class GroupFlow:
         or before, the rollouts from the next to d hold (d - t) batches.
         """
         bound, batch = self._limits.max_staleness, self._limits.batch
-        if bound is None or self._limits.stale_policy != "wait":
+        # Who chooses leaves others behind, which are dropped when they are late: waiting for some would keep none of it.
+        if bound is None or self._limits.stale_policy != "wait" or self._choose is not None:
             return False
         taken_now = set(taken)
         left = [ready.begun_with for prompt, ready in self._pool.ready.items() if prompt not in taken_now]
