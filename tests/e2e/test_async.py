@@ -81,4 +81,6 @@ def test_partial_rollouts_on_the_trainers_own_cards(train):
         *("--mask-offpolicy-in-partial-rollout",),
     )
     assert run.worst(later=False) < 1e-4 and run.worst(later=True) < 1e-4
-    assert sum(line["async/continued_requests"] for line in run.metrics("rollout")) > 0
+    lines = run.metrics("rollout")
+    assert sum(line["async/continued_requests"] for line in lines) > 0 and max(run.spreads) >= 1
+    assert all(line["async/staleness_max"] == 0 for line in lines), "older tokens are masked"

@@ -38,14 +38,14 @@ def proven(finished: Finished, first: Path, prefix: str, num_rollouts: int) -> P
     for step in range(num_rollouts):
         groups = load_rollout(f"{prefix}samples/{step}.npz", step)
         prompts += [group.prompt.index for group in groups]
-        ages = len(result.ages)
+        trained = [step + 1 - sample.weight_versions[sample.loss_mask != 0] for g in groups for sample in g.samples]
+        assert finished.metrics("rollout")[step]["async/staleness_max"] == np.concatenate(trained).max(initial=0)
         for group in groups:
             for sample in group.samples:
                 versions = sample.weight_versions[sample.weight_versions >= 0]
                 assert (np.diff(versions) >= 0).all(), "an answer goes on with newer weights, never with older ones"
                 result.spreads.append(int(np.ptp(versions)))
                 result.ages += (step + 1 - versions).tolist()
-        assert finished.metrics("rollout")[step]["async/staleness_max"] == max(result.ages[ages:])
         for difference, is_later in differences_by_version(models, groups):
             result.differences.append(difference)
             result.later.append(is_later)
