@@ -165,7 +165,7 @@ class GroupFlow:
         or before, the rollouts from the next to d hold (d - t) batches.
         """
         bound, batch = self._limits.max_staleness, self._limits.batch
-        # Who chooses leaves others behind, which are dropped when they are late: waiting for some would keep none of it.
+        # Who chooses leaves others behind, which are dropped when they are late: waiting would not keep them.
         if bound is None or self._limits.stale_policy != "wait" or self._choose is not None:
             return False
         taken_now = set(taken)
