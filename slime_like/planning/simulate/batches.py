@@ -38,12 +38,35 @@ def batch_times(tokens: np.ndarray, reward_s: np.ndarray, prompt_tokens: float, 
     """
     num_engines = min(pace.num_engines, len(tokens))
     depth = -(-len(tokens) // num_engines)
-    queue = np.full(depth * num_engines, np.nan)
-    rewards = np.zeros_like(queue)
-    queue[: len(tokens)], rewards[: len(tokens)] = tokens, reward_s
-    queue, rewards = queue.reshape(depth, num_engines).T, rewards.reshape(depth, num_engines).T
+    queue, rewards = (
+        np.pad(numbers, (0, depth * num_engines - len(tokens)), constant_values=np.nan).reshape(depth, num_engines).T
+        for numbers in (tokens, reward_s)
+    )
+    stall = prompt_tokens * pace.prefill_s
+    if depth <= pace.slots:
+        return _all_at_once(queue, rewards, stall, pace)
+    return _in_turn(queue, rewards, stall, pace)
+
+
+def _all_at_once(queue: np.ndarray, rewards: np.ndarray, stall: float, pace: EnginePace) -> BatchTimes:
+    """Every request has a slot: in the order of their lengths, all but those that have ended share each stretch."""
+    order = np.argsort(queue, axis=1)  # what is not there comes last
+    lengths = np.take_along_axis(queue, order, axis=1)
+    counts = np.isfinite(queue).sum(axis=1, keepdims=True)
+    left = counts - np.arange(queue.shape[1])
+    steps = np.diff(np.where(left > 0, lengths, 0.0), axis=1, prepend=0.0)
+    steps = np.where(left > 0, steps * (pace.base_s + pace.per_request_s * left), 0.0)
+    times = counts * stall + np.cumsum(steps, axis=1)
+    request_s = float((np.where(left > 0, times, 0.0)).sum())
+    last = float(np.max(np.where(left > 0, times + np.take_along_axis(rewards, order, axis=1), 0.0)))
+    return BatchTimes(last, float(times[:, -1].sum()), request_s)
+
+
+def _in_turn(queue: np.ndarray, rewards: np.ndarray, stall: float, pace: EnginePace) -> BatchTimes:
+    """Requests wait for slots: the next end of every engine, as often as the longest queue is long."""
+    num_engines, depth = queue.shape
     counts = np.isfinite(queue).sum(axis=1)
-    slots, rows, stall = min(pace.slots, depth), np.arange(num_engines), prompt_tokens * pace.prefill_s
+    slots, rows = min(pace.slots, depth), np.arange(num_engines)
     ends = np.where(np.isfinite(queue[:, :slots]), queue[:, :slots], np.inf)  # by the engine's clock of tokens
     delay = np.where(np.isfinite(queue[:, :slots]), rewards[:, :slots], 0.0)
     running = np.minimum(counts, slots)

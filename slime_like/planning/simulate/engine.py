@@ -93,6 +93,7 @@ class SimulatedEngine:
         self.advance(now)
         self._stall_left = max(0.0, self._stalled_until - now)
         self.paused = True
+        self.stamp += 1
 
     def resume(self, now: float, *, again_tokens: float = 0.0) -> None:
         """Go on; again_tokens are prefilled before."""

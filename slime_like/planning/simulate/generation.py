@@ -212,7 +212,7 @@ class Generation:
             self._group_done(group)
 
     def _take_out(self, engine: SimulatedEngine) -> None:
-        """Everything leaves the engine with the tokens that it has, and is sent again, to any engine, when it may be."""
+        """Everything leaves the engine with the tokens that it has; it is sent again, to any engine, when it may be."""
         for request, lacks, has_run in engine.take_all(self._events.now):
             done = request.lacks - lacks
             self.decoded_tokens += done

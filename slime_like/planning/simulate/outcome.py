@@ -29,7 +29,7 @@ class Outcome:
     again_tokens: float  # prefilled once more because weights changed or answers were taken out
     staleness_mean: float
     staleness_max: int
-    ready_mean: float  # groups that waited when a batch was taken, the batch included
+    ready_mean: float | None  # groups that waited when a batch was taken, itself included; None: not computed
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)  # reason -> groups
     requeued: int = 0
     scaled_by: int = 1  # engines and batch were simulated that many times smaller

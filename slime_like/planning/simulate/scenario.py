@@ -133,11 +133,41 @@ class Scenario:
         per_token = self.trainer.per_token_s * self.trainer.num_gpus / num_gpus
         return self.with_trainer(num_gpus=num_gpus, per_token_s=per_token)
 
+    def to_dict(self) -> dict:
+        """As JSON can hold it; `from_dict` reads it."""
+        return dataclasses.asdict(self, dict_factory=_without_infinity)
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> Scenario:
+        """The scenario of `to_dict`. Raises ConfigError for fields that there are not."""
+        groups = {"work": Workload, "engines": EnginePace, "trainer": TrainerPace, "rules": AsyncRules}
+        read: dict = {}
+        try:
+            for name, value in fields.items():
+                read[name] = groups[name](**_with_spreads(value)) if name in groups else value
+            return cls(**read)
+        except TypeError as error:
+            raise ConfigError([f"no scenario of this version: {error}"]) from None
+
     def check(self) -> None:
         """Raises ConfigError with everything that is impossible."""
         problems = [*_number_problems(self), *_rule_problems(self)]
         if problems:
             raise ConfigError(problems)
+
+
+def _without_infinity(pairs: list[tuple[str, object]]) -> dict:
+    return {name: None if value == math.inf else value for name, value in pairs}
+
+
+def _with_spreads(fields: dict) -> dict:
+    """A group's fields; a distribution is an object with its kind."""
+    return {
+        name: Spread(value["kind"], tuple(value["values"]), math.inf if value["limit"] is None else value["limit"])
+        if isinstance(value, dict)
+        else value
+        for name, value in fields.items()
+    }
 
 
 def _number_problems(scenario: Scenario) -> list[str]:

@@ -7,10 +7,13 @@ import dataclasses
 from slime_like.planning.simulate.batches import can_do, simulate_batches
 from slime_like.planning.simulate.flow import Flow
 from slime_like.planning.simulate.outcome import Outcome
-from slime_like.planning.simulate.scenario import FULL, Scenario
+from slime_like.planning.simulate.pipeline import can_do_full, simulate_full
+from slime_like.planning.simulate.scenario import Scenario
 
-#: Samples above which a run is not simulated one event at a time: about 25 us of processor each.
-EXACT_SAMPLES = 40_000
+#: Samples above which a run is not simulated one event at a time: 25 to 50 us of processor each.
+EXACT_SAMPLES = 10_000
+#: Samples of a train step, at most, where whole batches are computed as arrays.
+ARRAY_SAMPLES = 200_000
 #: Engines, and groups of a batch, that a smaller copy keeps at least.
 _LEAST = 16
 
@@ -18,31 +21,38 @@ _LEAST = 16
 def simulate(scenario: Scenario, *, exact_samples: int = EXACT_SAMPLES) -> Outcome:
     """Simulate as much as is needed.
 
-    Large runs: off and one-step as arrays, which changes nothing; the rest by a copy with engines, batch and workers
-    divided by one number (Outcome.scaled_by), in which every engine has the same work as before. What such a copy
-    loses is the slowest of many, where somebody waits for it.
-    Raises ConfigError for impossible numbers.
+    Large runs go as arrays where that changes nothing (batches.py, pipeline.py), fewer steps of them the more samples a
+    step has. What is larger still, or has other rules, is simulated as a smaller copy: engines, batch and workers
+    divided by one number (Outcome.scaled_by), so that every engine has the same work as before. What such a copy loses
+    is the slowest of many, where somebody waits for it. Raises ConfigError for impossible numbers.
     """
     scenario.check()
-    num_samples = (scenario.settled_after + scenario.steps) * scenario.samples_a_step
-    if num_samples <= exact_samples and scenario.engines.num_engines <= exact_samples // 10:
+    size, engines = scenario.samples_a_step, scenario.engines.num_engines
+    total = (scenario.settled_after + scenario.steps) * size
+    if total <= exact_samples and engines <= exact_samples // 4:
         return Flow(scenario).run()
-    if can_do(scenario):
-        return simulate_batches(scenario)
-    factor = min(-(-num_samples // exact_samples), scenario.engines.num_engines // _LEAST, scenario.work.batch // _LEAST)
+    arrays = simulate_batches if can_do(scenario) else simulate_full if can_do_full(scenario) else None
+    most = exact_samples if arrays is None else ARRAY_SAMPLES
+    if arrays is not None:
+        steps = min(scenario.steps, max(2, ARRAY_SAMPLES // size))
+        scenario = dataclasses.replace(scenario, steps=steps, warm_up=min(scenario.warm_up, steps))
+    factor = min(-(-(total if arrays is None else size) // most), engines // _LEAST, scenario.work.batch // _LEAST)
     if factor <= 1:
-        return Flow(scenario).run()
-    outcome = Flow(smaller(scenario, factor)).run()
+        return Flow(scenario).run() if arrays is None else arrays(scenario)
+    copy = smaller(scenario, factor)
+    outcome = Flow(copy).run() if arrays is None else arrays(copy)
     return dataclasses.replace(
         outcome,
         scaled_by=factor,
-        **{
-            name: getattr(outcome, name) * factor
-            for name in ("trained_samples", "trained_tokens", "decoded_tokens", "lost_tokens", "again_tokens",
-                         "ready_mean", "requeued")
-        },
+        trained_samples=outcome.trained_samples * factor,
+        trained_tokens=outcome.trained_tokens * factor,
+        decoded_tokens=outcome.decoded_tokens * factor,
+        lost_tokens=outcome.lost_tokens * factor,
+        again_tokens=outcome.again_tokens * factor,
+        ready_mean=None if outcome.ready_mean is None else outcome.ready_mean * factor,
+        requeued=outcome.requeued * factor,
         dropped={reason: count * factor for reason, count in outcome.dropped.items()},
-    )  # fmt: skip
+    )
 
 
 def smaller(scenario: Scenario, factor: int) -> Scenario:
@@ -62,10 +72,3 @@ def smaller(scenario: Scenario, factor: int) -> Scenario:
         .with_trainer(per_token_s=trainer.per_token_s * scenario.work.batch / batch)
         .with_rules(num_workers=workers, over_sampling=over)
     )
-
-
-def modes_of(scenario: Scenario) -> dict[str, Scenario]:
-    """The scenario in every mode; what only one mode has is left out of the others."""
-    off = scenario.with_rules(mode="off")
-    plain = dataclasses.replace(scenario, colocated=False).with_rules(over_sampling=None, partial=False)
-    return {"off": off, "one-step": plain.with_rules(mode="one-step"), FULL: plain.with_rules(mode=FULL)}

@@ -34,12 +34,9 @@ class Spread:
     @classmethod
     def parse(cls, text: str, name: str = "value") -> Spread:
         """`600`, `16-64` or `600~1800` (mean ~ 95th percentile). Raises UserError for anything else."""
-        for mark, kind in (("~", "lognormal"), ("-", "uniform"), ("", "constant")):
-            if mark in text:
-                parts = text.split(mark) if mark else [text]
-                break
+        mark, kind = ("~", "lognormal") if "~" in text else ("-", "uniform") if "-" in text else ("", "constant")
         try:
-            numbers = tuple(float(part) for part in parts)
+            numbers = tuple(float(part) for part in (text.split(mark) if mark else [text]))
         except ValueError:
             numbers = ()
         if len(numbers) != (1 if kind == "constant" else 2) or not all(0 <= x < math.inf for x in numbers):
@@ -96,7 +93,7 @@ class Spread:
         if self.kind == "constant":
             numbers = np.full(shape, self.values[0])
         elif self.kind == "uniform":
-            numbers = generator.uniform(*self.values, size=shape)
+            numbers = generator.uniform(self.values[0], self.values[1], size=shape)
         elif self.kind == "lognormal":
             sigma = self._sigma()
             assert sigma is not None, "parse refuses it"
