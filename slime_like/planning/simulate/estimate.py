@@ -30,7 +30,7 @@ PROMPT_TOKENS = 512
 #: Mean and 95th percentile of an answer, as shares of the longest that is allowed.
 ANSWER_MEAN, ANSWER_P95 = 0.25, 0.7
 #: Samples up to which the verdict simulates one event at a time: --plan answers at once.
-_EXACT_SAMPLES = 4000
+_EXACT_SAMPLES = 500
 
 
 def active_parameters(model: ModelConfig) -> float:

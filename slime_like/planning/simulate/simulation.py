@@ -8,7 +8,7 @@ from slime_like.planning.simulate.batches import can_do, simulate_batches
 from slime_like.planning.simulate.flow import Flow
 from slime_like.planning.simulate.outcome import Outcome
 from slime_like.planning.simulate.pipeline import can_do_full, simulate_full
-from slime_like.planning.simulate.scenario import Scenario
+from slime_like.planning.simulate.scenario import FULL, Scenario
 
 #: Samples above which a run is not simulated one event at a time: 25 to 50 us of processor each.
 EXACT_SAMPLES = 10_000
@@ -27,6 +27,7 @@ def simulate(scenario: Scenario, *, exact_samples: int = EXACT_SAMPLES) -> Outco
     is the slowest of many, where somebody waits for it. Raises ConfigError for impossible numbers.
     """
     scenario.check()
+    scenario = _in_whole_rounds(scenario, scenario.steps)
     size, engines = scenario.samples_a_step, scenario.engines.num_engines
     total = (scenario.settled_after + scenario.steps) * size
     if total <= exact_samples and engines <= exact_samples // 4:
@@ -34,8 +35,8 @@ def simulate(scenario: Scenario, *, exact_samples: int = EXACT_SAMPLES) -> Outco
     arrays = simulate_batches if can_do(scenario) else simulate_full if can_do_full(scenario) else None
     most = exact_samples if arrays is None else ARRAY_SAMPLES
     if arrays is not None:
-        steps = min(scenario.steps, max(2, ARRAY_SAMPLES // size))
-        scenario = dataclasses.replace(scenario, steps=steps, warm_up=min(scenario.warm_up, steps))
+        steps = min(scenario.steps, max(4, ARRAY_SAMPLES // size))
+        scenario = _in_whole_rounds(dataclasses.replace(scenario, warm_up=min(scenario.warm_up, steps)), steps)
     factor = min(-(-(total if arrays is None else size) // most), engines // _LEAST, scenario.work.batch // _LEAST)
     if factor <= 1:
         return Flow(scenario).run() if arrays is None else arrays(scenario)
@@ -53,6 +54,12 @@ def simulate(scenario: Scenario, *, exact_samples: int = EXACT_SAMPLES) -> Outco
         requeued=outcome.requeued * factor,
         dropped={reason: count * factor for reason, count in outcome.dropped.items()},
     )
+
+
+def _in_whole_rounds(scenario: Scenario, steps: int) -> Scenario:
+    """With at least so many steps. In mode full the batches in flight come around in turns, and not all are alike."""
+    turns = scenario.rules.max_staleness + 1 if scenario.rules.mode == FULL else 1
+    return dataclasses.replace(scenario, steps=-(-steps // turns) * turns)
 
 
 def smaller(scenario: Scenario, factor: int) -> Scenario:
