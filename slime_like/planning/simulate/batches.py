@@ -109,15 +109,15 @@ def simulate_batches(scenario: Scenario) -> Outcome:
     for step in range(skipped, skipped + scenario.steps):
         is_synced = step > 0 and step % rules.sync_interval == 0
         sync_s = draws.sync_s(step // rules.sync_interval - 1) if is_synced else 0.0
-        made = step + 1 if ahead else step
+        generated_batch = step + 1 if ahead else step
         if not ahead:
             wall += sync_s + times[step].seconds + train_s[step]
         else:
             # Of the batch that is trained here, what was left when the train step before it ended.
             left = max(0.0, times[step].seconds - (train_s[step - 1] if step else 0.0))
             wall += left + sync_s + train_s[step]
-        busy += times[made].busy_s
-        request_s += times[made].request_s
+        busy += times[generated_batch].busy_s
+        request_s += times[generated_batch].request_s
         training, syncing = training + train_s[step], syncing + sync_s
     generated = sum(part[0] for part in tokens[skipped:-1])
     num_engines, lag = scenario.engines.num_engines, _lag(scenario)

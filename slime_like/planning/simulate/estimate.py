@@ -29,8 +29,8 @@ LEAST_DECODE_S = 0.005
 PROMPT_TOKENS = 512
 #: Mean and 95th percentile of an answer, as shares of the longest that is allowed.
 ANSWER_MEAN, ANSWER_P95 = 0.25, 0.7
-#: Samples up to which the verdict simulates one event at a time: --plan answers at once.
-_EXACT_SAMPLES = 500
+#: The verdict simulates whole batches as arrays, never one event at a time: --plan answers at once.
+_EXACT_SAMPLES = 1
 
 
 def active_parameters(model: ModelConfig) -> float:
@@ -67,6 +67,7 @@ def estimate(config: RunConfig, plan: PlacementPlan, sync: SyncPlan | None) -> S
         ),
         engines=EnginePace(
             num_engines=len(plan.engines),
+            slots=2 * rollout.rollout_batch_size * rollout.n_samples_per_prompt,  # all: what a cache holds is not known
             base_s=max(reading, LEAST_DECODE_S),
             per_request_s=2 * active / (CARD_FLOPS * gpus_per_engine * PREFILL_SHARE),
             prefill_s=2 * active / (CARD_FLOPS * gpus_per_engine * PREFILL_SHARE),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from slime_like.errors import RunError
 from slime_like.planning.simulate.draws import Draws
-from slime_like.planning.simulate.generation import EventQueue, Generation, SimulatedGroup
+from slime_like.planning.simulate.generation import EventQueue, SimulatedGeneration, SimulatedGroup
 from slime_like.planning.simulate.outcome import Outcome
 from slime_like.planning.simulate.scenario import ABORT, BY_FINISH, DROP, FULL, ONE_STEP, REQUEUE, TRAIN, Scenario
 from slime_like.planning.simulate.trainer import SimulatedTrainer
@@ -73,7 +73,7 @@ class Flow:
         self.scenario, self._watch = scenario, watch
         self._rules, self._batch = scenario.rules, scenario.work.batch
         self._draws, self.events = Draws(scenario), EventQueue()
-        self.generation = Generation(scenario, self._draws, self.events, self._group_done)
+        self.generation = SimulatedGeneration(scenario, self._draws, self.events, self._group_done)
         by_finish = self._rules.order == BY_FINISH or self._rules.over_sampling is not None
         self._line: collections.deque[SimulatedGroup] | None = None if by_finish else collections.deque()
         self.running: dict[int, SimulatedGroup] = {}  # by prompt

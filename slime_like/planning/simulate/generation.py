@@ -62,7 +62,7 @@ class _Request:
         self.turn_tokens = self.lacks = group.draw.tokens[index] / group.draw.turns[index]
 
 
-class Generation:
+class SimulatedGeneration:
     """All engines and what runs on them.
 
     group_done: called with a group whose last sample has its reward. Counts, over everything so far: `decoded_tokens`,

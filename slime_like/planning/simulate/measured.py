@@ -121,7 +121,8 @@ def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = ()) -> Scen
         generate = latency + base x longest answer + per request x tokens of an engine
         train    = fixed + per token x tokens
     What one decode step of a batch costs follows from the first, since the sum over decode steps of (base + per request
-    x running) is that. The fit is then scaled so that a simulated rollout takes this run's mean seconds.
+    x running) is that. Of several engines only the longest answer and the mean load are known: their fit is scaled so
+    that a simulated rollout takes this run's mean seconds.
     """
     runs = (run, *others)
     rows, seconds, train_rows, train_seconds = [], [], [], []
@@ -130,10 +131,10 @@ def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = ()) -> Scen
         seconds.append(step.generate_s)
         train_rows.append((1.0, step.train_tokens * run.trainer_gpus / owner.trainer_gpus))
         train_seconds.append(step.train_s)
-    latency, base, per_request = not_negative(np.array(rows), np.array(seconds))
-    fixed, per_token = not_negative(np.array(train_rows), np.array(train_seconds))
+    latency, base, per_request = fit(np.array(rows), np.array(seconds))
+    fixed, per_token = fit(np.array(train_rows), np.array(train_seconds))
     if base + per_request <= 0:  # nothing depends on tokens: too little varies
-        base, latency = latency / max(1.0, float(np.mean([row[1] for row in rows]))), 0.0
+        base, latency = max(latency, 1e-9) / max(1.0, float(np.mean([row[1] for row in rows]))), 0.0
     slots = run.config["engine"]["sglang_server_concurrency"]
     prompt = np.mean([step.train_tokens - step.response_tokens for step in run.steps]) / (run.batch * run.group_size)
     scenario = Scenario(
@@ -160,15 +161,37 @@ def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = ()) -> Scen
         colocated=run.colocated,
         steps=20,
     )  # fmt: skip
+    if run.num_engines == 1:
+        return scenario
     return _as_fast_as(scenario, float(np.mean([step.generate_s for step in run.steps])))
+
+
+def fit(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
+    """Factors [K] of the columns, as `not_negative`, to the steps that are like the others.
+
+    A step in which the host did something else besides lies far off: it is left out where it is more than 4 times the
+    median distance away from the fit. What is left out of at most a third of the steps is not made up for.
+    """
+    kept = np.ones(len(seconds), dtype=bool)
+    for _ in range(4):
+        factors = not_negative(rows[kept], seconds[kept])
+        distance = np.abs(rows @ np.array(factors) - seconds)
+        near = distance <= 4 * np.median(distance) + 0.02 * seconds
+        if (near == kept).all() or near.sum() < 2 * len(seconds) / 3:
+            break
+        kept = near
+    return factors
 
 
 def not_negative(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
     """Factors [K], none below 0, with the least squared error: the best of the fits by every subset of columns.
 
-    rows: [N, K], seconds: [N]. Of fits that are as good, to a thousandth, the one of fewest columns.
+    rows: [N, K], seconds: [N]. A column more must be worth it (Bayesian information criterion, Schwarz 1978): with few
+    noisy steps lengths and batches, which go together, would else share what only one of them costs.
     """
-    num_columns, best, least = rows.shape[1], (0.0,) * rows.shape[1], math.inf
+    count, num_columns = rows.shape
+    best, least = (0.0,) * num_columns, math.inf
+    floor = 1e-12 * float(np.sum(seconds**2)) + 1e-300  # of an exact fit
     for size in range(1, num_columns + 1):
         for chosen in itertools.combinations(range(num_columns), size):
             columns = list(chosen)
@@ -179,8 +202,9 @@ def not_negative(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
             if rank < size or (factors < 0).any():
                 continue
             error = float(np.sum((rows[:, columns] / scale @ factors - seconds) ** 2))
-            if error < least * 0.999 - 1e-15:
-                least, full = error, np.zeros(num_columns)
+            criterion = count * math.log(max(error, floor) / count) + size * math.log(count)
+            if criterion < least:
+                least, full = criterion, np.zeros(num_columns)
                 full[columns] = factors / scale
                 best = tuple(full.tolist())
     return best
@@ -189,6 +213,7 @@ def not_negative(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
 def _as_fast_as(scenario: Scenario, generate_s: float) -> Scenario:
     """With the engines scaled so that a batch is generated in this time on the average."""
     alone = dataclasses.replace(scenario, trainer=TrainerPace(num_gpus=scenario.trainer.num_gpus), colocated=False)
+    alone = dataclasses.replace(alone, steps=60)
     alone, latency = alone.with_rules(mode=OFF, contention=0.0), scenario.work.reward_s.mean
     decode_s = simulate(alone).step_s - latency
     ratio = (generate_s - latency) / decode_s if generate_s > latency else generate_s / (decode_s + latency)

@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.planning.simulate.draws import Draws
 from slime_like.planning.simulate.flow import Flow
-from slime_like.planning.simulate.generation import EventQueue, Generation
+from slime_like.planning.simulate.generation import EventQueue, SimulatedGeneration
 from slime_like.planning.simulate.scenario import (
     MODES,
     ORDERS,
@@ -247,7 +247,7 @@ def test_the_environment_delays_but_takes_no_slot():
 
 def test_generation_sends_to_the_least_loaded():
     scenario = constant(1.0, 0.0, 0.0).with_engines(num_engines=3).with_work(group_size=1)
-    generation = Generation(scenario, Draws(scenario), EventQueue(), lambda group: None)
+    generation = SimulatedGeneration(scenario, Draws(scenario), EventQueue(), lambda group: None)
     for prompt in range(7):
         generation.begin(prompt, prompt)
     assert [engine.num_requests for engine in generation.engines] == [3, 2, 2]
