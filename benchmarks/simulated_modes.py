@@ -67,7 +67,7 @@ def predict(run: MeasuredRun, calibration: Sequence[MeasuredRun]) -> Line:
         scenario, checked, name = scenario_of(run.part(0, half)), run.part(half), "its first half"
     outcome = simulate(dataclasses.replace(scenario, steps=STEPS))
     return Line(
-        run=Path(run.path).name, mode=run.mode, calibrated_on=name, steps=len(checked.steps),
+        run="/".join(Path(run.path).parts[-2:]), mode=run.mode, calibrated_on=name, steps=len(checked.steps),
         measured_s=checked.step_s, predicted_s=outcome.step_s,
         staleness_measured=run.staleness_mean, staleness_predicted=outcome.staleness_mean,
     )  # fmt: skip
