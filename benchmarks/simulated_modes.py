@@ -55,13 +55,8 @@ class Line:
 def predict(run: MeasuredRun, calibration: Sequence[MeasuredRun]) -> Line:
     """The line of a run; calibration: other runs, or none for its own first half."""
     if calibration:
-        paced, asked = scenario_of(calibration[0], others=calibration[1:]), scenario_of(run)
-        asked_work = dataclasses.replace(asked.work, reward_s=paced.work.reward_s)
-        engines = dataclasses.replace(paced.engines, num_engines=run.num_engines, slots=asked.engines.slots)
-        scenario = dataclasses.replace(asked, work=asked_work, engines=engines, trainer=paced.trainer)
-        scenario, checked, name = scenario.with_trainer_gpus(run.trainer_gpus), run, ", ".join(
-            Path(other.path).name for other in calibration
-        )  # fmt: skip
+        scenario = scenario_of(run, others=calibration, own_pace=False)
+        checked, name = run, ", ".join(Path(other.path).name for other in calibration)
     else:
         half = len(run.steps) // 2
         scenario, checked, name = scenario_of(run.part(0, half)), run.part(half), "its first half"

@@ -10,7 +10,18 @@ from slime_like.errors import RunError
 from slime_like.planning.simulate.draws import Draws
 from slime_like.planning.simulate.generation import EventQueue, SimulatedGeneration, SimulatedGroup
 from slime_like.planning.simulate.outcome import Outcome
-from slime_like.planning.simulate.scenario import ABORT, BY_FINISH, DROP, FULL, ONE_STEP, REQUEUE, TRAIN, Scenario
+from slime_like.planning.simulate.scenario import (
+    ABORT,
+    BY_AGE,
+    BY_PROMPT,
+    DROP,
+    FULL,
+    ONE_STEP,
+    REQUEUE,
+    TRAIN,
+    WAIT,
+    Scenario,
+)
 from slime_like.planning.simulate.trainer import SimulatedTrainer
 
 #: Why a group is not trained on.
@@ -74,8 +85,8 @@ class Flow:
         self._rules, self._batch = scenario.rules, scenario.work.batch
         self._draws, self.events = Draws(scenario), EventQueue()
         self.generation = SimulatedGeneration(scenario, self._draws, self.events, self._group_done)
-        by_finish = self._rules.order == BY_FINISH or self._rules.over_sampling is not None
-        self._line: collections.deque[SimulatedGroup] | None = None if by_finish else collections.deque()
+        in_line = self._rules.order == BY_PROMPT and self._rules.over_sampling is None
+        self._line: collections.deque[SimulatedGroup] | None = collections.deque() if in_line else None
         self.running: dict[int, SimulatedGroup] = {}  # by prompt
         self.ready: list[SimulatedGroup] = []  # in the order in which they are trained on
         self._done_early: dict[int, SimulatedGroup] = {}  # done, but a prompt before them is not
@@ -140,13 +151,26 @@ class Flow:
     def _may_train(self) -> bool:
         if self._rules.mode == FULL:
             self._judge_age()
-        elif self._rules.over_sampling is None and self.running:
+            return len(self.ready) >= self._batch and not self._leaves_too_much()
+        if self._rules.over_sampling is None and self.running:
             return False
         return len(self.ready) >= self._batch
 
+    def _leaves_too_much(self) -> bool:
+        """Whether, with the oldest trained on now, some group could not be in time: of those that are due in step d or
+        before, the steps from the next to d hold (d - now) batches.
+        """
+        if self._rules.stale_policy != WAIT or self._line is not None:
+            return False
+        step, bound = self.num_trained, self._rules.max_staleness
+        self.ready.sort(key=lambda group: (group.version, group.prompt))
+        left = [*self.ready[self._batch :], *self.running.values()]
+        due = sorted(group.version + bound for group in left)
+        return any(number > (last - step) * self._batch for number, last in enumerate(due, 1))
+
     def _judge_age(self) -> None:
         """What is too old for the next train step is dropped, made anew, or left."""
-        if self._rules.stale_policy == TRAIN or self._num_judged == len(self.ready):
+        if self._rules.stale_policy in (TRAIN, WAIT) or self._num_judged == len(self.ready):
             return
         oldest = self.num_trained - self._rules.max_staleness
         young, unjudged = self.ready[: self._num_judged], self.ready[self._num_judged :]
@@ -210,6 +234,8 @@ class Flow:
                 self.ready.append(self._done_early.pop(first.prompt))
 
     def _begin_training(self) -> None:
+        if self._rules.order == BY_AGE and self._rules.mode == FULL:
+            self.ready.sort(key=lambda group: (group.version, group.prompt))
         batch, self.ready = self.ready[: self._batch], self.ready[self._batch :]
         work, pace = self.scenario.work, self.scenario.trainer
         num_turns = sum(sum(group.draw.turns) - len(group.draw.turns) for group in batch)

@@ -13,7 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from slime_like.errors import DataError
-from slime_like.planning.simulate.scenario import FULL, OFF, AsyncRules, EnginePace, Scenario, TrainerPace, Workload
+from slime_like.planning.simulate.scenario import (
+    ABORT,
+    FULL,
+    KEEP,
+    OFF,
+    RETRACT,
+    WAIT,
+    AsyncRules,
+    EnginePace,
+    Scenario,
+    TrainerPace,
+    Workload,
+)
 from slime_like.planning.simulate.simulation import simulate
 from slime_like.planning.simulate.spread import Spread
 from slime_like.utils.files import RunDirectory, read_json_lines
@@ -97,7 +109,7 @@ def read_run(path: str, *, skip: int = 1) -> MeasuredRun:
     return MeasuredRun(
         path=str(path),
         config=config,
-        mode=config["rollout"].get("async_mode", OFF),
+        mode=_flags(config).get("async_mode", OFF),
         num_engines=max(1, len(engines)),
         gpus_per_engine=max(1, len(engines[0]["bundles"])) if engines else 1,
         trainer_gpus=roles["actor"]["num_gpus"] if "actor" in roles else 1,
@@ -113,8 +125,8 @@ def read_run(path: str, *, skip: int = 1) -> MeasuredRun:
     )  # fmt: skip
 
 
-def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = ()) -> Scenario:
-    """The scenario that gives this run's steps.
+def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = (), own_pace: bool = True) -> Scenario:
+    """The scenario that gives this run's steps. own_pace: its own seconds say how fast engines and trainer are.
 
     Seconds of generating and training are fitted over the steps of this run and of `others`, which ran the same model
     on the same host with other batches or lengths. Fewest squares, nothing negative:
@@ -124,7 +136,13 @@ def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = ()) -> Scen
     x running) is that. Of several engines only the longest answer and the mean load are known: their fit is scaled so
     that a simulated rollout takes this run's mean seconds.
     """
-    runs = (run, *others)
+    runs = (run, *others) if own_pace else tuple(others)
+    for one in runs:
+        if one.mode != OFF:
+            raise DataError(
+                f"{one.path} ran in --async-mode {one.mode}, where seconds of generating are the trainer's waiting."
+                " Fix: the directory of a run in mode off, and --async-mode's rules as flags."
+            )
     rows, seconds, train_rows, train_seconds = [], [], [], []
     for owner, step in [(each, step) for each in runs for step in each.steps]:
         rows.append((1.0, step.longest_tokens, step.generated_tokens / owner.num_engines))
@@ -153,7 +171,7 @@ def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = ()) -> Scen
         trainer=TrainerPace(
             fixed_s=fixed,
             per_token_s=per_token,
-            overhead_s=max(0.0, float(np.mean([step.overhead_s for step in run.steps]))),
+            overhead_s=max(0.0, float(np.mean([step.overhead_s for one in runs for step in one.steps]))),
             sync_s=Spread("measured", tuple(step.sync_s for step in run.steps)),
             num_gpus=run.trainer_gpus,
         ),
@@ -161,7 +179,7 @@ def scenario_of(run: MeasuredRun, *, others: Sequence[MeasuredRun] = ()) -> Scen
         colocated=run.colocated,
         steps=20,
     )  # fmt: skip
-    if run.num_engines == 1:
+    if run.num_engines == 1 or not own_pace:
         return scenario
     return _as_fast_as(scenario, float(np.mean([step.generate_s for step in run.steps])))
 
@@ -214,7 +232,7 @@ def _as_fast_as(scenario: Scenario, generate_s: float) -> Scenario:
     """With the engines scaled so that a batch is generated in this time on the average."""
     alone = dataclasses.replace(scenario, trainer=TrainerPace(num_gpus=scenario.trainer.num_gpus), colocated=False)
     alone = dataclasses.replace(alone, steps=60)
-    alone, latency = alone.with_rules(mode=OFF, contention=0.0), scenario.work.reward_s.mean
+    alone, latency = alone.with_rules(mode=OFF, over_sampling=None, partial=False), scenario.work.reward_s.mean
     decode_s = simulate(alone).step_s - latency
     ratio = (generate_s - latency) / decode_s if generate_s > latency else generate_s / (decode_s + latency)
     if generate_s <= latency:
@@ -223,18 +241,27 @@ def _as_fast_as(scenario: Scenario, generate_s: float) -> Scenario:
     return scenario.with_engines(base_s=pace.base_s * ratio, per_request_s=pace.per_request_s * ratio)
 
 
+def _flags(config: Mapping) -> dict:
+    """A run's own words on its mode."""
+    return {**config.get("rollout", {}), **config.get("sync", {}), **config.get("asynchrony", {})}
+
+
 def _rules(run: MeasuredRun) -> AsyncRules:
     """Of the run's own flags, as far as it has them."""
-    flags = {**run.config.get("rollout", {}), **run.config.get("sync", {}), **run.config.get("async", {})}
-    pause = flags.get("update_weight_pause_mode")
+    flags = _flags(run.config)
+    pause = {"retract": RETRACT, "in_place": KEEP, "abort": ABORT}
+    is_full, bound = run.mode == FULL, flags.get("max_staleness")
+    partial = bool(flags.get("partial_rollout")) and not is_full
+    slots = run.config["engine"]["sglang_server_concurrency"]
     return AsyncRules(
         mode=run.mode,
-        max_staleness=int(flags.get("max_staleness") or 1),
-        stale_policy=flags.get("stale_policy") or "drop",
+        max_staleness=1 if bound is None else int(bound),
+        stale_policy=flags.get("stale_policy") or WAIT,
         sync_interval=int(flags.get("update_weights_interval") or 1),
-        pause_mode={"retract": "retract", "in_place": "keep", "keep": "keep"}.get(pause, "abort")
-        if run.mode == FULL and pause
-        else "retract",
+        pause_mode=pause.get(flags.get("update_weight_pause_mode") or "retract", RETRACT),
+        num_workers=max(1, slots * run.num_engines // run.group_size) if is_full else None,
+        over_sampling=int(flags.get("over_sampling_batch_size") or run.batch) if partial else None,
+        partial=partial,
     )
 
 

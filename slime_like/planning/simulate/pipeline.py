@@ -1,8 +1,10 @@
 """Mode full for thousands of engines at once, where the capacity rule begins whole batches: the same as `flow`.
 
 With groups in the prompts' order, as many workers as capacity lets and nothing dropped, the rule gives room for exactly
-one batch at each sync. So engines influence each other only there, and between two syncs all of them are computed side
-by side as arrays. tests/unit holds the result against the events of `flow`.
+one batch at each sync. By age, since each batch is due in its own step, it comes to the same after the first ones,
+which begin together and of which what is done first is trained on first. So engines influence each other only at a
+sync, and between two of them all are computed side by side as arrays. tests/unit holds the result against the events of
+`flow`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import numpy as np
 
 from slime_like.planning.simulate.draws import Draws
 from slime_like.planning.simulate.outcome import Outcome
-from slime_like.planning.simulate.scenario import ABORT, BY_PROMPT, FULL, RETRACT, EnginePace, Scenario
+from slime_like.planning.simulate.scenario import ABORT, BY_AGE, BY_PROMPT, FULL, RETRACT, WAIT, EnginePace, Scenario
 
 
 def can_do_full(scenario: Scenario) -> bool:
@@ -19,7 +21,8 @@ def can_do_full(scenario: Scenario) -> bool:
     work, rules = scenario.work, scenario.rules
     plain = work.turns.is_constant and work.turns.lowest == 1 and not work.filtered_share and not rules.contention
     whole = rules.num_workers is None or rules.num_workers >= (rules.max_staleness + 1) * work.batch
-    if not (plain and whole and rules.mode == FULL and rules.order == BY_PROMPT and rules.sync_interval == 1):
+    in_line = rules.order == BY_PROMPT or (rules.order == BY_AGE and rules.stale_policy == WAIT)
+    if not (plain and whole and rules.mode == FULL and in_line and rules.sync_interval == 1):
         return False
     most = -(-(rules.max_staleness + 1) * scenario.samples_a_step // scenario.engines.num_engines)
     return rules.pause_mode != ABORT and most <= scenario.engines.slots

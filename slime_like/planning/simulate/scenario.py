@@ -10,8 +10,8 @@ from slime_like.planning.simulate.spread import Spread
 
 OFF, ONE_STEP, FULL = MODES = ("off", "one-step", "full")
 RETRACT, KEEP, ABORT = PAUSE_MODES = ("retract", "keep", "abort")
-DROP, REQUEUE, TRAIN = STALE_POLICIES = ("drop", "requeue", "train")
-BY_PROMPT, BY_FINISH = ORDERS = ("prompt", "finish")
+WAIT, DROP, REQUEUE, TRAIN = STALE_POLICIES = ("wait", "drop", "requeue", "train")
+BY_AGE, BY_PROMPT, BY_FINISH = ORDERS = ("age", "prompt", "finish")
 
 _ZERO, _ONE = Spread.constant(0), Spread.constant(1)
 
@@ -66,16 +66,18 @@ class AsyncRules:
     """Who may begin when, and what becomes of what is late.
 
     num_workers: groups that are made at a time, in `full`; None: as many as the capacity rule lets.
-    order: groups are trained in the prompts' order, or as they finish (which prefers short answers).
+    order: of what is done, groups are trained by age (the oldest weights first), strictly in the prompts' order, or as
+    they finish (which prefers short answers).
+    stale_policy: by age, `wait` waits for an older group where what is left could else not all be trained on in time.
     contention: engines and the trainer, while both run, each take 1 + contention times as long: 0 where they share
     nothing, 1 where they share one processor.
     """
 
     mode: str = OFF
     max_staleness: int = 1  # train steps, in `full`
-    stale_policy: str = DROP
+    stale_policy: str = WAIT
     num_workers: int | None = None
-    order: str = BY_PROMPT
+    order: str = BY_AGE
     pause_mode: str = RETRACT
     sync_interval: int = 1  # train steps between two syncs
     over_sampling: int | None = None  # groups begun for a batch, in `off`; the batch is full before all are done
@@ -214,6 +216,8 @@ def _rule_problems(scenario: Scenario) -> list[str]:
             f"--max-staleness {rules.max_staleness} with --sync-interval {rules.sync_interval}: the last batch before"
             f" a sync is {rules.sync_interval - 1} steps old. Fix: --max-staleness {rules.sync_interval - 1}."
         )
+    if rules.order == BY_FINISH and rules.stale_policy == WAIT:
+        problems.append("--order finish waits for nobody. Fix: --stale-policy drop, requeue or train.")
     if rules.over_sampling is not None and rules.over_sampling < scenario.work.batch:
         problems.append(f"--over-sampling {rules.over_sampling} is below --batch {scenario.work.batch}.")
     if rules.over_sampling is not None and rules.mode != OFF:

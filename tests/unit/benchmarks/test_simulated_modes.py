@@ -34,7 +34,7 @@ def test_from_its_first_half_and_from_others(tmp_path):
 def test_an_async_run_is_compared_in_its_own_mode(tmp_path):
     sync, path = read_run(run(tmp_path / "off", 8)), run(tmp_path / "full", 8)
     config = json.loads((tmp_path / "full" / "config.json").read_text())
-    config["rollout"] |= {"async_mode": "one-step"}
+    config["asynchrony"] = {"async_mode": "one-step"}
     (tmp_path / "full" / "config.json").write_text(json.dumps(config))
     line = predict(read_run(path), [sync])
     assert line.mode == "one-step" and line.staleness_predicted == 1 and line.predicted_s < 0.9 * line.measured_s

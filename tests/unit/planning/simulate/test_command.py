@@ -102,7 +102,7 @@ def test_the_timeline_of_a_row_is_that_of_its_mode():
         (["--run-dir=/nowhere"], "no such file"),
         (["--plan=/nowhere"], "/nowhere: No such file"),
         (["--partial-rollout"], "does nothing without --over-sampling"),
-        (["--stale-policy=keep"], "Known: drop, requeue, train"),
+        (["--stale-policy=keep"], "Known: wait, drop, requeue, train"),
         (["--trainer-gpus=0"], "--trainer-gpus 0"),
     ],
 )

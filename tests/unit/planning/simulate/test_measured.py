@@ -101,16 +101,25 @@ def test_lengths_as_logged_or_by_what_the_metrics_say(tmp_path, log):
 
 
 def test_a_mode_that_the_run_was_told(tmp_path, run_dir):
+    write_run(tmp_path / "off", answers(9, 16), generate_s=law, train_s=train_law)
     path = f"{run_dir}/config.json"
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
-    config["rollout"] |= {"async_mode": "full", "max_staleness": 3, "stale_policy": "requeue"}
-    config["sync"] |= {"update_weight_pause_mode": "in_place", "update_weights_interval": 2}
+    config["asynchrony"] = {
+        "async_mode": "full",
+        "max_staleness": 3,
+        "stale_policy": "requeue",
+        "update_weights_interval": 2,
+    }
+    config["sync"] |= {"update_weight_pause_mode": "in_place"}
     with open(path, "w", encoding="utf-8") as file:
         json.dump(config, file)
-    rules = scenario_of(read_run(run_dir)).rules
+    run, off = read_run(run_dir), read_run(str(tmp_path / "off"))
+    with pytest.raises(DataError, match="ran in --async-mode full"):
+        scenario_of(run)
+    rules = scenario_of(run, others=[off], own_pace=False).rules
     assert (rules.mode, rules.max_staleness, rules.stale_policy) == ("full", 3, "requeue")
-    assert (rules.pause_mode, rules.sync_interval) == ("keep", 2)
+    assert (rules.pause_mode, rules.sync_interval, rules.num_workers) == ("keep", 2, 256)
 
 
 def test_what_is_no_run(tmp_path):

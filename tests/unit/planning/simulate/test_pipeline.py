@@ -25,7 +25,8 @@ BASE = Scenario(
 @pytest.mark.parametrize("pause_mode", ["keep", "retract"])
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_the_same_as_event_by_event(staleness: int, pause_mode: str, engines: int, seed: int):
-    scenario = BASE.with_rules(max_staleness=staleness, pause_mode=pause_mode).with_engines(num_engines=engines)
+    scenario = BASE.with_rules(max_staleness=staleness, pause_mode=pause_mode, order="prompt")
+    scenario = scenario.with_engines(num_engines=engines)
     scenario = Scenario(**{**vars(scenario), "seed": seed})
     events, arrays = Flow(scenario).run().to_dict(), simulate_full(scenario).to_dict()
     for name in events.keys() - {"ready_mean", "decoded_tokens"}:
@@ -36,13 +37,22 @@ def test_the_same_as_event_by_event(staleness: int, pause_mode: str, engines: in
     assert arrays["decoded_tokens"] == pytest.approx(events["decoded_tokens"], rel=1e-6)
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_by_age_it_comes_to_the_same(staleness: int):
+    scenario = Scenario(**{**vars(BASE.with_rules(max_staleness=staleness)), "steps": 40})
+    events, arrays = Flow(scenario).run(), simulate_full(scenario)
+    assert arrays.step_s == pytest.approx(events.step_s, rel=0.03)
+    assert arrays.staleness_mean == events.staleness_mean and arrays.staleness_max == events.staleness_max
+
+
 def test_what_arrays_cannot_do_is_left_to_events():
     assert can_do_full(BASE) and can_do_full(BASE.with_rules(num_workers=22))
     for other in (
         BASE.with_rules(mode="off"),
         BASE.with_rules(num_workers=21),
         BASE.with_rules(pause_mode="abort"),
-        BASE.with_rules(order="finish"),
+        BASE.with_rules(order="finish", stale_policy="drop"),
+        BASE.with_rules(order="age", stale_policy="drop"),
         BASE.with_rules(sync_interval=2),
         BASE.with_rules(contention=0.1),
         BASE.with_engines(slots=13),

@@ -16,7 +16,7 @@ BASE = Scenario(
     work=Workload(batch=96, group_size=2, response_tokens=Spread.parse("100~300")),
     engines=EnginePace(num_engines=48, base_s=0.01, per_request_s=0.001),
     trainer=TrainerPace(fixed_s=0.5, per_token_s=1e-5, sync_s=Spread.constant(0.2)),
-    rules=AsyncRules(mode="full", max_staleness=3, num_workers=240, order="finish"),
+    rules=AsyncRules(mode="full", max_staleness=3, num_workers=240, order="finish", stale_policy="train"),
     steps=8,
 )
 
@@ -42,7 +42,7 @@ def test_a_copy_keeps_each_engines_share_and_the_train_step():
 
 def test_ten_thousand_engines_in_every_mode_take_seconds():
     huge = BASE.with_engines(num_engines=10_000).with_work(batch=20_000, group_size=8)
-    huge = huge.with_rules(order="prompt", num_workers=None, max_staleness=1)
+    huge = huge.with_rules(order="age", stale_policy="wait", num_workers=None, max_staleness=1)
     begin = time.process_time()
     outcomes = [simulate(huge.with_rules(mode=mode)) for mode in MODES]
     assert time.process_time() - begin < 6
