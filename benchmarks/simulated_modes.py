@@ -93,6 +93,12 @@ class SleepCase:
     train_token_s: float = 1e-4
     sync_s: float = 0.1
     steps: int = 17
+    mode: str = "off"
+
+    @property
+    def folder(self) -> str:
+        """Its run directory's name."""
+        return self.name if self.mode == "off" else f"{self.name}-{self.mode}"
 
 
 CASES = (
@@ -210,21 +216,29 @@ def _sleep_config(case: SleepCase, folder: Path):
         "hf-checkpoint": model, "prompt-data": str(data), "input-key": "prompt", "label-key": "label",
         "num-rollout": case.steps, "rollout-batch-size": case.batch, "n-samples-per-prompt": 2,
         "rollout-max-response-len": 400, "rm-type": "exact", "log-samples": 1000, "verify-weight-sync-interval": 0,
-        "actor-num-gpus-per-node": 1, "rollout-num-gpus": 1, "run-dir": str(folder / case.name),
+        "actor-num-gpus-per-node": 1, "rollout-num-gpus": 1, "run-dir": str(folder / case.folder),
     }  # fmt: skip
+    if case.mode != "off":
+        flags["async-mode"] = case.mode
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return parse_args([*argv, "--apply-chat-template"]).config
 
 
-def sleep_lines(folder: Path) -> list[Line]:
-    """Every case predicted by its own first half, and from the pace of the others; runs that are there are kept."""
-    paths = [folder / case.name for case in CASES]
-    runs = [
-        read_run(str(path if path.exists() else sleep_run(case, folder)))
-        for case, path in zip(CASES, paths, strict=True)
-    ]
-    others = [[other for other in runs if other is not run] for run in runs]
-    return [predict(run, []) for run in runs] + [predict(*pair) for pair in zip(runs, others, strict=True)]
+def sleep_lines(folder: Path, modes: Sequence[str]) -> list[Line]:
+    """Every case: in mode off predicted by its own first half, and from the pace of the others; in the async modes from
+    the pace of all cases in mode off. Runs that are there are kept.
+    """
+    runs = [_sleep_run_once(case, folder) for case in CASES]
+    lines = [predict(run, []) for run in runs]
+    lines += [predict(run, [other for other in runs if other is not run]) for run in runs]
+    for mode in modes:
+        lines += [predict(_sleep_run_once(dataclasses.replace(case, mode=mode), folder), runs) for case in CASES]
+    return lines
+
+
+def _sleep_run_once(case: SleepCase, folder: Path) -> MeasuredRun:
+    path = folder / case.folder
+    return read_run(str(path if path.exists() else sleep_run(case, folder)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -234,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--from", nargs="+", default=[], dest="calibration", metavar="RUN_DIR", help="See above.")
     parser.add_argument("--skip", type=int, default=1, help="First steps of each run to leave out.")
     parser.add_argument("--sleep", type=Path, metavar="FOLDER", help="Make runs on sleeps here.")
+    parser.add_argument("--modes", nargs="+", default=[], help="With --sleep: async modes to run beside off.")
     parser.add_argument("--output", type=Path, help="Write NAME.json and NAME.md.")
     args = parser.parse_args(argv)
     if not args.runs and args.sleep is None:
@@ -241,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     calibration = [read_run(path, skip=args.skip) for path in args.calibration]
     lines = [predict(read_run(path, skip=args.skip), calibration) for path in args.runs]
     if args.sleep is not None:
-        lines += sleep_lines(args.sleep)
+        lines += sleep_lines(args.sleep, args.modes)
     print(table(lines))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
