@@ -242,6 +242,8 @@ def test_partial_rollouts_lose_nothing_and_beat_waiting_for_the_slowest():
     kept = Flow(base.with_rules(over_sampling=24, partial=True)).run()
     assert dropped.lost_tokens > 0 and dropped.dropped["surplus"] == 8 * 40
     assert kept.lost_tokens == 0 and not kept.dropped and kept.staleness_max >= 1
+    # Everything that was taken out has its tokens so far prefilled again: less than was generated, and not nothing.
+    assert 0 < kept.again_tokens < kept.decoded_tokens and plain.again_tokens == 0
     assert max(kept.step_s, dropped.step_s) < plain.step_s
     assert dropped.mean_length < kept.mean_length
 
