@@ -52,15 +52,17 @@ class Line:
         return self.predicted_s / self.measured_s - 1
 
 
-def predict(run: MeasuredRun, calibration: Sequence[MeasuredRun]) -> Line:
-    """The line of a run; calibration: other runs, or none for its own first half."""
+def predict(run: MeasuredRun, calibration: Sequence[MeasuredRun], *, pause_share: float = 1.0) -> Line:
+    """The line of a run; calibration: other runs, or none for its own first half. pause_share: of a sync, how much of
+    it engines stand in mode full.
+    """
     if calibration:
         scenario = scenario_of(run, others=calibration, own_pace=False)
         checked, name = run, ", ".join(Path(other.path).name for other in calibration)
     else:
         half = len(run.steps) // 2
         scenario, checked, name = scenario_of(run.part(0, half)), run.part(half), "its first half"
-    outcome = simulate(dataclasses.replace(scenario, steps=STEPS))
+    outcome = simulate(dataclasses.replace(scenario, steps=STEPS).with_trainer(pause_share=pause_share))
     return Line(
         run="/".join(Path(run.path).parts[-2:]), mode=run.mode, calibrated_on=name, steps=len(checked.steps),
         measured_s=checked.step_s, predicted_s=outcome.step_s,
@@ -232,7 +234,8 @@ def sleep_lines(folder: Path, modes: Sequence[str]) -> list[Line]:
     lines = [predict(run, []) for run in runs]
     lines += [predict(run, [other for other in runs if other is not run]) for run in runs]
     for mode in modes:
-        lines += [predict(_sleep_run_once(dataclasses.replace(case, mode=mode), folder), runs) for case in CASES]
+        ahead = [_sleep_run_once(dataclasses.replace(case, mode=mode), folder) for case in CASES]
+        lines += [predict(run, runs, pause_share=0.0) for run in ahead]  # a sync stops no answer that sleeps
     return lines
 
 
@@ -249,12 +252,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--skip", type=int, default=1, help="First steps of each run to leave out.")
     parser.add_argument("--sleep", type=Path, metavar="FOLDER", help="Make runs on sleeps here.")
     parser.add_argument("--modes", nargs="+", default=[], help="With --sleep: async modes to run beside off.")
+    parser.add_argument("--pause-share", type=float, default=1.0, help="Of a sync in mode full: engines stand.")
     parser.add_argument("--output", type=Path, help="Write NAME.json and NAME.md.")
     args = parser.parse_args(argv)
     if not args.runs and args.sleep is None:
         parser.error("give run directories, or --sleep FOLDER")
     calibration = [read_run(path, skip=args.skip) for path in args.calibration]
-    lines = [predict(read_run(path, skip=args.skip), calibration) for path in args.runs]
+    lines = [predict(read_run(path, skip=args.skip), calibration, pause_share=args.pause_share) for path in args.runs]
     if args.sleep is not None:
         lines += sleep_lines(args.sleep, args.modes)
     print(table(lines))

@@ -47,6 +47,7 @@ _FIELDS: dict[str, tuple[str, str, type, str]] = {
     "train-per-token": ("trainer", "per_token_s", float, "Seconds that each token adds to it."),
     "overhead": ("trainer", "overhead_s", float, "Seconds of a step in which only the driver works."),
     "sync-seconds": ("trainer", "sync_s", Spread, "Of a weight sync."),
+    "pause-share": ("trainer", "pause_share", float, "Mode full: share of a sync, its end, in which engines stand."),
     "abort-seconds": ("trainer", "abort_s", float, "What a sync takes more with --pause-mode abort."),
     "trainer-gpus": ("trainer", "num_gpus", int, "GPUs of the trainer."),
     "max-staleness": ("rules", "max_staleness", int, "Mode full: train steps that what is trained on may be old."),

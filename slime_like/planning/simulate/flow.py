@@ -48,6 +48,7 @@ class _Counts:
     request_s: float
     training_s: float
     syncing_s: float
+    paused_s: float
     decoded: float
     again: float
     lost: float
@@ -65,6 +66,7 @@ class _Counts:
             request_s=sum(engine.request_s for engine in generation.engines),
             training_s=flow.trainer.busy_s,
             syncing_s=flow.syncing_s,
+            paused_s=flow.paused_s,
             decoded=generation.decoded_tokens,
             again=generation.again_tokens,
             lost=generation.lost_tokens,
@@ -96,7 +98,7 @@ class Flow:
         self._training: list[SimulatedGroup] = []
         self._num_judged = 0  # groups of `ready` that are young enough for the next train step
         self.trainer = SimulatedTrainer(self.events, self._train_ended)
-        self.is_syncing, self._sync_due, self.syncing_s = False, False, 0.0
+        self.is_syncing, self._sync_due, self.syncing_s, self.paused_s = False, False, 0.0, 0.0
         self.steps: list[_TrainStep] = []  # begun or trained
         self._begin = _Counts.of(self)  # where the steps that count begin
 
@@ -190,7 +192,7 @@ class Flow:
     def _room(self) -> int:
         """Groups that may be begun now."""
         rules, num_running, ready = self._rules, len(self.running), len(self.ready) + len(self._done_early)
-        if self.is_syncing:
+        if not self.generation.is_open:
             return 0
         if rules.mode == FULL:
             # The capacity rule. What is trained on counts as accepted; steps count from 1, and are those of the served
@@ -272,11 +274,19 @@ class Flow:
 
     def _begin_sync(self) -> None:
         self.is_syncing = True
-        self.generation.close(keep=True)
         seconds = self._draws.sync_s(self.num_trained // self._rules.sync_interval - 1)
         if self._rules.mode == FULL and self._rules.pause_mode == ABORT:
             seconds += self.scenario.trainer.abort_s
+        share = self.scenario.trainer.pause_share if self._rules.mode == FULL else 1.0
+        self.paused_s += share * seconds
+        if share == 1:
+            self.generation.close(keep=True)
+        else:
+            self.events.at(self.events.now + (1 - share) * seconds, self._pause)
         self.events.at(self.events.now + seconds, self._synced, seconds)
+
+    def _pause(self) -> None:
+        self.generation.close(keep=True)
 
     def _synced(self, seconds: float) -> None:
         self.syncing_s += seconds
@@ -294,7 +304,7 @@ class Flow:
             step_s=wall / len(steps),
             steps=len(steps),
             engines_busy=busy_s / wall / num_engines,
-            engines_sync=syncing,
+            engines_sync=(end.paused_s - begin.paused_s) / wall,
             trainer_busy=(end.training_s - begin.training_s) / wall,
             trainer_sync=syncing,
             running_mean=(end.request_s - begin.request_s) / busy_s if busy_s else 0.0,

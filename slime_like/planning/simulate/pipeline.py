@@ -146,8 +146,9 @@ def simulate_full(scenario: Scenario) -> Outcome:
         if step + 1 == total:
             break
         seconds = draws.sync_s(step)
+        engines.go_on(now + (1 - trainer.pause_share) * seconds)
         running = int(engines.running.sum())
-        done = engines.pause(seconds, again_s=again_s if rules.pause_mode == RETRACT else 0.0)
+        done = engines.pause(trainer.pause_share * seconds, again_s=again_s if rules.pause_mode == RETRACT else 0.0)
         if rules.pause_mode == RETRACT:
             again += done + work.prompt_tokens * running
             engines.stall(work.prompt_tokens * again_s)
@@ -171,7 +172,7 @@ def _outcome(scenario: Scenario, before: tuple[float, ...], after: tuple[float, 
         step_s=wall / steps,
         steps=steps,
         engines_busy=busy / wall / scenario.engines.num_engines,
-        engines_sync=syncing / wall,
+        engines_sync=scenario.trainer.pause_share * syncing / wall,
         trainer_busy=training / wall,
         trainer_sync=syncing / wall,
         running_mean=request_s / busy if busy else 0.0,

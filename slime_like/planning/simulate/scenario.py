@@ -57,6 +57,7 @@ class TrainerPace:
     per_token_s: float = 0.0
     overhead_s: float = 0.0  # of the driver, a step, in which nothing else of the trainer's runs
     sync_s: Spread = _ZERO
+    pause_share: float = 1.0  # of a sync, its end: engines stand; before that, in `full`, they go on
     abort_s: float = 1.0  # what a sync with pause mode abort takes more
     num_gpus: int = 1
 
@@ -194,6 +195,8 @@ def _number_problems(scenario: Scenario) -> list[str]:
     ]
     if engines.base_s + engines.per_request_s <= 0:
         problems.append("--decode-base and --decode-per-request are both 0: an engine would be infinitely fast.")
+    if not 0 <= trainer.pause_share <= 1:
+        problems.append(f"--pause-share {trainer.pause_share:g}: must be from 0 to 1.")
     if not 0 <= work.filtered_share < 1:
         problems.append(f"--filtered-share {work.filtered_share:g}: must be at least 0 and below 1.")
     if work.turns.lowest < 1:

@@ -53,7 +53,8 @@ def random_scenario(seed: int) -> Scenario:
             num_engines=chance.randint(1, 5), slots=chance.choice([2, 8, 256]), base_s=0.01,
             per_request_s=chance.choice([0, 0.001]), prefill_s=chance.choice([0, 1e-4]),
         ),
-        trainer=TrainerPace(fixed_s=chance.choice([0.1, 2.0]), per_token_s=1e-5, sync_s=Spread.parse("0-0.5")),
+        trainer=TrainerPace(fixed_s=chance.choice([0.1, 2.0]), per_token_s=1e-5, sync_s=Spread.parse("0-0.5"),
+                            pause_share=chance.choice([1.0, 0.4, 0.0])),
         rules=AsyncRules(
             mode=mode, max_staleness=chance.randint(interval - 1, 4), stale_policy=chance.choice(STALE_POLICIES),
             num_workers=chance.choice([None, 3, 20]), order="age",
@@ -93,6 +94,15 @@ def test_what_a_sync_costs_requests_in_flight():
     assert retract.again_tokens == pytest.approx(10 * retract.steps)
     abort = Flow(scenario.with_rules(pause_mode="abort").with_trainer(abort_s=1.0)).run()
     assert abort.step_s == pytest.approx(11.5 + 10 * 0.01, rel=TIGHT) and abort.lost_tokens == 0
+
+
+def test_engines_that_go_on_through_most_of_a_sync():
+    """Training takes 1 s, a sync 2 s, generating 10 s: only the pause at its end is felt."""
+    scenario = constant(10.0, 1.0, 2.0, mode="full", pause_mode="keep")
+    outcome = Flow(scenario.with_trainer(pause_share=0.25)).run()
+    assert outcome.step_s == pytest.approx(10.5, rel=TIGHT)
+    assert outcome.engines_sync == pytest.approx(0.5 / 10.5) and outcome.trainer_sync == pytest.approx(2 / 10.5)
+    assert Flow(scenario.with_trainer(pause_share=0.0)).run().step_s == pytest.approx(10.0, rel=TIGHT)
 
 
 def test_both_on_one_processor_gain_nothing_from_overlap():

@@ -20,13 +20,13 @@ BASE = Scenario(
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "pause_share"), [(0, 1.0), (1, 0.3), (1, 0.0)])
 @pytest.mark.parametrize("engines", [1, 5, 40])
 @pytest.mark.parametrize("pause_mode", ["keep", "retract"])
 @pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_the_same_as_event_by_event(staleness: int, pause_mode: str, engines: int, seed: int):
+def test_the_same_as_event_by_event(staleness: int, pause_mode: str, engines: int, seed: int, pause_share: float):
     scenario = BASE.with_rules(max_staleness=staleness, pause_mode=pause_mode, order="prompt")
-    scenario = scenario.with_engines(num_engines=engines)
+    scenario = scenario.with_engines(num_engines=engines).with_trainer(pause_share=pause_share)
     scenario = Scenario(**{**vars(scenario), "seed": seed})
     events, arrays = Flow(scenario).run().to_dict(), simulate_full(scenario).to_dict()
     for name in events.keys() - {"ready_mean", "decoded_tokens"}:
