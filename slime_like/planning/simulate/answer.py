@@ -209,8 +209,8 @@ def _reasons(rows: tuple[ModeRow, ...]) -> list[str]:
             reasons.append(
                 f"{row.name}: {share:.0%} of the engines' time computes KV anew after syncs ({rules.pause_mode})"
             )
-        if outcome.trainer_sync > 0.1:
-            reasons.append(f"{row.name}: syncs take {outcome.trainer_sync:.0%} of the time, in which nothing overlaps")
+        if outcome.engines_sync > 0.1:
+            reasons.append(f"{row.name}: engines stand for {outcome.engines_sync:.0%} of the time, in syncs")
         if outcome.mode == ONE_STEP and outcome.engines_idle > 0.2 and outcome.trainer_idle > 0.2:
             reasons.append(
                 f"{row.name}: both sides wait, the trainer for each batch's slowest answer (idle"
