@@ -20,6 +20,7 @@ CORE = [
     "packaging>=24",
     # Megatron's checkpoint writer hangs without psutil, and does not declare it.
     "psutil>=6",
+    "pyarrow>=20,<27",
     "ray[default]>=2.50,<3",
     "requests>=2.32,<3",
     "rich>=13,<16",

@@ -17,6 +17,8 @@ from slime_like.rollout.data_source import (
     load_eval_data,
 )
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
+from slime_like.rollout.row_files import row_name
+from slime_like.rollout.rows import RM_TYPE
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.rollout.user_data import UserDataSource
 
@@ -44,21 +46,35 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
         tokenizer,
         max_prompt_tokens=limit,
         max_tokens=context,
-        with_response=config.is_sft,
+        supervised=config.is_sft,
     )
-    if config.is_sft:
-        _ = source.end_id  # raises now rather than at the first step
     for one in (source, *sources.values()):
-        if one.num_filtered:
-            logger.warning(
-                "%s: %d of %d prompts are left out: too long for the limit of tokens",
-                one.path,
-                one.num_filtered,
-                one.num_filtered + len(one.rows),
-            )
+        _tell_of_rows(one)
         if config.uses_engines and config.reward.rm_type:
             _check_rewards(one, config)
     return source
+
+
+def _tell_of_rows(source: DataSource) -> None:
+    """Says aloud which rows are not trained as they stand."""
+    count = len(source.rows)
+    if source.num_filtered:
+        why = "too long for the limit of tokens"
+        why += ", or step_loss_mask leaves nothing to train" if source.rows[0].supervised else ""
+        total = source.num_filtered + count
+        logger.warning("%s: %d of %d prompts are left out: %s", source.path, source.num_filtered, total, why)
+    if source.num_cut:
+        logger.warning("%s: %d of %d rows are cut at %d tokens", source.path, source.num_cut, count, source.max_tokens)
+    num_split = sum(len(row.supervised) > 1 for row in source.rows)
+    if num_split:
+        logger.warning(
+            "%s: %d of %d conversations are several samples (%d in all), because the chat template rewrites what was"
+            " said before: docs/supervised.md",
+            source.path,
+            num_split,
+            count,
+            sum(len(row.supervised) for row in source.rows),
+        )
 
 
 def _user_data(config: RunConfig, tokenizer, limit: int, context: int) -> UserDataSource:
@@ -68,20 +84,18 @@ def _user_data(config: RunConfig, tokenizer, limit: int, context: int) -> UserDa
         tokenizer,
         max_prompt_tokens=limit,
         max_tokens=context,
-        with_response=config.is_sft,
+        supervised=config.is_sft,
     )
     if config.data.num_epoch is not None and source.num_rows is None:
         raise DataError(f"{source.path}: --num-epoch needs its num_rows. Fix: --num-rollout, or the attribute.")
     source.prompt_at(0)  # raises now rather than in the first rollout
-    if config.is_sft:
-        _ = source.end_id
     return source
 
 
 def _check_rewards(source: DataSource, config: RunConfig) -> None:
     """Every row has a reward that there is, and the label that it compares with. Raises DataError naming the line."""
     for row in source.rows:
-        where, kind = f"{split_slice(source.path)[0]} line {row.line}", row.metadata.get("rm_type")
+        where, kind = row_name(split_slice(source.path)[0], row.line), row.metadata.get(RM_TYPE)
         if kind is not None and (problem := reward_type_problem(kind)):
             raise DataError(f"{where}: its rm_type: {problem}")
         kind = str(kind or config.reward.rm_type)

@@ -20,6 +20,7 @@ from slime_like.rollout.rewards.exact import exact
 from slime_like.rollout.rewards.pool import WorkerPool
 from slime_like.rollout.rewards.remote import RemoteFailure, RemoteReward
 from slime_like.rollout.rewards.texts import f1, gpqa
+from slime_like.rollout.rows import RM_TYPE
 from slime_like.utils.supervise import running
 
 #: --rm-type values that score in a worker process, the ones that score right here, and the one that another server
@@ -27,9 +28,6 @@ from slime_like.utils.supervise import running
 IN_WORKER = ("math", "math_strict", "deepscaler", "deepscaler_strict", "dapo")
 IN_PROCESS = {"exact": exact, "f1": f1, "gpqa": gpqa}
 REMOTE = "remote_rm"
-
-#: A row's own reward type, in its metadata.
-RM_TYPE = "rm_type"
 
 _MOST_THREADS = 32
 

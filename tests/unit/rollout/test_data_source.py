@@ -25,7 +25,7 @@ def test_prompts_are_rendered_with_the_chat_template(make_config, tokenizer):
     prompt = feed_of(make_config()).draw(1)[0]
     assert prompt.text == "<|im_start|>user\nsort 0000<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.tokens.dtype == np.int32 and tokenizer.decode(prompt.tokens.tolist()) == prompt.text
-    assert (prompt.index, prompt.label, prompt.metadata, prompt.response) == (0, "0000", {}, None)
+    assert (prompt.index, prompt.label, prompt.metadata, prompt.supervised) == (0, "0000", {}, ())
 
 
 def test_a_string_is_one_user_turn_with_the_template_and_raw_without(make_config):
@@ -143,7 +143,7 @@ def test_long_prompts_are_left_out_and_counted(make_config, caplog):
         (
             [digits_row(1) | {"tools": [{"name": "add"}]}],
             {},
-            "line 1: has tools in 'tools' .* chat template of --hf-checkpoint has no place for them",
+            "line 1: has tools .--tool-key., and the chat template of --hf-checkpoint has no place for them",
         ),
         ([digits_row(1) | {"metadata": [1]}], {}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ],
@@ -156,9 +156,9 @@ def test_bad_rows_are_named(make_config, rows, options, message):
 def test_files_that_cannot_be_read_are_named(make_config, tmp_path):
     with pytest.raises(DataError, match="absent.jsonl cannot be read: No such file"):
         check_data(make_config(prompt_data=str(tmp_path / "absent.jsonl")))
-    binary = tmp_path / "data.parquet"
-    binary.write_bytes(b"PAR1\xff\xfe\x00")
-    with pytest.raises(DataError, match="data.parquet is no UTF-8 text"):
+    binary = tmp_path / "data.jsonl"
+    binary.write_bytes(b'{"prompt": 1}\n\xff\xfe\x00')
+    with pytest.raises(DataError, match="data.jsonl line 2 is no UTF-8 text .byte 0."):
         check_data(make_config(prompt_data=str(binary)))
 
 

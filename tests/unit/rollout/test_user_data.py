@@ -60,7 +60,7 @@ def test_a_source_with_rows_has_epochs(make_config, tokenizer):
         ("HalfState", PluginError, "has one of state_dict and load_state_dict"),
         ("TextRows", DataError, "row 0: is a str, not a dict"),
         ("RowsWithoutPrompt", DataError, "row 0 has no key 'prompt'"),
-        ("LongRows", DataError, "row 0: its prompt has [0-9]+ tokens, more than 57"),
+        ("LongRows", DataError, "row 0: its prompt has more than 57 tokens"),
         ("RaisingRows", RunError, "RaisingRows.row_at: the function raised IndexError: no more"),
         ("WrongNumber", DataError, "num_rows is 0"),
     ],
