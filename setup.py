@@ -77,6 +77,8 @@ EXTRAS = {
         "skyrl-gym>=0.4,<0.5",
         "textarena>=0.7.4,<0.8",
     ],
+    # Checkers of --rm-type ifbench; exact versions that were tried: scripts/requirements/ifbench.txt.
+    "ifbench": ["if-verifiable>=0.1.2,<0.2", "langdetect>=1.0.9,<2"],
     "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",

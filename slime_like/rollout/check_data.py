@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from slime_like.config.data import split_slice
-from slime_like.config.reward import needs_label, reward_type_problem
+from slime_like.config.reward import BOXED, needs_label, reward_type_problem
 from slime_like.config.run import RunConfig
 from slime_like.errors import DataError
 from slime_like.rollout.agents.registry import load_environment
@@ -16,6 +16,7 @@ from slime_like.rollout.data_source import (
     load_data,
     load_eval_data,
 )
+from slime_like.rollout.rewards import instructions
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.row_files import row_name
 from slime_like.rollout.rows import RM_TYPE
@@ -93,15 +94,26 @@ def _user_data(config: RunConfig, tokenizer, limit: int, context: int) -> UserDa
 
 
 def _check_rewards(source: DataSource, config: RunConfig) -> None:
-    """Every row has a reward that there is, and the label that it compares with. Raises DataError naming the line."""
+    """Every row has a reward that there is, and what it compares with. Raises DataError naming the line."""
+    file = split_slice(source.path)[0]
+    with_instructions = []
     for row in source.rows:
-        where, kind = row_name(split_slice(source.path)[0], row.line), row.metadata.get(RM_TYPE)
+        where, kind = row_name(file, row.line), row.metadata.get(RM_TYPE)
         if kind is not None and (problem := reward_type_problem(kind)):
             raise DataError(f"{where}: its rm_type: {problem}")
         kind = str(kind or config.reward.rm_type)
-        if not needs_label(kind):
+        if kind.removeprefix(BOXED) == instructions.KIND:
+            with_instructions.append(row)
+        elif not needs_label(kind):
             if not config.reward.rm_url:
                 raise DataError(f"{where}: its rm_type {kind} needs --rm-url, where the samples are sent to.")
         elif row.label is None:
             fix = "the row, or --label-key" if source.data.label_key else "--label-key"
             raise DataError(f"{where}: has no label, and --rm-type {kind} compares with one. Fix: {fix}.")
+    first = instructions.first_problem([row.metadata for row in with_instructions]) if with_instructions else None
+    if first is not None:
+        place, problem = first
+        raise DataError(
+            f"{row_name(file, with_instructions[place].line)}: --rm-type ifbench cannot score it: {problem}. Its"
+            f" instructions stand in {source.data.metadata_key!r} (--metadata-key)."
+        )
