@@ -26,7 +26,7 @@ _CHECK_S = 600.0
 _PROBE = "Hello world, this is one. Here are two!\n\nAnd three?"
 
 
-class Fault(Exception):
+class UnscorableRow(Exception):
     """Not the response's doing: a row or an installation that no response can be scored with."""
 
 
@@ -34,7 +34,7 @@ def follows_all(response: str, metadata: Mapping) -> float:
     """1 if every checker of metadata["instruction_id_list"] passes the response as it stands, else 0.
 
     metadata["kwargs"]: the checkers' arguments, a list of as many dicts (nulls do not count), or one for all;
-    metadata["prompt_text"]: for checkers that compare with the prompt. Raises Fault.
+    metadata["prompt_text"]: for checkers that compare with the prompt. Raises UnscorableRow.
     """
     names = [str(name) for name in metadata[INSTRUCTIONS]]
     checkers = [
@@ -105,7 +105,7 @@ def _arguments(kwargs: Any, count: int) -> list[dict]:
 def _checker(name: str, arguments: dict, prompt: str) -> Any:
     make = _registry().get(name)
     if make is None:
-        raise Fault(f"the instruction {name!r} is none of IFBench's or IFEval's")
+        raise UnscorableRow(f"the instruction {name!r} is none of IFBench's or IFEval's")
     checker = make(name)
     try:
         checker.build_description(**arguments)
@@ -116,27 +116,27 @@ def _checker(name: str, arguments: dict, prompt: str) -> Any:
             raise
         raise _data_fault(error, name) from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise Fault(f"{name} does not take {arguments}: {error}") from error
+        raise UnscorableRow(f"{name} does not take {arguments}: {error}") from error
     return checker
 
 
 @functools.cache
 def _registry() -> dict[str, Any]:
-    """Name -> class. Raises Fault if the package is missing."""
+    """Name -> class. Raises UnscorableRow if the package is missing."""
     try:
         import langdetect
         from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as IFBENCH
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as IFEVAL
     except ImportError as error:
-        raise Fault(f"{error}. Fix: pip install 'slime-like[ifbench]'") from error
+        raise UnscorableRow(f"{error}. Fix: pip install 'slime-like[ifbench]'") from error
     langdetect.DetectorFactory.seed = 0  # it draws: the same response must earn the same reward
     return {**IFEVAL, **IFBENCH}
 
 
-def _data_fault(error: LookupError, names: str) -> Fault:
+def _data_fault(error: LookupError, names: str) -> UnscorableRow:
     """NLTK's error that its data is missing."""
     wanted = [line.split("'")[1] for line in str(error).splitlines() if "nltk.download('" in line]
-    return Fault(f"{names}: NLTK has no data {wanted}. Fix: python -m nltk.downloader {' '.join(wanted)}")
+    return UnscorableRow(f"{names}: NLTK has no data {wanted}. Fix: python -m nltk.downloader {' '.join(wanted)}")
 
 
 def main() -> None:
@@ -147,7 +147,7 @@ def main() -> None:
     for place, line in enumerate(sys.stdin):
         try:
             follows_all(_PROBE, json.loads(line))
-        except Fault as error:
+        except UnscorableRow as error:
             answer = {"place": place, "problem": str(error)}
             break
         except Exception:  # noqa: BLE001 a checker may raise at a response that it cannot read: that one's reward is 0

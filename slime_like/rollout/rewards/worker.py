@@ -33,7 +33,7 @@ def main() -> None:
             else:
                 reward = SCORERS[task["kind"]](task["response"], task["label"])
             result: dict = {"reward": reward}
-        except instructions.Fault as error:
+        except instructions.UnscorableRow as error:
             result = {"fault": str(error)}
         except Exception as error:  # noqa: BLE001 a response may be anything, and so may be what parsing it raises
             result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}

@@ -1,6 +1,6 @@
 """Write conversations with a tool: OUT, a Parquet file with the columns messages and tools.
 
-usage: make_data.py OUT [--rows 640] [--seed 0]
+usage: make_conversations.py OUT [--rows 640] [--seed 0]
 
 A row has two questions ("7+8"); to each the assistant thinks, calls the tool, reads its result, and says it.
 """
