@@ -28,6 +28,17 @@ import numpy as np
 COMPLETED, TRUNCATED, ABORTED, FAILED = "completed", "truncated", "aborted", "failed"
 
 
+@dataclasses.dataclass(frozen=True)
+class SupervisedTokens:
+    """What is trained on of a row that holds its answers (`--loss-type sft_loss`).
+
+    Example: SupervisedTokens(np.array([11, 12, 21, 2]), np.array([0, 0, 1, 1]))
+    """
+
+    tokens: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] int8
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One row of the data set, ready to be sent to an engine.
@@ -36,11 +47,11 @@ class Prompt:
     """
 
     index: int  # position in the stream of prompts (epochs counted through): unique within a run
-    text: str  # after the chat template
+    text: str  # after the chat template; empty in supervised rows
     tokens: np.ndarray  # [P] int32
     label: Any = None
     metadata: dict = dataclasses.field(default_factory=dict)
-    response: str | None = None  # supervised rows only (`--loss-type sft_loss`)
+    supervised: tuple[SupervisedTokens, ...] = ()  # supervised rows only: several where a template rewrites history
     messages: list[dict] | None = None  # the prompt before the chat template; None where no template was used
 
 

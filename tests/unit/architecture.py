@@ -42,6 +42,7 @@ FENCES = {
     "fastapi": {"api_server"},
     "sqlalchemy": {"api_server.store"},
     "wandb": {"observability.metrics"},
+    "pyarrow": {"rollout.row_files"},
 }
 
 #: What stands beside the package; the package never imports it.

@@ -30,6 +30,14 @@ SAID_ANYWAY: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "--tb-experiment-name": (None, "TensorBoard files lie in the run directory (--run-dir)"),
 }
 
+_TEMPLATES = "the chat template itself says what the assistant wrote, whichever model's it is (docs/supervised.md)"
+
+#: (flag, value of slime's) -> (what stands in its place on the command line, why).
+TRANSLATED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    **{("--loss-mask-type", name): (("--loss-mask-type", "all"), _TEMPLATES) for name in ("qwen", "qwen3", "qwen3_5")},
+    ("--loss-mask-type", "distill_qwen"): (("--loss-mask-type", "last"), _TEMPLATES),
+}
+
 #: (flag, path of slime's) -> what stands in its place on the command line; () where it is what is done without it.
 BUILT_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"): (),
@@ -70,6 +78,10 @@ def take_slimes(argv: list[str]) -> SlimesOwn:
     for flag, words, values in _flags(argv):
         if flag in SAID_ANYWAY:
             notice_or_refuse(flag, values, taken)
+        elif len(values) == 1 and (flag, values[0]) in TRANSLATED:
+            ours, why = TRANSLATED[flag, values[0]]
+            taken.argv += ours
+            taken.notes.append(f"{flag} {values[0]} is taken as {' '.join(ours)}: {why}")
         elif flag.endswith("-path") and len(values) == 1 and values[0].startswith("slime."):
             _take_path(flag, values[0], taken)
         else:

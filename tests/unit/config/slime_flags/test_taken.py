@@ -43,6 +43,24 @@ def test_the_supervised_rollout_needs_the_supervised_loss():
         parse_args(command_line("--rollout-function-path", path))
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("qwen", "all"), ("qwen3", "all"), ("qwen3_5", "all"), ("distill_qwen", "last"), ("last", "last")],
+)
+def test_masks_of_slimes_are_ours_whatever_the_template(name: str, ours: str):
+    without = ("--eval-prompt-data", "--eval-interval", "--use-kl-loss", "--n-samples-per-prompt")
+    line = command_line("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", without=without)
+    command = parse_args([*line, "--loss-mask-type", name])
+    assert command.config.data.loss_mask_type == ours
+    noted = [note for note in command.notes if "--loss-mask-type" in note]
+    assert noted == [] if name == ours else f"{name} is taken as --loss-mask-type {ours}" in noted[0]
+
+
+def test_a_mask_is_of_supervised_conversations():
+    with pytest.raises(ConfigError, match="--loss-mask-type says what .* without --loss-type sft_loss"):
+        parse_args(command_line("--loss-mask-type", "qwen3"))
+
+
 def test_a_function_of_slimes_that_is_not_built_in_is_refused_with_the_closest():
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero"
     with pytest.raises(ConfigError, match="is slime's own function.*Did you mean slime.*nonzero_std"):
