@@ -217,7 +217,8 @@ async def gather_or_cancel(awaitables: Sequence[Awaitable[_T]]) -> list[_T]:
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise

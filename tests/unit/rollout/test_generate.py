@@ -168,7 +168,9 @@ def answer(**meta) -> str:
         ("[]", "not SGLang's"),
         (answer(output_token_logprobs=[]), "1 tokens but log-probs of 0"),
         (answer(output_token_logprobs=[[-0.5, 8, None]]), "or of other tokens"),
-        (answer(output_token_logprobs=[[None, 7, None]]), "not SGLang's"),
+        (answer(output_token_logprobs=[[None, 7, None]]), "not finite"),  # how orjson writes NaN
+        (answer(output_token_logprobs=[["a", 7, None]]), "not SGLang's"),
+        (answer(output_token_logprobs=[[[-0.5], 7, None]]), "or of other tokens"),
         (answer(output_token_logprobs=[[float("nan"), 7, None]]), "not finite"),
         (answer(finish_reason={"type": "tired"}), "finish reason 'tired' is unknown"),
     ],
