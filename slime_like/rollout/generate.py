@@ -109,8 +109,8 @@ class Generation:
 class GenerationClient:
     """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
 
-    Create and use it inside one running event loop. weight_version: gives the version to record when an engine does not
-    tell one.
+    Create and use it inside one running event loop. concurrency: requests in flight at most. weight_version: gives the
+    version to record when an engine does not tell one.
     routing: ask for the experts of every token; then requests go to `engines` themselves, to the one with the fewest in
     flight, because sglang-router (0.3.2) drops fields that it does not know, `return_routed_experts` among them.
     """
@@ -133,6 +133,7 @@ class GenerationClient:
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
         self._weight_version = weight_version
+        self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _authorization(api_key)
         self._poster = JsonPoster()

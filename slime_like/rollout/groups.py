@@ -21,6 +21,9 @@ from slime_like.rollout.sample_builder import SampleBuilder
 NUM_REGENERATIONS = 2
 #: A custom generate function makes several requests: it gets this many times the deadline of one.
 CUSTOM_DEADLINES = 10
+#: Samples that are being made at a time, in multiples of the requests that engines take: enough for generation to go on
+#: while rewards or tools take seven times as long, and few enough that a queue of any length costs no memory.
+_AHEAD = 8
 
 _T = TypeVar("_T")
 
@@ -106,8 +109,17 @@ class GroupMaker:
         )
 
     async def groups(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[GroupOutcome]:
-        """The groups of all prompts, in the prompts' order."""
-        return await gather_or_cancel([self.group(prompt, num_samples, sampling) for prompt in prompts])
+        """The groups of all prompts, in the prompts' order; groups_at_a_time of them at a time."""
+        outcomes: dict[int, GroupOutcome] = {}
+        numbered = enumerate(prompts)
+
+        async def work() -> None:
+            for number, prompt in numbered:  # one iterator for all workers: each takes the next
+                outcomes[number] = await self.group(prompt, num_samples, sampling)
+
+        workers = min(len(prompts), groups_at_a_time(self._client, num_samples))
+        await gather_or_cancel([work() for _ in range(workers)])
+        return [outcomes[number] for number in range(len(prompts))]
 
     async def _scored_together(self, episodes: list[_Episode], prompt: Prompt, sampling: Sampling) -> list[_Episode]:
         """The episodes with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
@@ -201,6 +213,11 @@ class GroupMaker:
         return dataclasses.replace(
             sample, prompt_index=prompt.index, sample_index=index, segment_index=segment, routed_experts=experts
         )
+
+
+def groups_at_a_time(client: GenerationClient, num_samples: int) -> int:
+    """How many groups of num_samples are made at a time; more than the engines take, and bounded."""
+    return max(1, -(-_AHEAD * client.concurrency // num_samples))
 
 
 def refuse_if_all_failed(outcomes: Sequence[GroupOutcome]) -> None:
