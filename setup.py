@@ -17,6 +17,7 @@ CORE = [
     "matplotlib>=3.9,<4",
     "megatron-core>=0.16.1,<0.17",
     "numpy>=2.0,<3",
+    "orjson>=3.10,<4",
     "packaging>=24",
     # Megatron's checkpoint writer hangs without psutil, and does not declare it.
     "psutil>=6",
@@ -25,7 +26,6 @@ CORE = [
     "rich>=13,<16",
     "safetensors>=0.5,<1",
     "sglang-router>=0.3.2,<0.4",
-    "tenacity>=9,<10",
     "tensorboard>=2.16,<3",
     "torch>=2.9",
     "transformers>=5.0,<6",
@@ -50,7 +50,6 @@ EXTRAS = {
         "msgspec",
         "openai>=2,<3",
         "openai-harmony",
-        "orjson",
         "partial-json-parser",
         "pillow",
         "prometheus_client",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -174,7 +175,14 @@ class GenerationClient:
                 "refused": f"refused the request: {error.last}",
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
-        return self._read(answer, num_sent=len(tokens))
+        # A list for each token lives for a moment, and each time would set the collector going over all that waits.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._read(answer, num_sent=len(tokens))
+        finally:
+            if collects:
+                gc.enable()
 
     async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
         """(the answer, its HTTP status), of the router or, where routed experts are asked for, of an engine."""

@@ -68,7 +68,7 @@ class _Episode:
     def rewarded(self, last: Sample) -> _Episode:
         """The episode with the reward of its last segment, `last`, at each."""
         before = [dataclasses.replace(sample, reward=last.reward) for sample in self.segments[:-1]]
-        return dataclasses.replace(self, segments=(*before, last))
+        return _Episode((*before, last), self.num_failures, self.num_interrupted)
 
 
 class GroupMaker:
