@@ -174,7 +174,9 @@ def per_token(value: float, loss_mask: np.ndarray, dtype: type[np.floating] = np
     """
     trained = np.asarray(loss_mask) != 0
     trained[:1] = False
-    return np.where(trained, dtype(value), dtype(0.0))
+    values = np.zeros(trained.shape, dtype)
+    np.copyto(values, value, where=trained)
+    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,9 @@ async def ask(
             async with asyncio.timeout(timeout_s):
                 for number in range(tries):
                     if number:
-                        await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (number - 1))))
+                        await asyncio.sleep(
+                            random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (number - 1)))
+                        )
                     try:
                         return await _once(exchange, last)
                     except _Passing:

@@ -228,9 +228,7 @@ class GenerationClient:
                 f" {tokens[:8]} and {chosen[:8]}"
             )
         if not np.isfinite(generation.logprob_array).all():
-            raise EngineError(
-                f"{self.url}/generate gave log-probs that are not finite: {generation.logprobs[:8]}"
-            )
+            raise EngineError(f"{self.url}/generate gave log-probs that are not finite: {generation.logprobs[:8]}")
         if reason not in _STATUS:
             raise EngineError(f"{self.url}/generate: finish reason {reason!r} is unknown. Known: {', '.join(_STATUS)}")
         if meta.get("prompt_tokens", num_sent) != num_sent:

@@ -70,7 +70,9 @@ class _Server:
             raise ValueError(f"{url!r} is no http(s) address without a user")
         self._host, self._secure = parts.hostname, parts.scheme == "https"
         self._port = parts.port or (443 if self._secure else 80)
-        target = urllib.parse.quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe="/?&=%:,;+@~")
+        target = urllib.parse.quote(
+            (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe="/?&=%:,;+@~"
+        )
         self._head = (
             f"POST {target} HTTP/1.1\r\nHost: {parts.netloc}\r\nAccept: */*\r\nContent-Type: application/json\r\n"
         )

@@ -238,7 +238,9 @@ class ScriptedEngine:
         if fault.body is not None:
             return web.Response(text=fault.body)
         answer = self._answer(body, request_id, abort_after=0 if aborted.is_set() else fault.abort)
-        return web.Response(body=orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), content_type="application/json")
+        return web.Response(
+            body=orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), content_type="application/json"
+        )
 
     async def _wait_for_turn(self, delay_s: float, aborted: asyncio.Event) -> None:
         """Wait while generation is paused, then the delay; an abort ends both."""

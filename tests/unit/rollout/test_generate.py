@@ -215,7 +215,7 @@ def test_a_sample_has_the_bits_that_the_engine_sent(seed: int):
         "prompt_tokens": 2,
         "weight_version": str(seed),
     }
-    body = json.dumps({"text": "é\n\"\ud83d\ude00\\", "output_ids": ids, "meta_info": meta})
+    body = json.dumps({"text": 'é\n"\ud83d\ude00\\', "output_ids": ids, "meta_info": meta})
     with ScriptedEngine(three_tokens, faults=[Fault(body=body)]) as engine:
         generation = ask(engine)[0]
     sample = SampleBuilder(PROMPT, 1).generated(generation).finish()

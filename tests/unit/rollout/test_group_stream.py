@@ -218,7 +218,9 @@ def test_a_long_queue_is_not_drawn_before_there_is_room():
 def test_a_bound_on_what_runs_changes_nothing_of_what_comes():
     async def test():
         maker = Maker()
-        stream = stream_of(maker, max_running=2, draw_batch=4, judge=lambda outcome: "even" if is_even(outcome) else None)
+        stream = stream_of(
+            maker, max_running=2, draw_batch=4, judge=lambda outcome: "even" if is_even(outcome) else None
+        )
         taking = asyncio.ensure_future(stream.take(3))
         for prompt in range(8):
             await maker.finish(prompt)
