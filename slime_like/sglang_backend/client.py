@@ -379,7 +379,8 @@ def _http_client(endpoint: EngineEndpoint, keep_s: float) -> httpx.Client:
     return httpx.Client(
         headers={b"Authorization": f"Bearer {endpoint.api_key}".encode("latin-1")} if endpoint.api_key else None,
         trust_env=False,
-        verify=trusted_certificates(certificates()) if over_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts nobody
+        # Without https nobody is trusted.
+        verify=trusted_certificates(certificates()) if over_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         limits=httpx.Limits(keepalive_expiry=keep_s),
     )
 

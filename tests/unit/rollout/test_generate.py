@@ -270,6 +270,6 @@ def steps_of_reading(count: int) -> int:
 
 
 def test_pythons_own_work_on_an_answer_is_two_lists_of_the_parsers_objects():
-    """Counted, not timed: seven instructions a token and list (CPython 3.11), and what does not grow with the answer."""
+    """Counted, not timed: seven instructions a token and list (CPython 3.11), and what does not grow with it."""
     short, long = steps_of_reading(64), steps_of_reading(2112)
     assert (long - short) / 2048 <= 14 and short <= 11_000
