@@ -127,7 +127,7 @@ class _Connection(BaseProtocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         super().__init__(loop)
-        self._parser = HttpResponseParser(
+        self._parser = self._reader = HttpResponseParser(
             self, loop, _BUFFER_BYTES, payload_exception=aiohttp.ClientPayloadError, read_until_eof=True
         )
         self._exchange: asyncio.Future[tuple[bytes, int]] | None = None
@@ -157,7 +157,7 @@ class _Connection(BaseProtocol):
     def data_received(self, data: bytes) -> None:
         """Of the event loop: a piece of an answer."""
         try:
-            messages = self._parser.feed_data(data)[0]
+            messages = self._reader.feed_data(data)[0]
         except Exception as error:  # noqa: BLE001 whatever the parser says is wrong, it is told to whoever waits
             return self._fail(aiohttp.ClientPayloadError(f"what came is no HTTP: {type(error).__name__}: {error}"))
         for message, payload in messages:
@@ -176,7 +176,7 @@ class _Connection(BaseProtocol):
         if self._exchange is None:
             return
         try:
-            self._parser.feed_eof()  # an answer may end so
+            self._reader.feed_eof()  # an answer may end so
         except Exception as error:  # noqa: BLE001 as above
             return self._fail(aiohttp.ClientPayloadError(f"the answer was cut off: {type(error).__name__}: {error}"))
         if self._answer is not None and self._answer[1].is_eof():
