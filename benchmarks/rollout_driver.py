@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import cProfile
 import dataclasses
 import io
@@ -68,18 +69,18 @@ def scripted_answer() -> tuple[list[int], list[float], str]:
     return rng.integers(0, VOCABULARY, TOKENS).tolist(), logprobs.tolist(), "word" * TOKENS
 
 
-def serve(pipe, *, hang: bool) -> None:
-    """The engine's process: sends its url, ends when the pipe closes. hang: it takes requests and never answers."""
+def engine_of(*, hang: bool) -> ScriptedEngine:
+    """hang: it takes requests and never answers."""
     ids, logprobs, text = scripted_answer()
     fault = Fault(delay_s=_DEADLINE_S) if hang else None
-    with ScriptedEngine(
-        lambda prompt: (ids, logprobs), decode=lambda ids: text, fault_for=lambda body: fault
-    ) as engine:
+    return ScriptedEngine(lambda prompt: (ids, logprobs), decode=lambda ids: text, fault_for=lambda body: fault)
+
+
+def serve(pipe, *, hang: bool) -> None:
+    """The engine's process: sends its url, ends when the pipe closes."""
+    with engine_of(hang=hang) as engine, contextlib.suppress(EOFError):
         pipe.send(engine.url)
-        try:
-            pipe.recv()
-        except EOFError:
-            pass
+        pipe.recv()
 
 
 def run_config(folder: Path, *, num_groups: int, group: int) -> RunConfig:
@@ -102,16 +103,24 @@ def run_config(folder: Path, *, num_groups: int, group: int) -> RunConfig:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a row is measured. whose_cpu: resource.RUSAGE_SELF or RUSAGE_THREAD."""
+
+    profile: bool = False
+    whose_cpu: int = resource.RUSAGE_SELF
+
+
 class Meter:
     """CPU, seconds and memory between its making and `read`."""
 
-    def __init__(self) -> None:
-        self._before, self._start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    def __init__(self, whose: int) -> None:
+        self._whose, self._before, self._start = whose, resource.getrusage(whose), time.monotonic()
         self._rss = psutil.Process().memory_info().rss
 
     def read(self, count: int) -> dict[str, float]:
         """A row of `count` pieces; microseconds a piece, and by how much the resident memory grew at most."""
-        now, seconds = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - self._start
+        now, seconds = resource.getrusage(self._whose), time.monotonic() - self._start
         user, system = now.ru_utime - self._before.ru_utime, now.ru_stime - self._before.ru_stime
         return {
             "cpu_us": (user + system) / count * 1e6,
@@ -144,7 +153,7 @@ def parse_us(times: int = 3000) -> float:
     return (time.process_time() - start) / times * 1e6
 
 
-async def drive(url: str, samples: int, profile: bool) -> dict:
+async def drive(url: str, samples: int, options: Options) -> dict:
     """A row: one rollout of `samples` samples and what trainers get of it."""
     with tempfile.TemporaryDirectory() as folder:
         config = run_config(Path(folder), num_groups=samples // GROUP, group=GROUP)
@@ -153,8 +162,8 @@ async def drive(url: str, samples: int, profile: bool) -> dict:
     profiler = cProfile.Profile()
     try:
         await service.stream.take(WARM_UP // GROUP)
-        meter = Meter()
-        if profile:
+        meter = Meter(options.whose_cpu)
+        if options.profile:
             profiler.enable()
         result = await service.generate(0)
         records = train_samples_of(config, result.groups)
@@ -167,14 +176,14 @@ async def drive(url: str, samples: int, profile: bool) -> dict:
     row["record_bytes"] = sum(value.nbytes for value in values if isinstance(value, np.ndarray)) / samples
     if len(records) != samples:
         raise SystemExit(f"rollout_driver: {len(records)} records of {samples} samples")
-    if profile:
+    if options.profile:
         text = io.StringIO()
         pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(40)
         row["profile"] = text.getvalue()
     return row
 
 
-async def in_turns(exchange: Callable[[], Awaitable[bytes]], samples: int) -> dict:
+async def in_turns(exchange: Callable[[], Awaitable[bytes]], samples: int, options: Options) -> dict:
     """A row of so many exchanges, as many at a time as the driver makes, each answer parsed."""
     at_a_time = RunConfig().engine.sglang_server_concurrency
 
@@ -188,7 +197,7 @@ async def in_turns(exchange: Callable[[], Awaitable[bytes]], samples: int) -> di
         await asyncio.gather(*(work(left) for _ in range(at_a_time)))
 
     await all_of(WARM_UP)
-    meter = Meter()
+    meter = Meter(options.whose_cpu)
     await all_of(samples)
     return meter.read(samples)
 
@@ -207,7 +216,7 @@ def request_body() -> bytes:
     )
 
 
-async def library(url: str, samples: int, profile: bool) -> dict:
+async def library(url: str, samples: int, options: Options) -> dict:
     """A row of the same exchanges through a session of aiohttp."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
@@ -218,7 +227,7 @@ async def library(url: str, samples: int, profile: bool) -> dict:
             async with session.post(f"{url}/generate", data=body, headers=headers) as answer:
                 return await answer.read()
 
-        return await in_turns(exchange, samples)
+        return await in_turns(exchange, samples, options)
 
 
 class BareConnection(asyncio.Protocol):
@@ -244,7 +253,7 @@ class BareConnection(asyncio.Protocol):
             self._answer.set_result(b"".join(pieces))
 
 
-async def bytes_only(url: str, samples: int, profile: bool) -> dict:
+async def bytes_only(url: str, samples: int, options: Options) -> dict:
     """A row of the same bytes through bare sockets."""
     place, body, idle = urllib.parse.urlsplit(url), request_body(), []
     head = f"POST /generate HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
@@ -261,19 +270,19 @@ async def bytes_only(url: str, samples: int, profile: bool) -> dict:
         idle.append(connection)
         return answer
 
-    row = await in_turns(exchange, samples)
+    row = await in_turns(exchange, samples, options)
     for connection in idle:
         connection.transport.close()
     return row
 
 
-async def queue(url: str, prompts: int, profile: bool) -> dict:
+async def queue(url: str, prompts: int, options: Options) -> dict:
     """A row: the memory of that many prompts asked for, when none of them is answered yet."""
     with tempfile.TemporaryDirectory() as folder:
         config = run_config(Path(folder), num_groups=prompts, group=GROUP)
         source = check_data(config)
     service = RolloutService(config, EngineAccess(router_url=url, router_api_key=None, num_engines=1), source)
-    meter = Meter()
+    meter = Meter(options.whose_cpu)
     rollout = asyncio.ensure_future(service.generate(0))
     await asyncio.sleep(1.0)
     while service.stream.num_in_flight == 0:
@@ -288,11 +297,21 @@ async def queue(url: str, prompts: int, profile: bool) -> dict:
 ROWS: dict[str, Callable] = {"driver": drive, "library": library, "bytes": bytes_only, "queue": queue}
 
 
-def _run(pipe, kind: str, url: str, count: int, profile: bool) -> None:
+def _measure(kind: str, url: str, count: int, options: Options) -> dict:
     collect_seldom()  # as RolloutManager.start
     before = parse_us()
-    row = asyncio.run(ROWS[kind](url, count, profile))
-    pipe.send(row | {"parse_us": (before + parse_us()) / 2})
+    row = asyncio.run(ROWS[kind](url, count, options))
+    return {"kind": kind, "count": count} | row | {"parse_us": (before + parse_us()) / 2}
+
+
+def _run(pipe, *args) -> None:
+    pipe.send(_measure(*args))
+
+
+def row_beside_the_engine(kind: str, count: int) -> dict:
+    """One row with the engine in a thread of this process: the CPU is the driver's thread's, the memory of both."""
+    with engine_of(hang=kind == "queue") as engine:
+        return _measure(kind, engine.url, count, Options(whose_cpu=resource.RUSAGE_THREAD))
 
 
 def row_of(kind: str, count: int, *, profile: bool = False) -> dict:
@@ -302,13 +321,15 @@ def row_of(kind: str, count: int, *, profile: bool = False) -> dict:
     engine = spawn.Process(target=serve, args=(engine_child,), kwargs={"hang": kind == "queue"}, daemon=True)
     engine.start()
     engine_child.close()
-    driver = spawn.Process(target=_run, args=(row_child, kind, engine_end.recv(), count, profile), daemon=True)
+    driver = spawn.Process(
+        target=_run, args=(row_child, kind, engine_end.recv(), count, Options(profile=profile)), daemon=True
+    )
     try:
         driver.start()
         row_child.close()
         if not row_end.poll(_DEADLINE_S):
             raise SystemExit(f"rollout_driver: the row {kind} of {count} gave nothing within {_DEADLINE_S:g} s")
-        return {"kind": kind, "count": count} | row_end.recv()
+        return row_end.recv()
     except EOFError:
         raise SystemExit(f"rollout_driver: the row {kind} of {count} ended without a result") from None
     finally:
@@ -349,17 +370,21 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000, 100_000])
     parser.add_argument("--queued", type=int, nargs="*", default=[1000, 100_000], help="Prompts asked for at once.")
     parser.add_argument("--profile", action="store_true", help="Add a profile of the smallest count, by function.")
+    parser.add_argument(
+        "--one-process", action="store_true", help="The engine is a thread, and the CPU the driver's thread's."
+    )
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
-    rows = []
+    measure, rows = row_beside_the_engine if args.one_process else row_of, []
     for count in sorted(args.samples):
         kinds = ("driver", "library", "bytes") if count <= BOUND_SAMPLES else ("driver",)
-        rows += [row_of(kind, count) for kind in kinds]
-    rows += [row_of("queue", count) for count in args.queued]
+        rows += [measure(kind, count) for kind in kinds]
+    rows += [measure("queue", count) for count in args.queued]
     result, driver = ratios(rows), [row["cpu_us"] for row in rows if row["kind"] == "driver"]
     hardware = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform()}
     lines = [
         f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['system']}; load {os.getloadavg()[0]:.1f}",
+        "the engine is a thread beside the driver" if args.one_process else "driver and engine are processes",
         "",
         *table(rows),
         "",
@@ -371,7 +396,13 @@ def main() -> None:
     print("\n".join(lines))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        record = {"hardware": hardware, "load": os.getloadavg()[0], "ratios": result, "rows": rows}
+        record = {
+            "hardware": hardware,
+            "one_process": args.one_process,
+            "load": os.getloadavg()[0],
+            "ratios": result,
+            "rows": rows,
+        }
         args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         args.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
