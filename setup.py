@@ -26,6 +26,7 @@ CORE = [
     "rich>=13,<16",
     "safetensors>=0.5,<1",
     "sglang-router>=0.3.2,<0.4",
+    "tenacity>=9,<10",
     "tensorboard>=2.16,<3",
     "torch>=2.9",
     "transformers>=5.0,<6",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from typing import AnyStr
 
 import aiohttp
+import tenacity
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 #: HTTP statuses below 500 that may pass: request timeout, too early, too many requests. And every 5xx.
@@ -38,25 +38,39 @@ async def ask(
 ) -> AnyStr:
     """The body of a 200 answer. exchange: asks once; (body, HTTP status). Raises NoAnswer.
 
-    The deadline counts from when a slot is free, over all tries. Between two tries it waits a random time of up to
-    0.2, 0.4, 0.8 … 5 s, so that many that failed together do not come back together.
+    The deadline counts from when a slot is free, over all tries.
     """
     last = ["nothing"]
     async with slots:
         try:
             async with asyncio.timeout(timeout_s):
-                for number in range(tries):
-                    if number:
-                        await asyncio.sleep(
-                            random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (number - 1)))
-                        )
-                    try:
-                        return await _once(exchange, last)
-                    except _Passing:
-                        continue
+                return await _until_answered(exchange, tries, last)
         except TimeoutError:
             raise NoAnswer("deadline", last[0]) from None
-    raise NoAnswer("tries", last[0])
+
+
+async def _until_answered(
+    exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], tries: int, last: list[str]
+) -> AnyStr:
+    try:
+        return await _once(exchange, last)
+    except _Passing as error:
+        failure = error  # most requests are done by now: tenacity's bookkeeping is for those that are not
+    retrying = tenacity.AsyncRetrying(
+        stop=tenacity.stop_after_attempt(tries),
+        wait=tenacity.wait_random_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S),
+        retry=tenacity.retry_if_exception_type(_Passing),
+        reraise=True,
+    )
+    try:
+        async for attempt in retrying:
+            with attempt:
+                if attempt.retry_state.attempt_number == 1:
+                    raise failure
+                return await _once(exchange, last)
+    except _Passing as error:
+        raise NoAnswer("tries", last[0]) from error
+    raise AssertionError("unreachable: the retry loop returns or raises")
 
 
 async def _once(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], last: list[str]) -> AnyStr:

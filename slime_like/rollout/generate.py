@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import gc
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -17,8 +16,7 @@ import orjson
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
-from slime_like.rollout.asking import NoAnswer, ask
-from slime_like.rollout.json_post import JsonPoster
+from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
 
 #: What sglang-router's policy `manual` goes by (0.3.2); it knows nothing of X-Session-ID.
@@ -136,12 +134,12 @@ class GenerationClient:
         self._weight_version = weight_version
         self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
-        self._headers = _authorization(api_key)
-        self._poster = JsonPoster()
+        self._headers = _headers(api_key)
+        self._session = unlimited_session()
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._poster.close()
+        await self._session.close()
 
     async def generate(
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None
@@ -175,28 +173,24 @@ class GenerationClient:
                 "refused": f"refused the request: {error.last}",
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
-        # A list for each token lives for a moment, and each time would set the collector going over all that waits.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return self._read(answer, num_sent=len(tokens))
-        finally:
-            if collects:
-                gc.enable()
+        return self._read(answer, num_sent=len(tokens))
 
     async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
         """(the answer, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
         if not self._engines:
             headers = self._headers | {SESSION_HEADER: session} if session else self._headers
-            return await self._poster.post(f"{self.url}/generate", body, headers)
+            return await self._post(f"{self.url}/generate", body, headers)
         engine = min(self._engines, key=lambda one: self._engines[one])
         self._engines[engine] += 1
         try:
             # Whatever the session says is the router's key, not an engine's.
-            url = f"{engine.url.rstrip('/')}/generate"
-            return await self._poster.post(url, body, _authorization(engine.api_key))
+            return await self._post(f"{engine.url.rstrip('/')}/generate", body, _headers(engine.api_key))
         finally:
             self._engines[engine] -= 1
+
+    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[bytes, int]:
+        async with self._session.post(url, data=body, headers=headers) as answer:
+            return await answer.read(), answer.status
 
     def _read(self, body: bytes, *, num_sent: int) -> Generation:
         """Check and convert SGLang's answer."""
@@ -244,8 +238,8 @@ class GenerationClient:
         return dataclasses.replace(generation, routed_experts=experts)
 
 
-def _authorization(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
 
 def _parsed(body: bytes) -> Any:

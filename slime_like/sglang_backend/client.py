@@ -379,14 +379,13 @@ def _http_client(endpoint: EngineEndpoint, keep_s: float) -> httpx.Client:
     return httpx.Client(
         headers={b"Authorization": f"Bearer {endpoint.api_key}".encode("latin-1")} if endpoint.api_key else None,
         trust_env=False,
-        # Without https nobody is trusted.
-        verify=trusted_certificates(certificates()) if over_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        verify=_trust(certificates()) if over_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts nobody
         limits=httpx.Limits(keepalive_expiry=keep_s),
     )
 
 
 @functools.cache
-def trusted_certificates(certificates_path: str | None) -> ssl.SSLContext:
+def _trust(certificates_path: str | None) -> ssl.SSLContext:
     """Whom https trusts: the certificates in a file or folder, else the usual ones. Read once: that takes 20 ms."""
     if certificates_path is None:
         return httpx.create_ssl_context(trust_env=False)
