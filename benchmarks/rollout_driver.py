@@ -309,9 +309,11 @@ def _run(pipe, *args) -> None:
 
 
 def row_beside_the_engine(kind: str, count: int) -> dict:
-    """One row with the engine in a thread of this process: the CPU is the driver's thread's, the memory of both."""
+    """One row with the engine in a thread of this process: the CPU is the driver's thread's; its memory is both's."""
     with engine_of(hang=kind == "queue") as engine:
-        return _measure(kind, engine.url, count, Options(whose_cpu=resource.RUSAGE_THREAD))
+        row = _measure(kind, engine.url, count, Options(whose_cpu=resource.RUSAGE_THREAD))
+    del row["rss_growth_bytes"]
+    return row
 
 
 def row_of(kind: str, count: int, *, profile: bool = False) -> dict:
@@ -347,10 +349,11 @@ def table(rows: list[dict]) -> list[str]:
     ]
     for row in rows:
         cpu = f"{row['cpu_us']:.0f} ({row['user_us']:.0f} + {row['system_us']:.0f})"
+        grown = f"{row['rss_growth_bytes'] / 1e6:.0f}" if "rss_growth_bytes" in row else ""
         records = f" ({row['record_bytes'] * row['count'] / 1e6:.0f})" if "record_bytes" in row else ""
         lines.append(
             f"| {row['kind']} | {row['count']} | {cpu} | {row['cpu_us'] / row['parse_us']:.2f} |"
-            f" {row['per_second']:.0f} | {row['rss_growth_bytes'] / 1e6:.0f}{records} |"
+            f" {row['per_second']:.0f} | {grown}{records} |"
         )
     return lines
 
