@@ -34,6 +34,7 @@ import aiohttp
 import numpy as np
 import orjson
 import psutil
+from bare_http import BareConnection
 from step_phases import cpu_name
 
 from slime_like.config.checkpoint import CheckpointConfig
@@ -230,29 +231,6 @@ async def library(url: str, samples: int, options: Options) -> dict:
         return await in_turns(exchange, samples, options)
 
 
-class BareConnection(asyncio.Protocol):
-    """Answers of a known length, found by counting bytes."""
-
-    def connection_made(self, transport) -> None:
-        self.transport, self._pieces, self._missing = transport, [], None
-
-    def send(self, request: bytes) -> asyncio.Future[bytes]:
-        self.transport.write(request)
-        self._answer = asyncio.get_running_loop().create_future()
-        return self._answer
-
-    def data_received(self, data: bytes) -> None:
-        if self._missing is None:
-            head = data.index(b"\r\n\r\n")
-            start = data.index(b"Content-Length: ") + len(b"Content-Length: ")
-            self._missing, data = int(data[start : data.index(b"\r", start)]), data[head + 4 :]
-        self._pieces.append(data)
-        self._missing -= len(data)
-        if self._missing == 0:
-            pieces, self._pieces, self._missing = self._pieces, [], None
-            self._answer.set_result(b"".join(pieces))
-
-
 async def bytes_only(url: str, samples: int, options: Options) -> dict:
     """A row of the same bytes through bare sockets."""
     place, body, idle = urllib.parse.urlsplit(url), request_body(), []
@@ -309,9 +287,11 @@ def _run(pipe, *args) -> None:
 
 
 def row_beside_the_engine(kind: str, count: int) -> dict:
-    """One row with the engine in a thread of this process: the CPU is the driver's thread's, the memory of both."""
+    """One row with the engine in a thread of this process: the CPU is the driver's thread's; its memory is both's."""
     with engine_of(hang=kind == "queue") as engine:
-        return _measure(kind, engine.url, count, Options(whose_cpu=resource.RUSAGE_THREAD))
+        row = _measure(kind, engine.url, count, Options(whose_cpu=resource.RUSAGE_THREAD))
+    del row["rss_growth_bytes"]
+    return row
 
 
 def row_of(kind: str, count: int, *, profile: bool = False) -> dict:
@@ -347,10 +327,11 @@ def table(rows: list[dict]) -> list[str]:
     ]
     for row in rows:
         cpu = f"{row['cpu_us']:.0f} ({row['user_us']:.0f} + {row['system_us']:.0f})"
+        grown = f"{row['rss_growth_bytes'] / 1e6:.0f}" if "rss_growth_bytes" in row else ""
         records = f" ({row['record_bytes'] * row['count'] / 1e6:.0f})" if "record_bytes" in row else ""
         lines.append(
             f"| {row['kind']} | {row['count']} | {cpu} | {row['cpu_us'] / row['parse_us']:.2f} |"
-            f" {row['per_second']:.0f} | {row['rss_growth_bytes'] / 1e6:.0f}{records} |"
+            f" {row['per_second']:.0f} | {grown}{records} |"
         )
     return lines
 

@@ -49,9 +49,7 @@ async def ask(
             raise NoAnswer("deadline", last[0]) from None
 
 
-async def _until_answered(
-    exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], tries: int, last: list[str]
-) -> AnyStr:
+async def _until_answered(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], tries: int, last: list[str]) -> AnyStr:
     try:
         return await _once(exchange, last)
     except _Passing as error:
