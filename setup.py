@@ -17,6 +17,7 @@ CORE = [
     "matplotlib>=3.9,<4",
     "megatron-core>=0.16.1,<0.17",
     "numpy>=2.0,<3",
+    "orjson>=3.10,<4",
     "packaging>=24",
     # Megatron's checkpoint writer hangs without psutil, and does not declare it.
     "psutil>=6",
@@ -51,7 +52,6 @@ EXTRAS = {
         "msgspec",
         "openai>=2,<3",
         "openai-harmony",
-        "orjson",
         "partial-json-parser",
         "pillow",
         "prometheus_client",

@@ -85,18 +85,20 @@ class Sample:
     segment_index: int = 0
 
     def __post_init__(self):
-        lengths = {
-            name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")
-        }
-        if self.routed_experts is not None:
-            lengths["routed_experts"] = len(self.routed_experts)
-        if len(set(lengths.values())) != 1:
+        length, experts = len(self.tokens), self.routed_experts
+        if (
+            not length == len(self.loss_mask) == len(self.engine_logprobs) == len(self.weight_versions)
+            or experts is not None
+            and len(experts) != length
+        ):
+            names = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "routed_experts")
+            lengths = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
             raise ValueError(f"sample {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
 
     @property
     def num_response_tokens(self) -> int:
         """Tokens that are trained on."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,9 @@ def per_token(value: float, loss_mask: np.ndarray, dtype: type[np.floating] = np
     """
     trained = np.asarray(loss_mask) != 0
     trained[:1] = False
-    return np.where(trained, dtype(value), dtype(0.0))
+    values = np.zeros(trained.shape, dtype)
+    np.copyto(values, value, where=trained)
+    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

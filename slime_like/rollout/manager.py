@@ -17,6 +17,7 @@ from slime_like.rollout.check_data import check_data
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.rewards.scorer import ScoresSamples
 from slime_like.rollout.service import EngineAccess, RolloutResult, RolloutService
+from slime_like.utils.garbage import collect_seldom
 
 _CLOSE_S = 30.0
 #: How long a call that only changes the service's state may take.
@@ -39,6 +40,7 @@ class RolloutManager:
     def start(self, source: DataSource | None = None) -> None:
         """Get everything ready. source: what check_data gave, to save reading the data twice."""
         source = source or check_data(self._config)
+        collect_seldom()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
