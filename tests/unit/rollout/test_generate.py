@@ -261,5 +261,5 @@ def steps_of_reading(count: int) -> int:
 
 
 def test_pythons_own_work_on_an_answer_is_two_lists_of_the_parsers_objects():
-    """Counted, not timed: seven instructions a token and list (CPython 3.11), and what the pieces of a longer body take."""
+    """Counted, not timed: seven instructions a token and list (CPython 3.11), and the pieces of a longer body."""
     assert (steps_of_reading(2112) - steps_of_reading(64)) / 2048 <= 15
