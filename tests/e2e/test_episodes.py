@@ -94,11 +94,11 @@ def check_relay(segments: Sequence[Sample]) -> None:
 
 
 def check_textarena(segments: Sequence[Sample]) -> None:
-    """One row; won, drawn or lost, or else an answer that did not end."""
+    """One row; won, drawn or lost, or else neither: the game, or an answer, has not ended."""
     (row,) = segments
-    report = row.metadata["episode"]
-    assert report["ending"] in ("done", "length") and row.reward in (-1.0, 0.0, 1.0)
-    assert row.reward == 0 or report["ending"] == "done"
+    ending = row.metadata["episode"]["ending"]
+    assert ending in ("done", "length", "max_turns") and row.reward in (-1.0, 0.0, 1.0)
+    assert row.reward == 0 or ending == "done"
 
 
 def check_reasoning_gym(segments: Sequence[Sample]) -> None:
@@ -127,8 +127,8 @@ def test_every_trained_token_is_the_engines_and_transformers(ending_model_dir, t
     flags = [
         "--hf-checkpoint", ending_model_dir, "--prompt-data", play.prompts.format(data=tiny_data_dir),
         "--actor-num-gpus-per-node", "2", "--colocate", "--rollout-num-gpus-per-engine", "1",
-        "--env", play.env, "--rollout-temperature", "1", "--max-turns", "6",
-        "--num-steps-per-rollout", "1", "--max-tokens-per-gpu", "4096", "--rollout-max-context-len", "4000",
+        "--env", play.env, "--rollout-temperature", "1", "--max-turns", "6", "--num-steps-per-rollout", "1",
+        "--lr", "1e-4", "--max-tokens-per-gpu", "4096", "--rollout-max-context-len", "4000",
         "--save", tmp_path / "save", "--save-interval", "1", "--save-hf", tmp_path / "hf/{rollout_id}",
         "--save-debug-rollout-data", tmp_path / "samples/{rollout_id}.npz",
     ]  # fmt: skip
@@ -141,6 +141,7 @@ def test_every_trained_token_is_the_engines_and_transformers(ending_model_dir, t
     assert sum(line["rollout/episodes/num"] for line in rollouts) >= NUM_ROLLOUTS * NUM_EPISODES
     assert max(line["rollout/episodes/turns_max"] for line in rollouts) >= play.turns
     assert max(line["rollout/reward_std"] for line in rollouts) > 0
+    wrong_by = []
     for number in range(NUM_ROLLOUTS):
         groups = load_rollout(str(tmp_path / "samples/{rollout_id}.npz"), number)
         assert sum(len(group.episodes) for group in groups) == NUM_EPISODES
@@ -150,7 +151,7 @@ def test_every_trained_token_is_the_engines_and_transformers(ending_model_dir, t
         # An episode is one member of its group, however many rows it has.
         loss = policy_loss(groups, member=lambda row: row.sample_index)
         assert train[number]["train/pg_loss"] == pytest.approx(loss, abs=1e-4)
-        if name == "relay":
-            assert abs(policy_loss(groups, member=id) - loss) > 1e-3, "the check could not tell"
+        wrong_by.append(abs(policy_loss(groups, member=id) - loss))
+    assert name != "relay" or max(wrong_by) > 1e-3, "the check could not tell"
     assert largest_difference(tmp_path / "hf/2", tmp_path / "samples/2.npz") <= 1e-4
     assert_nothing_left(before)
