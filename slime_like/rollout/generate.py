@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 
 from slime_like.config.rollout import RolloutConfig
@@ -120,12 +121,17 @@ class GenerationClient:
         self._tries = rollout.rollout_request_retries
         self._weight_version = weight_version
         self._slots = asyncio.Semaphore(concurrency)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = unlimited_session(headers=headers)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    @functools.cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Opened by the first request: whoever is made and never asks leaves nothing open."""
+        return unlimited_session(headers=self._headers)
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        if "_session" in vars(self):
+            await self._session.close()
 
     async def generate(
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -13,31 +13,13 @@ import pytest
 
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.testing.scripted_engine import ScriptedEngine
+from tests.e2e.foreign_venvs import with_qwen3_tokens
 from tests.unit.rollout.serve.served import TINY, says, served
 
 pytestmark = [pytest.mark.long_run, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent / "foreign_agents"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "It is 4"}}\n</tool_call>'
-#: Tokens that the renderer of verifiers looks for.
-QWEN3_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-
-
-@pytest.fixture(scope="module")
-def python_with(tmp_path_factory):
-    """Makes a virtual environment with a package, once; gives its interpreter."""
-    interpreters: dict[str, str] = {}
-
-    def make(requirement: str) -> str:
-        if requirement not in interpreters:
-            folder = tmp_path_factory.mktemp("venv")
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-            pip = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet", requirement]
-            subprocess.run(pip, check=True, timeout=600)
-            interpreters[requirement] = f"{folder}/bin/python"
-        return interpreters[requirement]
-
-    return make
 
 
 def plays(python: str, script: str, *arguments: str) -> str:
@@ -86,12 +68,9 @@ def test_an_agent_calls_a_tool_and_answers(python_with, requirement, script, mod
 
 
 def test_verifiers_has_the_same_tokens_as_we(python_with, tmp_path):
-    python, tokenizer = python_with("verifiers==0.4.*"), load_tokenizer(str(TINY))
-    missing = [token for token in QWEN3_TOKENS if token not in tokenizer.get_vocab()]
-    tokenizer.add_tokens(missing, special_tokens=True)
-    folder = tmp_path / "tokenizer"
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text((TINY / "config.json").read_text())
+    python, folder = python_with("verifiers==0.4.*"), tmp_path / "tokenizer"
+    shutil.copytree(TINY, folder)
+    tokenizer = with_qwen3_tokens(folder)
     with ScriptedEngine(says(tokenizer, "It is 4", "yes, 4")) as engine, served(engine, model=folder) as running:
         trace = json.loads(
             plays(python, "verifiers_episode.py", f"{running.url}/sessions/verifiers/v1", str(folder)).splitlines()[-1]
