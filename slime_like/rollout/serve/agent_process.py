@@ -52,11 +52,12 @@ class AgentProcess:
         folder = tempfile.mkdtemp(prefix="slime_like_agents_")  # mode 700: nobody else gets in
         socket_path = os.path.join(folder, "socket")
         connected: asyncio.Future = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_unix_server(
-            lambda reader, writer: connected.done() or connected.set_result((reader, writer)),
-            socket_path,
-            limit=agent_runner.LINE_BYTES,
-        )
+
+        def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if not connected.done():
+                connected.set_result((reader, writer))
+
+        server = await asyncio.start_unix_server(take, socket_path, limit=agent_runner.LINE_BYTES)
         try:
             self._process = await asyncio.to_thread(self._launch, folder, socket_path)
             reader, self._writer = await self._unless_ended(connected, "connect")

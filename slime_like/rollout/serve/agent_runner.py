@@ -88,7 +88,7 @@ async def serve(socket_path, path):
         await writer.drain()
         return
     send({"ready": sys.version.split()[0]})
-    tasks = {}
+    tasks: dict[int, asyncio.Future] = {}
 
     async def call(number, arguments):
         try:
