@@ -19,7 +19,9 @@ from tests.unit.rollout.serve.served import TINY, says, served
 pytestmark = [pytest.mark.long_run, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent / "foreign_agents"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
-FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "It is 4"}}\n</tool_call>'
+#: What follows where a call of any tool is forced: SGLang's opening of one, up to the name.
+FORCED_ADD = 'add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+FORCED_FINAL = 'final_answer", "arguments": {"answer": "It is 4"}}\n</tool_call>'
 
 
 def plays(python: str, script: str, *arguments: str) -> str:
@@ -39,28 +41,24 @@ def finished(url: str, session: str) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("requirement", "script", "mode", "last", "num_rows"),
+    ("requirement", "script", "mode", "said", "num_rows"),
     [
-        ("openai-agents==0.24.*", "openai_agents.py", "chat", "It is 4", 1),
-        ("openai-agents==0.24.*", "openai_agents.py", "stream", "It is 4", 1),
-        ("openai-agents==0.24.*", "openai_agents.py", "responses", "It is 4", 1),
-        ("pydantic-ai-slim[openai]==2.62.*", "pydantic_agents.py", None, "It is 4", 1),
+        ("openai-agents==0.24.*", "openai_agents.py", "chat", (ADD, "It is 4"), 1),
+        ("openai-agents==0.24.*", "openai_agents.py", "stream", (ADD, "It is 4"), 1),
+        ("openai-agents==0.24.*", "openai_agents.py", "responses", (ADD, "It is 4"), 1),
+        ("pydantic-ai-slim[openai]==2.62.*", "pydantic_agents.py", None, (ADD, "It is 4"), 1),
         # It says its own tool call again as text: another conversation. Both answers are trained as they were sampled.
-        ("smolagents[openai]==1.26.*", "smol_agents.py", None, FINAL, 2),
+        # It forces a call of one of its tools, so that each answer begins within one.
+        ("smolagents[openai]==1.26.*", "smol_agents.py", None, (FORCED_ADD, FORCED_FINAL), 2),
     ],
 )
-def test_an_agent_calls_a_tool_and_answers(python_with, requirement, script, mode, last, num_rows):
+def test_an_agent_calls_a_tool_and_answers(python_with, requirement, script, mode, said, num_rows):
     python, tokenizer = python_with(requirement), load_tokenizer(str(TINY))
-    with ScriptedEngine(says(tokenizer, ADD, last)) as engine, served(engine) as running:
+    with ScriptedEngine(says(tokenizer, *said)) as engine, served(engine) as running:
         modes = [mode] if mode else []
         assert plays(python, script, f"{running.url}/sessions/agent/v1", *modes) == "It is 4"
         samples = finished(running.url, "agent")
-    sampled = [
-        *tokenizer(ADD)["input_ids"],
-        tokenizer.eos_token_id,
-        *tokenizer(last)["input_ids"],
-        tokenizer.eos_token_id,
-    ]
+    sampled = [token for text in said for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
     trained = [
         token for sample in samples for token, mask in zip(sample["tokens"], sample["loss_mask"], strict=True) if mask
     ]

@@ -61,10 +61,15 @@ class Answerer:
         turns = self._token_turns if kind == TOKENS else self.turns(request.template_kwargs)
         tree = session.tree(kind, turns)
         plan = self._plan(session, request, turns)
+        opening = await self._opening(request, plan)
+        if opening:
+            # Part of what is sent, so never trained: what is sampled after it has the policy's own log-probs.
+            ids = self.tokenizer(opening, add_special_tokens=False)["input_ids"]
+            plan = dataclasses.replace(plan, ids=(*plan.ids, *ids))
         sampling = self._sampling(session, request, plan, number)
         generation = await self._generate(session, plan, sampling)
         text, finish = self._said(turns, generation, request.stop)
-        message, malformed = await self._read(text, request, number)
+        message, malformed = await self._read(opening + text, request, number)
         if session.result.done():
             raise ApiError(f"session {session.name} was finished meanwhile", status=410, code="session_finished")
         session.num_malformed_calls += malformed
@@ -103,6 +108,21 @@ class Answerer:
                 code="chat_template_error",
             ) from error
         return plan if request.ids is None else plan_with_ids(turns, plan, request.ids)
+
+    async def _opening(self, request: TurnRequest, plan: TurnPlan) -> str:
+        """How the answer has to begin: as a call of one of the functions that tool_choice forces; else ""."""
+        if not request.forced:
+            return ""
+        opening = await self._reader.opening(request.forced)
+        if not opening:
+            raise ApiError(
+                "tool_choice: with this model's parser of tool calls none can be forced. Fix: auto, and ask for the"
+                " call in words.",
+                param="tool_choice",
+                code="unsupported_value",
+            )
+        thinks = plan.opening_text.rstrip().endswith("<think>")  # the template has begun to think: it ends here
+        return f"\n</think>\n\n{opening}" if thinks else opening
 
     def _sampling(self, session: Session, request: TurnRequest, plan: TurnPlan, number: int) -> dict:
         """SGLang's sampling_params: the run's; of the client only what ends an answer sooner."""

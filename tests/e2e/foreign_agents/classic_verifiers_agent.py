@@ -44,15 +44,14 @@ async def play(base_url, prompt, request_kwargs, metadata):
     output = await ENVIRONMENT.run_rollout(row, client, request_kwargs["model"], sampling, state_columns=["trajectory"])
     if output.get("error"):
         raise RuntimeError(str(output["error"]))
-    turns = [step["tokens"] for step in output["trajectory"]]
-    ids = [*turns[-1]["prompt_ids"], *turns[-1]["completion_ids"]]
-    mask, logprobs = [0] * len(ids), [0.0] * len(ids)
-    for turn in turns:
-        start = len(turn["prompt_ids"])
-        for place, logprob in enumerate(turn["completion_logprobs"], start):
-            mask[place], logprobs[place] = 1, logprob
-    branch = {"ids": ids, "mask": mask, "logprobs": logprobs}
-    return {
-        "reward": output["reward"],
-        "metadata": {"said": said(output["completion"]), "branches": [branch]},
-    }
+    rows = []
+    for step in output["trajectory"]:
+        prompt_ids, answer_ids = list(step["tokens"]["prompt_ids"]), list(step["tokens"]["completion_ids"])
+        rows.append(
+            {
+                "ids": prompt_ids + answer_ids,
+                "mask": [0] * len(prompt_ids) + [1] * len(answer_ids),
+                "logprobs": [0.0] * len(prompt_ids) + list(step["tokens"]["completion_logprobs"]),
+            }
+        )
+    return {"reward": output["reward"], "metadata": {"said": said(output["completion"]), "rows": rows}}

@@ -46,8 +46,8 @@ async def play(base_url, prompt, request_kwargs, metadata):
     trace = talk.trace
     if trace.errors:
         raise RuntimeError(trace.errors[0].message)
-    branches = [
+    rows = [
         {"ids": list(one.token_ids), "mask": [int(bit) for bit in one.sampled_mask], "logprobs": list(one.logprobs)}
         for one in trace.branches
     ]
-    return {"reward": trace.reward, "metadata": {"said": trace.last_reply, "branches": branches}}
+    return {"reward": trace.reward, "metadata": {"said": trace.last_reply, "rows": rows}}
