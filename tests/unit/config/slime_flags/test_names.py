@@ -9,15 +9,15 @@ import pytest
 
 from arguments import build_parser
 from slime_like.config.slime_flags.refused import REFUSED
-from slime_like.config.slime_flags.taken import BUILT_IN, SAID_ANYWAY
+from slime_like.config.slime_flags.taken import BUILT_IN, IDLE_WITHOUT, SAID_ANYWAY
 from slime_like.sglang_backend.server_args import RESERVED
 
 NAMES = [line for line in (Path(__file__).parent / "names.txt").read_text().splitlines() if not line.startswith("#")]
 
 
 def kind_of(flag: str, known: set[str]) -> str:
-    """What happens to a flag on our command line."""
-    if flag in SAID_ANYWAY:
+    """What happens to a flag on our command line, if it is the only one of slime's."""
+    if flag in SAID_ANYWAY or flag in IDLE_WITHOUT:
         return "noticed"
     if flag in REFUSED or flag.removeprefix("--sglang-").replace("-", "_") in RESERVED:
         return "refused"
