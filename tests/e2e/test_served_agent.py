@@ -80,7 +80,7 @@ def test_verifiers_plays_in_its_own_environment_and_is_trained_on(
     )  # fmt: skip
     assert run.returncode == 0, run.logs()
     for metrics in run.metrics("rollout"):
-        assert metrics["rollout/episodes/num"] >= 16 and metrics["rollout/episodes/violations"] == 0
+        assert metrics["rollout/episodes/num"] == 16 and metrics["rollout/episodes/violations"] == 0
         assert metrics["rollout/episodes/turns_mean"] == 2 and 0 < metrics["rollout/reward_mean"] < 1
     diffs = [metrics["train/logprob_abs_diff_max"] for metrics in run.metrics("train")]
     assert len(diffs) == 3 and max(diffs) <= 1e-4

@@ -25,7 +25,9 @@ _MOST_TURNS = 64
 
 
 class Answerer:
-    """Use it inside one event loop. max_turns: most answers of a session; all else that limits is the session's."""
+    """Use it inside one event loop. max_turns: most answers of a session; all else that limits is the session's.
+    vocab_size: rows of the model's embedding, which may be more than the tokenizer has ids: all may be sampled.
+    """
 
     def __init__(
         self,
@@ -37,13 +39,14 @@ class Answerer:
         template_kwargs: dict,
         max_turns: int,
         sync_timeout_s: float,
+        vocab_size: int,
     ):
         self._client, self._policy, self._reader = client, policy, reader
         self.tokenizer = tokenizer
         self._kwargs, self._max_turns, self._sync_timeout_s = template_kwargs, max_turns, sync_timeout_s
         self._token_turns = TokenTurns(tokenizer)
         self._chat_turns = functools.lru_cache(maxsize=_MOST_TURNS)(self._new_turns)
-        self._vocabulary = len(tokenizer)
+        self._vocab_size = max(vocab_size, len(tokenizer))
 
     def turns(self, template_kwargs: dict) -> ChatTurns:
         """The chat template with the run's arguments and a client's over them."""
@@ -85,9 +88,9 @@ class Answerer:
         )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raise ApiError for ids that the tokenizer does not have: an engine would look them up all the same."""
-        if max(ids, default=0) >= self._vocabulary:
-            raise ApiError(f"{param}: id {max(ids)} is not in the vocabulary of {self._vocabulary}", param=param)
+        """Raise ApiError for ids that the model does not have: an engine would look them up all the same."""
+        if max(ids, default=0) >= self._vocab_size:
+            raise ApiError(f"{param}: id {max(ids)} is not in the vocabulary of {self._vocab_size}", param=param)
 
     def _new_turns(self, kwargs_json: str) -> ChatTurns:
         return ChatTurns(self.tokenizer, json.loads(kwargs_json))

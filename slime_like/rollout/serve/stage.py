@@ -57,6 +57,7 @@ class ServeStage:
             template_kwargs=config.data.chat_template_kwargs,
             max_turns=serving.agent_max_turns,
             sync_timeout_s=_SYNC_DEADLINES * config.rollout.rollout_request_timeout_s,
+            vocab_size=config.model.vocab_size,
         )
         self._endpoint = Endpoint(
             answerer,

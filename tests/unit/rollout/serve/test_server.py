@@ -93,6 +93,14 @@ def test_responses_go_on_from_a_previous_one(server, http, openai_client, tokeni
         client.responses.create(model="m", input="x", previous_response_id="resp_nobody")
 
 
+def test_ids_that_the_model_has_and_the_tokenizer_has_not_come_back(http):
+    """Embeddings are padded: 320 rows, 304 ids; an untrained policy samples them all."""
+    for path, name in (("/inference/v1/generate", "token_ids"), ("/detokenize", "tokens")):
+        assert http.post(path, json={name: [5, 319]}).status_code == 200
+        refused = http.post(path, json={name: [5, 320]})
+        assert refused.status_code == 400 and "id 320 is not in the vocabulary of 320" in refused.text
+
+
 def test_ids_in_ids_out(server, http, tokenizer):
     server.engine.script = says(tokenizer, "four", "yes")
     headers = {"X-Session-ID": "ids"}
