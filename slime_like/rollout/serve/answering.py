@@ -124,8 +124,7 @@ class Answerer:
                 param="tool_choice",
                 code="unsupported_value",
             )
-        thinks = plan.opening_text.rstrip().endswith("<think>")  # the template has begun to think: it ends here
-        return f"\n</think>\n\n{opening}" if thinks else opening
+        return after_thinking(plan.opening_text, opening)
 
     def _sampling(self, session: Session, request: TurnRequest, plan: TurnPlan, number: int) -> dict:
         """SGLang's sampling_params: the run's; of the client only what ends an answer sooner."""
@@ -187,6 +186,14 @@ class Answerer:
             for place, call in enumerate(message.get("tool_calls") or [])
         ]
         return message | ({"tool_calls": calls} if calls else {}), answer.problem is not None
+
+
+def after_thinking(prompt: str, opening: str) -> str:
+    """The opening of an answer that does not think, behind the end of the thinking that the prompt has begun.
+
+    Example: ("…assistant\\n<think>\\n", "<tool_call>") -> "\\n</think>\\n\\n<tool_call>"
+    """
+    return f"\n</think>\n\n{opening}" if prompt.rstrip().endswith("<think>") else opening
 
 
 def with_reward(rows: Sequence, reward: float | None, metadata: dict) -> tuple:
