@@ -57,13 +57,14 @@ def test_ppo_with_a_reward_model_trains_both_models_and_resumes(tiny_model_dir, 
     assert run.returncode == 0, run.logs()
     first, *later = run.metrics("train")
     assert len(later) == 2
-    # The first rollout trains the critic alone: it starts by expecting nothing, so nothing is explained by its first
-    # step.
+    # The first rollout trains the critic alone. That its loss and its step are autograd's is for
+    # tests/multiprocess/test_critic.py: over three rollouts of changing samples a falling loss would be luck. What it
+    # expects goes from nothing towards the returns, by Adam's steps of about one size.
     assert "train/loss" not in first and first["train/value_loss"] > 0
-    losses = [line["train/value_loss"] for line in (first, *later)]
-    assert losses[-1] < losses[0]
+    expected = [line["train/value_mean"] for line in (first, *later)]
+    assert 0 < expected[0] < expected[1] < expected[2]
     for line in (first, *later):
-        assert math.isfinite(line["train/value_explained_variance"]) and line["train/critic_grad_norm"] > 0
+        assert math.isfinite(line["train/value_loss"]) and line["train/critic_grad_norm"] > 0
     for line in later:
         assert line["train/logprob_abs_diff_max"] < 1e-4 and line["train/grad_norm"] > 0
     assert_rewards_are_the_two_parts(run, samples, reward_model)
@@ -75,8 +76,12 @@ def test_ppo_with_a_reward_model_trains_both_models_and_resumes(tiny_model_dir, 
     assert resumed.returncode == 0, resumed.logs()
     (line,) = resumed.metrics("train")
     assert line["step"] == 3 and line["train/logprob_abs_diff_max"] < 1e-4
-    # A critic that had forgotten would have the error of the first rollout again.
-    assert line["train/value_loss"] < losses[0]
+    # Versions go on, too: the weights that were saved are the fourth, and are sent as that again.
+    assert [line["sync/version"] for line in run.metrics("sync")] == [1, 2, 3, 4]
+    assert [line["sync/version"] for line in resumed.metrics("sync")] == [4, 5]
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    # A critic that had forgotten would expect next to nothing again.
+    assert line["train/value_mean"] > expected[1]
     assert sorted(path.name for path in (tmp_path / "save/critic").iterdir()) == [
         "iter_0000003",
         "iter_0000004",
