@@ -8,7 +8,6 @@ One process for all episodes. Both sides send one JSON object a line over a sock
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
@@ -83,10 +82,10 @@ class AgentProcess:
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._send({"number": number, "arguments": arguments})
+            self._send({"number": number, "arguments": arguments})
             return await future
         except asyncio.CancelledError:
-            await self._send({"cancel": number})
+            self._send({"cancel": number})
             raise
         finally:
             self._waiting.pop(number, None)
@@ -127,10 +126,8 @@ class AgentProcess:
                 break  # it said something before it ended
             if status is not None or time.monotonic() > end:
                 future.cancel()
-                what = (
-                    f"did not {phase} within {self._start_s:g} s" if status is None else f"ended with status {status}"
-                )
-                raise self._problem(what)
+                late = f"did not {phase} within {self._start_s:g} s"
+                raise self._problem(late if status is None else f"ended with status {status}")
         return future.result()
 
     async def _restart(self) -> None:
@@ -141,11 +138,10 @@ class AgentProcess:
         except PluginError as error:
             raise AgentFailure(str(error)) from error
 
-    async def _send(self, message: dict) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(ConnectionError):  # it has ended: whoever waits is told so by _read
-                self._writer.write(json.dumps(message).encode() + b"\n")
-                await self._writer.drain()
+    def _send(self, message: dict) -> None:
+        """Never waits: an agent that blocks its loop must not hold up a deadline. What it has not read yet is kept."""
+        if self._writer is not None:  # if its process has ended, whoever waits is told so by _read
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand out answers until the process ends, and tell all who wait then."""

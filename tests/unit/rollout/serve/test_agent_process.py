@@ -43,6 +43,9 @@ async def waits(base_url, prompt, request_kwargs, metadata):
     finally:
         open(metadata["file"], "w").close()
 
+async def blocks(base_url, prompt, request_kwargs, metadata):
+    time.sleep(60)
+
 def ends(base_url, prompt, request_kwargs, metadata):
     if metadata["ends"]:
         print("goodbye", flush=True)
@@ -124,6 +127,18 @@ def test_a_deadline_ends_the_coroutine_there(played, tmp_path):
 
     played("waits", scenario)
     assert file.exists()
+
+
+def test_an_agent_that_blocks_its_loop_holds_up_no_deadline_and_ends_with_us(played):
+    async def scenario(process):
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await process.call("u", [{"role": "user", "content": "x" * 4_000_000}], {}, {})
+
+    begin = time.monotonic()
+    played("blocks", scenario)
+    assert time.monotonic() - begin < 20
 
 
 def test_a_process_that_ends_fails_its_episodes_and_is_started_again(played):
