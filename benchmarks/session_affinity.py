@@ -1,14 +1,16 @@
 """How the router's policies serve episodes of many turns: prefix-cache hits, balance and seconds, on real engines.
 
-usage: session_affinity.py [--sessions 16] [--turns 6] [--repeats 3] [--megabytes 40] [--output
+usage: session_affinity.py [--sessions 16] [--turns 6] [--repeats 2] [--megabytes 40] [--output
 benchmarks/results/session-affinity-cpu.json]
 
 Two SGLang engines behind the real router. Every session begins with one of sessions/4 prompts (four samples a prompt,
 as GRPO has them) and grows each turn by the answer and an observation; all play at a time, each with pauses of its own
-between its turns, as tools make them. Policies take turns, each with a fresh router and empty caches.
-Hits: cached tokens of all tokens that were sent. Bound: hits of the same work on one engine alone, which has every
-prefix; the share of it is what a policy keeps. Balance: requests of the busier engine over the mean; 1 is even.
-Medians over the repeats.
+between its turns, as tools make them. Played twice: prompts that have nothing in common, and prompts behind one long
+system message, as agents with tools have it. Policies take turns, each with a fresh router and empty caches.
+Hits: cached tokens of all tokens that were sent. Bound: the most that there can be, which is all that was sent or
+sampled before in the session, and a beginning that another session sent. Balance: requests of the busier engine over
+the mean; 1 is even, 2 is one engine idle. Medians over the repeats; seconds are those of a shared host: compare them
+within one run.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "lib")]
 import aiohttp  # noqa: E402
 from sync_model import Shape, make_weights, write_model  # noqa: E402
 
-from slime_like.records import EngineEndpoint  # noqa: E402
 from slime_like.rollout.generate import SESSION_HEADER  # noqa: E402
 from slime_like.sglang_backend.client import EngineClient  # noqa: E402
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, start_engine  # noqa: E402
@@ -44,7 +45,9 @@ from slime_like.sglang_backend.router import launch_router  # noqa: E402
 
 POLICIES = ("round_robin", "cache_aware", "manual")
 SAMPLES_PER_PROMPT = 4
-PROMPT_TOKENS, ANSWER_TOKENS, OBSERVATION_TOKENS = 96, 24, 72
+#: What is played -> tokens of (the system message of all, a prompt's own).
+WORKLOADS = {"prompts of their own": (0, 96), "one system message": (240, 48)}
+ANSWER_TOKENS, OBSERVATION_TOKENS = 24, 72
 LONGEST_PAUSE_S = 0.3
 TIMEOUT_S = 300.0
 CACHE_TOKENS = 40_000  # of an engine: more than all sessions together
@@ -57,10 +60,26 @@ class Work:
     sessions: int
     turns: int
     vocabulary: int
+    system_tokens: int
+    prompt_tokens: int
 
     def opening(self, session: int) -> list[int]:
-        """A session's prompt, which it shares with the other samples of it."""
-        return self._tokens(f"prompt {session // SAMPLES_PER_PROMPT}", PROMPT_TOKENS)
+        """A session's prompt, which it shares with the other samples of it, behind the system message of all."""
+        prompt = self._tokens(f"prompt {session // SAMPLES_PER_PROMPT}", self.prompt_tokens)
+        return [*self._tokens("system", self.system_tokens), *prompt]
+
+    @property
+    def bound(self) -> float:
+        """The most hits: of each request all but what nobody has sent or sampled before, and its last token."""
+        opening, turn = self.system_tokens + self.prompt_tokens, ANSWER_TOKENS + OBSERVATION_TOKENS
+        prompts = -(-self.sessions // SAMPLES_PER_PROMPT)
+        sent = self.sessions * sum(opening + turn * number for number in range(self.turns))
+        new = (
+            self.system_tokens + prompts * self.prompt_tokens + (self.sessions - prompts)
+        )  # the last of a repeated one
+        # Of an answer's last token there is nothing in the cache: it has not been computed with.
+        new += self.sessions * (self.turns - 1) * (OBSERVATION_TOKENS + 1)
+        return 1 - new / sent
 
     def observation(self, session: int, turn: int) -> list[int]:
         """What a tool says."""
@@ -134,12 +153,6 @@ def with_policy(work: Work, policy: str, engines: list[Engine], folder: str) -> 
         router.close()
 
 
-def alone(work: Work, endpoint: EngineEndpoint) -> Played:
-    """The work on one engine, which has every prefix."""
-    EngineClient(endpoint, timeout_s=TIMEOUT_S).flush_cache(TIMEOUT_S)
-    return asyncio.run(play(work, endpoint.url, endpoint.api_key))
-
-
 @contextlib.contextmanager
 def engines_of(model: Path, folder: str, count: int):
     """Real engines of that model, each with a weight version that tells it from the others."""
@@ -167,26 +180,26 @@ def engines_of(model: Path, folder: str, count: int):
             engine.close()
 
 
-def measure(work: Work, *, repeats: int, megabytes: float) -> dict[str, dict[str, float]]:
-    """Policy -> medians; and "one engine alone", the bound."""
-    runs: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
+def measure(*, sessions: int, turns: int, repeats: int, megabytes: float) -> dict[str, dict[str, dict[str, float]]]:
+    """Workload -> policy -> medians, and the share of the bound."""
+    runs: dict[tuple[str, str], list[dict[str, float]]] = collections.defaultdict(list)
+    shape = Shape.of_bytes(megabytes * 1e6)
+    works = {name: Work(sessions, turns, shape.vocabulary, *sizes) for name, sizes in WORKLOADS.items()}
     with tempfile.TemporaryDirectory() as folder:
-        shape = Shape.of_bytes(megabytes * 1e6)
         write_model(Path(folder) / "model", shape, make_weights(shape, seed=0))
-        work = dataclasses.replace(work, vocabulary=shape.vocabulary)
         with engines_of(Path(folder) / "model", folder, 2) as engines:
-            alone(dataclasses.replace(work, turns=1), engines[0].endpoint)  # warms up
+            with_policy(Work(4, 1, shape.vocabulary, 0, 96), "round_robin", engines, folder)  # warms up
             for repeat in range(repeats):
-                runs["one engine alone"].append(alone(work, engines[repeat % 2].endpoint).numbers(1))
-                for policy in POLICIES[repeat % len(POLICIES) :] + POLICIES[: repeat % len(POLICIES)]:
-                    runs[policy].append(with_policy(work, policy, engines, folder).numbers(2))
-                    print(f"{policy}: {runs[policy][-1]}", file=sys.stderr, flush=True)
-    medians = {
-        name: {key: statistics.median(one[key] for one in several) for key in several[0]}
-        for name, several in runs.items()
-    }
-    bound = medians["one engine alone"]["hits"]
-    return {name: {**numbers, "hits_of_bound": numbers["hits"] / bound} for name, numbers in medians.items()}
+                for name, work in works.items():
+                    for policy in POLICIES[repeat % len(POLICIES) :] + POLICIES[: repeat % len(POLICIES)]:
+                        numbers = with_policy(work, policy, engines, folder).numbers(len(engines))
+                        runs[name, policy].append(numbers)
+                        print(f"{name}, {policy}: {numbers}", file=sys.stderr, flush=True)
+    results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in works}
+    for (name, policy), several in sorted(runs.items()):
+        medians = {key: statistics.median(one[key] for one in several) for key in several[0]}
+        results[name][policy] = {**medians, "hits_of_bound": medians["hits"] / works[name].bound}
+    return results
 
 
 def main() -> None:
@@ -194,13 +207,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sessions", type=int, default=16, help="Episodes at a time.")
     parser.add_argument("--turns", type=int, default=6, help="Answers of each.")
-    parser.add_argument("--repeats", type=int, default=3, help="Runs of each policy.")
+    parser.add_argument("--repeats", type=int, default=2, help="Runs of each policy.")
     parser.add_argument("--megabytes", type=float, default=40, help="fp32 weights of the model, a Qwen3 from a seed.")
     parser.add_argument("--output", type=Path, help="Write the numbers here as JSON.")
     options = parser.parse_args()
-    results = measure(Work(options.sessions, options.turns, 0), repeats=options.repeats, megabytes=options.megabytes)
-    for name, numbers in results.items():
-        print(f"{name:18}" + ", ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
+    results = measure(
+        sessions=options.sessions, turns=options.turns, repeats=options.repeats, megabytes=options.megabytes
+    )
+    for name, policies in results.items():
+        for policy, numbers in policies.items():
+            print(f"{name}, {policy:12}" + ", ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
     if options.output:
         hardware = {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))}
         versions = {name: version(name) for name in ("sglang", "sglang-router")}
