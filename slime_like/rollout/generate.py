@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 import orjson
 
@@ -135,11 +136,16 @@ class GenerationClient:
         self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _headers(api_key)
-        self._session = unlimited_session()
+
+    @functools.cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Opened by the first request: whoever is made and never asks leaves nothing open."""
+        return unlimited_session()
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        if "_session" in vars(self):
+            await self._session.close()
 
     async def generate(
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None

@@ -44,7 +44,7 @@ class RolloutManager:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
-        self._service = self._wait(self._submit(self._make(source)), "making the service")
+        self._wait(self._submit(self._make(source)), "making the service")
 
     def generate(self, step: int, watch: Callable[[], None] | None = None) -> RolloutResult:
         """The groups of rollout `step`; waits for them.
@@ -106,10 +106,9 @@ class RolloutManager:
         if not thread.is_alive():
             loop.close()
 
-    async def _make(self, source: DataSource) -> RolloutService:
-        service = RolloutService(self._config, self._access, source, self._reward_model)
-        await service.start()
-        return service
+    async def _make(self, source: DataSource) -> None:
+        self._service = RolloutService(self._config, self._access, source, self._reward_model)
+        await self._service.start()  # if it fails, close() ends what it has begun
 
     async def _shut_down(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

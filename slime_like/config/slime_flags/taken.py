@@ -38,6 +38,19 @@ TRANSLATED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("--loss-mask-type", "distill_qwen"): (("--loss-mask-type", "last"), _TEMPLATES),
 }
 
+_WANDB = "mode dir key host team group project run-id always-use-train-step".split()
+#: Flag that is refused -> the switch without which it says nothing in slime either: then it is a notice. Run scripts
+#: often leave these when they comment the switch out.
+IDLE_WITHOUT: dict[str, str] = {
+    **dict.fromkeys((f"--wandb-{name}" for name in _WANDB), "--use-wandb"),
+    "--disable-wandb-random-suffix": "--use-wandb",
+    **dict.fromkeys(
+        (f"--rollout-health-check-{name}" for name in ("interval", "timeout", "first-wait")), "--use-fault-tolerance"
+    ),
+    "--mtp-loss-scaling-factor": "--enable-mtp-training",
+    "--fetch-trajectory-retry-times": "--rollout-buffer-url",
+}
+
 #: (flag, path of slime's) -> what stands in its place on the command line; () where it is what is done without it.
 BUILT_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"): (),
@@ -70,6 +83,20 @@ class SlimesOwn:
         if self.is_sft and not config.is_sft:
             return [f"--rollout-function-path {_SFT} needs --loss-type sft_loss. Fix: add it."]
         return []
+
+
+def take_idle(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(the command line without flags that say nothing because their switch is absent, a notice for each)."""
+    rest: list[str] = []
+    notes: list[str] = []
+    parts = _flags(argv)
+    here = {flag for flag, _, _ in parts}
+    for flag, words, _ in parts:
+        if IDLE_WITHOUT.get(flag, flag) in here:
+            rest += words
+        else:
+            notes.append(f"{flag} changes nothing without {IDLE_WITHOUT[flag]}")
+    return rest, notes
 
 
 def take_slimes(argv: list[str]) -> SlimesOwn:

@@ -7,7 +7,7 @@ import pytest
 from arguments import build_parser, parse_args
 from slime_like.config.reward import REWARD_TYPES
 from slime_like.config.slime_flags.refused import REFUSED
-from slime_like.config.slime_flags.taken import BUILT_IN, SAID_ANYWAY, take_slimes
+from slime_like.config.slime_flags.taken import BUILT_IN, IDLE_WITHOUT, SAID_ANYWAY, take_idle, take_slimes
 from slime_like.errors import ConfigError
 from slime_like.utils.user_functions import load_function
 from tests.unit.config.test_compat_flags import BASE
@@ -87,10 +87,25 @@ def test_only_what_is_done_anyway_is_taken(words: list[str], is_taken: bool):
     assert all("Fix: " in problem for problem in taken.problems)
 
 
+def test_what_belongs_to_an_absent_switch_is_a_notice_and_refused_beside_it():
+    words = ["--wandb-project", "x", "--rollout-health-check-interval=5"]
+    rest, notes = take_idle(["--lr", "1", *words])
+    assert rest == ["--lr", "1"] and [note.split()[0] for note in notes] == [
+        words[0],
+        "--rollout-health-check-interval",
+    ]
+    assert take_idle(["--use-wandb", *words[:2]]) == (["--use-wandb", *words[:2]], [])
+    assert any("--wandb-project changes nothing" in note for note in parse_args(command_line(*words)).notes)
+    with pytest.raises(ConfigError) as refused:
+        parse_args(command_line("--use-wandb", *words[:2]))
+    assert len(refused.value.problems) == 2
+
+
 def test_no_flag_is_two_things():
     known = {option for action in build_parser()._actions for option in action.option_strings}
     assert SAID_ANYWAY.keys() & (known | REFUSED.keys()) == set()
     assert {flag for flag, _ in BUILT_IN} <= known
+    assert IDLE_WITHOUT.keys() | set(IDLE_WITHOUT.values()) <= REFUSED.keys()
 
 
 def test_a_file_says_it_as_flags_do(tmp_path):
