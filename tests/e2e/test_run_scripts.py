@@ -53,6 +53,9 @@ EXAMPLES = {
 #: They move no weights; the second trains on what the first kept.
 DEBUG_EXAMPLES = ("debug-rollout-only", "debug-train-only")
 
+#: Supervised: it runs in test_conversations.py.
+SUPERVISED_EXAMPLE = "conversations"
+
 
 def finish(command: list[str], run_dir: Path, timeout: float = 240, **variables: str) -> Finished:
     """Run a script of scripts/ to its end."""
@@ -126,7 +129,7 @@ def test_every_example_has_its_row():
     there = {
         f"{path.parent.name} {path.stem}".removesuffix(" run") for path in (ROOT / "scripts/examples").glob("*/*.toml")
     }
-    assert there == {*EXAMPLES, *DEBUG_EXAMPLES}
+    assert there == {*EXAMPLES, *DEBUG_EXAMPLES, SUPERVISED_EXAMPLE}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
