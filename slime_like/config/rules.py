@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime_like.config.async_rules import async_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -318,7 +319,7 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append(
             "--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it."
         )
-    return problems + _transport_problems(config) + _delta_problems(config)
+    return problems + _transport_problems(config) + _delta_problems(config) + async_problems(config)
 
 
 def _transport_problems(config: ConfigTree) -> list[str]:
