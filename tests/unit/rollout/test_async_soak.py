@@ -125,6 +125,18 @@ def check_fates(state: dict, seen: Seen, trained: list[int]) -> collections.Coun
     return counts
 
 
+def test_a_lost_and_a_doubled_prompt_are_named():
+    state = {"position": 4, "trained": 2, "dropped": {"failed": 1}, "open": {"3": "ready"}, "waiting": []}
+    fates = check_fates(state, Seen(failed={1}), [0, 2])
+    assert fates == {"trained": 2, "dropped: failed": 1, "ready": 1}
+    wrong_ones = (Seen(), [0, 2], "{1: "), (Seen(failed={1}), [0, 2, 3], "{3: "), (Seen(failed={1}), [0, 0], "2: ")
+    for seen, trained, wrong in wrong_ones:
+        with pytest.raises(AssertionError, match=wrong):
+            check_fates(state, seen, trained)
+    with pytest.raises(AssertionError):
+        check_fates(state | {"dropped": {"stale": 1}}, Seen(failed={1}), [0, 2])
+
+
 @pytest.mark.long_run
 @pytest.mark.timeout(SECONDS + 180)
 def test_nothing_leaks_and_no_prompt_is_lost_or_trained_twice(tmp_path, make_config):
