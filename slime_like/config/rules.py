@@ -15,6 +15,8 @@ def problems_of(config: ConfigTree) -> list[str]:
             problems += group.problems() if group.is_known else []
         elif name == "parallel":
             problems += group.problems(config.model)
+        elif name == "lora":
+            problems += group.problems() or (group.target_problems(config.model) if config.model.is_known else [])
         else:
             problems += group.problems()
     return (
@@ -273,7 +275,8 @@ def _serving_problems(config: ConfigTree) -> list[str]:
 def _role_problems(config: ConfigTree) -> list[str]:
     problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
     problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
-    if config.needs_reference and not config.checkpoint.ref_load:
+    own_base = config.lora.enabled and config.swaps_reference  # adapters switched off
+    if config.needs_reference and not config.checkpoint.ref_load and not own_base:
         problems.append(
             f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
         )

@@ -29,7 +29,7 @@ def test_a_checkpoint_is_continued_as_the_flags_say(tmp_path: Path):
     folder = saved(tmp_path / "saves")
 
     def parts(**options):
-        return parts_to_continue(CheckpointConfig(load=folder, **options), folder)
+        return parts_to_continue(RunConfig(checkpoint=CheckpointConfig(load=folder, **options)))
 
     assert parts() == EVERYTHING
     assert parts(no_load_optim=True) == EVERYTHING | {"optimizer": False}
@@ -39,10 +39,10 @@ def test_a_checkpoint_is_continued_as_the_flags_say(tmp_path: Path):
 
 def test_weights_alone_are_not_continued(tmp_path: Path):
     converted, other = saved(tmp_path / "converted", weights_only=True), saved(tmp_path / "other")
-    assert parts_to_continue(CheckpointConfig(load=converted), converted) is None
-    assert parts_to_continue(CheckpointConfig(ref_load=other), other) is None
+    assert parts_to_continue(RunConfig(checkpoint=CheckpointConfig(load=converted))) is None
+    assert parts_to_continue(RunConfig(checkpoint=CheckpointConfig(ref_load=other))) is None
     (tmp_path / "hf").mkdir()
-    assert parts_to_continue(CheckpointConfig(load=str(tmp_path / "hf")), str(tmp_path / "hf")) is None
+    assert parts_to_continue(RunConfig(checkpoint=CheckpointConfig(load=str(tmp_path / "hf")))) is None
 
 
 def test_frozen_models_stand_beside_the_policy_only(tmp_path: Path):
