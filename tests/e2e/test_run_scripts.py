@@ -20,6 +20,7 @@ SCRIPTS = {
     "run-colocate.sh": "ipc",
     "run-disaggregated.sh": "broadcast",
     "run-agent.sh": "ipc",
+    "run-lora.sh": "ipc",
     "run-served-agent.sh": "ipc",
 }
 
