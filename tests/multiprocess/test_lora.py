@@ -31,6 +31,9 @@ LAYOUTS = {
     "dp2, reduced early": (2, {"overlap_grad_reduce": True}),
     "cp2": (2, {"context_parallel_size": 2}),
     "recomputed": (1, RECOMPUTED),
+    "dp2, gathered late": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "interleaved pp2": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
 }
 ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 ATTENTION = [f"{x}_proj" for x in "qkvo"]
@@ -48,8 +51,9 @@ ADAPTERS = {
     "qwen3_moe": ("qwen3_moe", ALL | {"target_modules": ATTENTION}, {"lora_target_modules": ATTENTION}),
     "deepseek_v3": ("deepseek_v3", ALL | {"target_modules": LATENT}, {"lora_target_modules": LATENT}),
 }
-ROWS = [("qwen3", layout) for layout in LAYOUTS]
-ROWS += [("some modules", "tp2 with sequence parallelism"), ("llama", "one rank"), ("glm4", "tp2")]
+ROWS = [("qwen3", layout) for layout in LAYOUTS if layout not in ("interleaved pp2", "ep2")]
+ROWS += [("some modules", "tp2 with sequence parallelism"), ("llama", "interleaved pp2"), ("glm4", "tp2")]
+ROWS += [("qwen3_moe", "ep2")]
 ROWS += [(name, layout) for name in ("qwen3_moe", "deepseek_v3") for layout in ("tp2 with sequence parallelism", "pp2")]
 #: in units of the largest one
 GRADIENT_BOUND, LOG_PROB_BOUND = 1e-5, 1e-5
@@ -226,7 +230,10 @@ def test_adapters_start_alike_under_every_layout(continued, name):
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     families = {family for family, _, _ in ADAPTERS.values()}
-    paths = {family: make_tiny_model(str(root / family), family, num_layers=2) for family in families}
+    paths = {
+        family: make_tiny_model(str(root / family), family, num_layers=4 if family == "llama" else 2)
+        for family in families
+    }
     for name, (family, options, _) in ADAPTERS.items():
         folder = str(root / f"adapters of {name}")
         paths["adapters of " + name] = make_peft_folder(paths[family], folder, **options)

@@ -133,11 +133,11 @@ def start_writing(draft: Draft, state: TrainState, *, in_background: bool) -> As
     if torch.distributed.get_rank() == 0:
         draft.make()
     torch.distributed.barrier()
-    if state.lora is not None:
-        save_adapters(unwrap(state.model), draft.path, lora=state.lora, model=state.model_config, base=state.base)
     request = dist_checkpointing.save(
         _sharded_state(state, is_loading=False), draft.path, async_sharded_save=in_background
     )
+    if state.lora is not None:
+        save_adapters(unwrap(state.model), draft.path, lora=state.lora, model=state.model_config, base=state.base)
     torch.distributed.barrier()
     return request
 
