@@ -76,6 +76,10 @@ def test_ppo_with_a_reward_model_trains_both_models_and_resumes(tiny_model_dir, 
     assert resumed.returncode == 0, resumed.logs()
     (line,) = resumed.metrics("train")
     assert line["step"] == 3 and line["train/logprob_abs_diff_max"] < 1e-4
+    # Versions go on, too: the weights that were saved are the fourth, and are sent as that again.
+    assert [line["sync/version"] for line in run.metrics("sync")] == [1, 2, 3, 4]
+    assert [line["sync/version"] for line in resumed.metrics("sync")] == [4, 5]
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text().strip() == "4"
     # A critic that had forgotten would expect next to nothing again.
     assert line["train/value_mean"] > expected[1]
     assert sorted(path.name for path in (tmp_path / "save/critic").iterdir()) == [
