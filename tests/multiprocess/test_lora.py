@@ -2,6 +2,8 @@
 folders, for each family and layout; and checkpoints of adapters under another layout.
 """
 
+# Covers slime_like.megatron_backend.lora.build and slime_like.megatron_backend.lora.state too, which it does not import.
+
 import numpy as np
 import pytest
 import torch
