@@ -2,7 +2,7 @@
 folders, for each family and layout; and checkpoints of adapters under another layout.
 """
 
-# Covers slime_like.megatron_backend.lora.build and slime_like.megatron_backend.lora.state too, which it does not import.
+# Covers slime_like.megatron_backend.lora.build and slime_like.megatron_backend.lora.state too.
 
 import numpy as np
 import pytest
