@@ -60,8 +60,8 @@ ROWS += [(name, layout) for name in ("qwen3_moe", "deepseek_v3") for layout in (
 #: In every run; the others with scripts/test_long.sh.
 QUICK = [("qwen3", "tp2 with sequence parallelism"), ("qwen3", "dp2, reduced early"), ("glm4", "tp2")]
 MARKED = [row if row in QUICK else pytest.param(row, marks=pytest.mark.long_run) for row in ROWS]
-#: in units of the largest one
-GRADIENT_BOUND, LOG_PROB_BOUND = 1e-5, 1e-5
+#: Of gradients in units of the largest one: PEFT's own in float32 are up to 1.03e-5 from those in float64 (llama).
+GRADIENT_BOUND, LOG_PROB_BOUND = 2e-5, 1e-5
 
 
 def lora_flags(name, folders):
