@@ -109,6 +109,7 @@ class GenerationClient:
         *,
         concurrency: int,
         weight_version: Callable[[], int],
+        adapter: Callable[[], str] | None = None,
         routing: RoutingShape | None = None,
         engines: Sequence[EngineEndpoint] = (),
     ):
@@ -118,7 +119,7 @@ class GenerationClient:
         self._engines = dict.fromkeys(engines, 0) if routing else {}  # requests in flight
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
-        self._weight_version = weight_version
+        self._weight_version, self._adapter = weight_version, adapter
         self._slots = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = unlimited_session(headers=headers)
@@ -140,6 +141,9 @@ class GenerationClient:
             "sampling_params": sampling_params,
             "return_logprob": True,
         }
+        version = self._weight_version()
+        if self._adapter is not None:
+            body["lora_path"] = self._adapter()
         try:
             text = await ask(
                 functools.partial(self._exchange, body, session),
@@ -157,7 +161,10 @@ class GenerationClient:
                 "refused": f"refused the request: {error.last}",
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
-        return self._read(text, num_sent=len(tokens))
+        generation = self._read(text, num_sent=len(tokens))
+        if self._adapter is not None:  # the engine tells the newest version, the request its own
+            return dataclasses.replace(generation, weight_version=version)
+        return generation
 
     async def _exchange(self, body: dict, session: str | None) -> tuple[str, int]:
         """(the answer's text, its HTTP status), of the router or, where routed experts are asked for, of an engine."""

@@ -182,6 +182,50 @@ def keep_host_memory_pageable() -> None:
     common.ALLOC_MEMORY_FUNCS.setdefault("cpu", allocate)
 
 
+def keep_adapters_pageable() -> None:
+    """Let sglang.srt.lora make its host tensors without pinning them, which wants CUDA: its modules see a stand-in for
+    torch that drops `pin_memory`.
+
+    Call after sglang is imported and before a server is started. Remove when sglang asks for CUDA before it pins
+    (0.5.23: lora/mem_pool.py, lora/backend/*.py, lora/utils.py).
+    """
+    import importlib
+    import pkgutil
+
+    import sglang.srt.lora
+    import torch
+
+    stand_in = _Unpinned(torch)
+    for module_info in pkgutil.walk_packages(sglang.srt.lora.__path__, "sglang.srt.lora."):
+        if any(part.startswith("triton") for part in module_info.name.split(".")):
+            continue
+        try:
+            module = importlib.import_module(module_info.name)
+        except ImportError:  # of another device
+            continue
+        if getattr(module, "torch", None) is torch:
+            module.torch = stand_in  # type: ignore[attr-defined]
+
+
+class _Unpinned(types.ModuleType):
+    """torch whose constructors pin nothing."""
+
+    def __init__(self, torch):
+        super().__init__("torch[pageable]")
+        self._torch = torch
+
+    def __getattr__(self, name):
+        value = getattr(self._torch, name)
+        if name not in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
+            return value
+
+        def make(*args, **kwargs):
+            kwargs.pop("pin_memory", None)
+            return value(*args, **kwargs)
+
+        return make
+
+
 def _unavailable(name: str):
     def kernel(*args, **kwargs):
         raise NotImplementedError(f"sgl_kernel.{name} (speculative decoding) is not available without CUDA")

@@ -100,6 +100,8 @@ def main(argv: list[str]) -> None:
     cpu_compat.resolve(server_args)
     fork_children_after_imports()
     cpu_compat.keep_host_memory_pageable()
+    if server_args.enable_lora:
+        cpu_compat.keep_adapters_pageable()
     try:
         run_server(server_args)
     finally:
