@@ -186,25 +186,31 @@ def keep_adapters_pageable() -> None:
     """Let sglang.srt.lora make its host tensors without pinning them, which wants CUDA: its modules see a stand-in for
     torch that drops `pin_memory`.
 
-    Call after sglang is imported and before a server is started. Remove when sglang asks for CUDA before it pins
-    (0.5.23: lora/mem_pool.py, lora/backend/*.py, lora/utils.py).
+    Call before these modules are imported. Remove when sglang asks for CUDA before it pins (0.5.23: lora/mem_pool.py,
+    lora/utils.py, lora/backend/).
     """
-    import importlib
-    import pkgutil
+    sys.meta_path.insert(0, _PageableFinder())
 
-    import sglang.srt.lora
-    import torch
 
-    stand_in = _Unpinned(torch)
-    for module_info in pkgutil.walk_packages(sglang.srt.lora.__path__, "sglang.srt.lora."):
-        if any(part.startswith("triton") for part in module_info.name.split(".")):
-            continue
-        try:
-            module = importlib.import_module(module_info.name)
-        except ImportError:  # of another device
-            continue
-        if getattr(module, "torch", None) is torch:
-            module.torch = stand_in  # type: ignore[attr-defined]
+class _PageableFinder(importlib.abc.MetaPathFinder):
+    """Exchanges torch in each module of sglang's adapters once it was executed."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if not fullname.startswith("sglang.srt.lora."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            torch = sys.modules["torch"]
+            if getattr(module, "torch", None) is torch:
+                module.torch = _Unpinned(torch)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class _Unpinned(types.ModuleType):
