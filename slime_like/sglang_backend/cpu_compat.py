@@ -1,7 +1,7 @@
 """Lets an unmodified sglang 0.5.23 wheel be imported where there is no CUDA. Call `install()` before importing sglang.
 
 Each workaround names what it is for and when it can go. All are for sglang 0.5.23 with the CPU build of torch 2.13;
-none changes torch itself: replacing torch's constructors leaves transformers' rotary tables uninitialised and gives
+none changes torch's functions: replacing its constructors leaves transformers' rotary tables uninitialised and gives
 wrong log-probs.
 """
 
@@ -184,12 +184,17 @@ def keep_host_memory_pageable() -> None:
 
 def keep_adapters_pageable() -> None:
     """Let sglang.srt.lora make its host tensors without pinning them, which wants CUDA: its modules see a stand-in for
-    torch that drops `pin_memory`.
+    torch that drops `pin_memory`, and tensors that are asked for it (Tensor.pin_memory) stay as they are, in this
+    process.
 
     Call before these modules are imported. Remove when sglang asks for CUDA before it pins (0.5.23: lora/mem_pool.py,
     lora/utils.py, lora/backend/).
     """
-    sys.meta_path.insert(0, _PageableFinder())
+    import torch
+
+    if not torch.accelerator.is_available():
+        torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment,misc]
+        sys.meta_path.insert(0, _PageableFinder())
 
 
 class _PageableFinder(importlib.abc.MetaPathFinder):
