@@ -193,7 +193,7 @@ def keep_adapters_pageable() -> None:
     import torch
 
     if not torch.accelerator.is_available():
-        torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment,misc]
+        torch.Tensor.pin_memory = lambda self, device=None: self
         sys.meta_path.insert(0, _PageableFinder())
 
 
