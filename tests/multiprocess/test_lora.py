@@ -57,6 +57,9 @@ ROWS = [("qwen3", layout) for layout in LAYOUTS if layout not in ("interleaved p
 ROWS += [("some modules", "tp2 with sequence parallelism"), ("llama", "interleaved pp2"), ("glm4", "tp2")]
 ROWS += [("qwen3_moe", "ep2")]
 ROWS += [(name, layout) for name in ("qwen3_moe", "deepseek_v3") for layout in ("tp2 with sequence parallelism", "pp2")]
+#: In every run; the others with scripts/test_long.sh.
+QUICK = [("qwen3", "tp2 with sequence parallelism"), ("qwen3", "dp2, reduced early"), ("glm4", "tp2")]
+MARKED = [row if row in QUICK else pytest.param(row, marks=pytest.mark.long_run) for row in ROWS]
 #: in units of the largest one
 GRADIENT_BOUND, LOG_PROB_BOUND = 1e-5, 1e-5
 
@@ -142,9 +145,9 @@ def one_row(worker, samples, folder):
     return result
 
 
-def in_world(place, folders, ports, saves):
+def in_world(place, rows, folders, ports, saves):
     results, samples = {}, make_samples(8)
-    for (name, layout), port in zip(ROWS, ports, strict=True):
+    for (name, layout), port in zip(rows, ports, strict=True):
         ranks, parallel = LAYOUTS[layout]
         if place["rank"] >= ranks:
             continue
@@ -158,13 +161,15 @@ def in_world(place, folders, ports, saves):
 
 
 #: A run of one rank goes on under these: adapters -> layout.
-RESUMED = {"qwen3": "pp2", "glm4": "tp2 with sequence parallelism"}
+RESUMED = {"glm4": "tp2 with sequence parallelism", "qwen3": "pp2"}
+EACH_RESUMED = ["glm4", pytest.param("qwen3", marks=pytest.mark.long_run)]
 
 
-def resumed(place, folders, ports, saves):
+def resumed(place, names, folders, ports, saves):
     """Adapters after two steps of one rank, and after a save between them under another layout; and what starts."""
     results, samples, ports = {}, make_samples(8), list(ports)
-    for name, layout in RESUMED.items():
+    for name in names:
+        layout = RESUMED[name]
         save, options = f"{saves}/run of {name}", {"optimizer": {"weight_decay": 0.1, "lr": 1e-2}}
         own_port, port, fresh_port = (ports.pop(0) for _ in range(3))
         plus = {"lora": lora_flags(name, folders) | {"lora_plus_lr_ratio": 4.0}}
@@ -196,11 +201,13 @@ def resumed(place, folders, ports, saves):
 
 
 @pytest.fixture(scope="module")
-def continued(folders, saves):
-    return run_ranks(resumed, 2, folders, free_ports(3 * len(RESUMED)), saves, timeout_s=120)
+def continued(request, folders, saves):
+    items = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = [name for name in RESUMED if any(item is not None and item.params.get("name") == name for item in items)]
+    return run_ranks(resumed, 2, names, folders, free_ports(3 * len(names)), saves, timeout_s=120)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", EACH_RESUMED)
 def test_a_run_goes_on_under_another_layout(continued, folders, saves, name):
     seen = set()
     for of_rank in continued:
@@ -217,7 +224,7 @@ def test_a_run_goes_on_under_another_layout(continued, folders, saves, name):
     load_peft(folders[ADAPTERS[name][0]], first[1])  # a checkpoint is a PEFT folder
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", EACH_RESUMED)
 def test_adapters_start_alike_under_every_layout(continued, name):
     drawn = continued[0][name, "drawn"]
     for of_rank in continued:
@@ -248,16 +255,29 @@ def saves(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outcomes(folders, saves):
-    return run_ranks(in_world, 2, folders, free_ports(len(ROWS)), saves, timeout_s=200)
+def outcomes(request, folders, saves):
+    """What each rank says of the rows that selected tests need."""
+    items = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    wanted = [row for row in ROWS if any(item is not None and item.params.get("row") == row for item in items)]
+    return run_ranks(in_world, 2, wanted, folders, free_ports(len(wanted)), saves, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
 def truths(folders):
-    return {
-        name: peft_truth(folders[family], folders["adapters of " + name], make_samples(8))
-        for name, (family, _, _) in ADAPTERS.items()
-    }
+    return _Truths(folders)
+
+
+class _Truths(dict):
+    """What PEFT says of each set of adapters, once somebody asks."""
+
+    def __init__(self, folders):
+        super().__init__()
+        self._folders = folders
+
+    def __missing__(self, name):
+        folders, family = self._folders, ADAPTERS[name][0]
+        self[name] = peft_truth(folders[family], folders["adapters of " + name], make_samples(8))
+        return self[name]
 
 
 def largest(arrays):
@@ -284,7 +304,7 @@ def planned(row, of_rank):
     return [(p.name, p.shape) for chunk in chunks for p in chunk], sizes.of(rank, rank)
 
 
-each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: ": ".join(row))
+each_row = pytest.mark.parametrize("row", MARKED, ids=lambda row: ": ".join(row))
 
 
 @each_row
