@@ -16,7 +16,7 @@ from slime_like.config.hf_model import disagreements, hf_notes, model_from_hf, r
 from slime_like.config.run import GROUPS, RunConfig
 from slime_like.config.slime_flags.notices import notices
 from slime_like.config.slime_flags.refused import take_refused
-from slime_like.config.slime_flags.taken import take_slimes
+from slime_like.config.slime_flags.taken import take_idle, take_slimes
 from slime_like.errors import ConfigError
 from slime_like.sglang_backend.server_args import check_flags, merge_flags, present_names
 
@@ -64,6 +64,7 @@ def parse_args(argv: list[str]) -> Command:
     files, typed = read_config_files(config_paths(argv)), argv
     parser.set_defaults(**files.values)
     known = {option for action in parser._actions for option in action.option_strings}
+    argv, idle_notes = take_idle(argv)
     argv, refused = take_refused(argv)
     slimes = take_slimes(argv)
     argv, refused = slimes.argv, refused + slimes.problems + files.slimes.problems
@@ -99,6 +100,7 @@ def parse_args(argv: list[str]) -> Command:
             *files.notes_for(typed),
             *files.slimes.notes,
             *slimes.notes,
+            *idle_notes,
             *notes,
             *renamed,
             *sglang_notes,

@@ -17,9 +17,11 @@ CORE = [
     "matplotlib>=3.9,<4",
     "megatron-core>=0.16.1,<0.17",
     "numpy>=2.0,<3",
+    "orjson>=3.10,<4",
     "packaging>=24",
     # Megatron's checkpoint writer hangs without psutil, and does not declare it.
     "psutil>=6",
+    "pyarrow>=20,<27",
     "ray[default]>=2.50,<3",
     "requests>=2.32,<3",
     "rich>=13,<16",
@@ -50,7 +52,6 @@ EXTRAS = {
         "msgspec",
         "openai>=2,<3",
         "openai-harmony",
-        "orjson",
         "partial-json-parser",
         "pillow",
         "prometheus_client",
@@ -76,6 +77,8 @@ EXTRAS = {
         "skyrl-gym>=0.4,<0.5",
         "textarena>=0.7.4,<0.8",
     ],
+    # Checkers of --rm-type ifbench; exact versions that were tried: scripts/requirements/ifbench.txt.
+    "ifbench": ["if-verifiable>=0.1.2,<0.2", "langdetect>=1.0.9,<2"],
     "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",

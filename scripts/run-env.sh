@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Episodes of many turns with an environment: trainer and engines take turns on the same GPUs (as run-colocate.sh).
-# As it stands it lets the tiny model play a guessing game on a CPU host; set the variables for your own:
+# As it stands it lets an untrained tiny model play a guessing game on a CPU host, which it does not learn (run-agent.sh shows a reward that rises); set the
+# variables for your own:
 #   MODEL=qwen3-8B HF_CHECKPOINT=… ENVIRONMENT=my_package.my_module:MyEnvironment PROMPT_DATA=tasks.jsonl bash scripts/run-env.sh
 # What would run where, without starting anything:
 #   MODEL=qwen3-8B ACTOR_GPUS=8 ENGINE_GPUS=2 TP=2 bash scripts/run-env.sh --plan

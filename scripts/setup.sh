@@ -127,11 +127,27 @@ make_venv() {
   fi
 }
 
+# reasoning-gym needs pycosat, of which there is no wheel.
+can_compile() {
+  "${VENV}/bin/python" -c 'import os, shutil, sys, sysconfig
+has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+sys.exit(not (has_headers and shutil.which(sysconfig.get_config_var("CC").split()[0])))'
+}
+
+install_environments() {
+  if can_compile; then
+    stage "libraries of environments" pip_install --no-deps --no-build-isolation -r "${REQUIREMENTS}/envs.txt"
+  else
+    printf 'setup: no C compiler, or no Python.h: without the libraries of environments (docs/agents.md); the tests of their adapters are skipped\n'
+  fi
+}
+
 install_cpu() {
   local constraints="${REQUIREMENTS}/${CONSTRAINTS}"
   stage "torch (CPU)" install_torch_cpu
   stage "packages" pip_install -c "${constraints}" -r "${REQUIREMENTS}/cpu.txt"
   stage "sglang (no dependencies)" pip_install --no-deps -r "${REQUIREMENTS}/cpu-nodeps.txt"
+  install_environments
   stage "slime_like (editable)" pip_install --no-deps --no-build-isolation -e .
   stage "package check" check_packages
 }

@@ -28,6 +28,17 @@ import numpy as np
 COMPLETED, TRUNCATED, ABORTED, FAILED = "completed", "truncated", "aborted", "failed"
 
 
+@dataclasses.dataclass(frozen=True)
+class SupervisedTokens:
+    """What is trained on of a row that holds its answers (`--loss-type sft_loss`).
+
+    Example: SupervisedTokens(np.array([11, 12, 21, 2]), np.array([0, 0, 1, 1]))
+    """
+
+    tokens: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] int8
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One row of the data set, ready to be sent to an engine.
@@ -36,11 +47,11 @@ class Prompt:
     """
 
     index: int  # position in the stream of prompts (epochs counted through): unique within a run
-    text: str  # after the chat template
+    text: str  # after the chat template; empty in supervised rows
     tokens: np.ndarray  # [P] int32
     label: Any = None
     metadata: dict = dataclasses.field(default_factory=dict)
-    response: str | None = None  # supervised rows only (`--loss-type sft_loss`)
+    supervised: tuple[SupervisedTokens, ...] = ()  # supervised rows only: several where a template rewrites history
     messages: list[dict] | None = None  # the prompt before the chat template; None where no template was used
 
 
@@ -74,18 +85,20 @@ class Sample:
     segment_index: int = 0
 
     def __post_init__(self):
-        lengths = {
-            name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "engine_logprobs", "weight_versions")
-        }
-        if self.routed_experts is not None:
-            lengths["routed_experts"] = len(self.routed_experts)
-        if len(set(lengths.values())) != 1:
+        length, experts = len(self.tokens), self.routed_experts
+        if (
+            not length == len(self.loss_mask) == len(self.engine_logprobs) == len(self.weight_versions)
+            or experts is not None
+            and len(experts) != length
+        ):
+            names = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "routed_experts")
+            lengths = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
             raise ValueError(f"sample {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
 
     @property
     def num_response_tokens(self) -> int:
         """Tokens that are trained on."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +185,9 @@ def per_token(value: float, loss_mask: np.ndarray, dtype: type[np.floating] = np
     """
     trained = np.asarray(loss_mask) != 0
     trained[:1] = False
-    return np.where(trained, dtype(value), dtype(0.0))
+    values = np.zeros(trained.shape, dtype)
+    np.copyto(values, value, where=trained)
+    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

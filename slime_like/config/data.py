@@ -36,8 +36,8 @@ class DataConfig:
     prompt_data: str | None = flag(
         None,
         help=(
-            "JSONL of prompts; 'file.jsonl@[10:20]' takes rows 10 to 19. Without a file: 'seeds:1000' for environments"
-            " that ask questions of their own, 'rg:chain_sum?min_terms=2' for tasks of reasoning-gym."
+            "JSONL, or Parquet, of prompts; 'file.jsonl@[10:20]' takes rows 10 to 19. Without a file: 'seeds:1000' for"
+            " environments that ask questions of their own, 'rg:chain_sum?min_terms=2' for tasks of reasoning-gym."
         ),
     )
     data_source_path: str | None = flag(
@@ -49,7 +49,20 @@ class DataConfig:
     tool_key: str = flag(
         "tools", help="Key of a list of tools (or that list as JSON text) handed to the chat template; may be absent."
     )
-    response_key: str = flag("response", help="Key of the answer to imitate, with --loss-type sft_loss.")
+    response_key: str = flag(
+        "response",
+        help=(
+            "Key of the answer to imitate, with --loss-type sft_loss; rows without it are conversations of many turns."
+        ),
+    )
+    loss_mask_type: str | None = flag(
+        None,
+        choices=("all", "last"),
+        help=(
+            "--loss-type sft_loss: every row's --input-key is a conversation, of which all of the assistant's turns are"
+            " trained, or only the last. Default: all, in rows without --response-key. docs/supervised.md."
+        ),
+    )
     apply_chat_template: bool = flag(False, help="Render the prompt with the tokenizer's chat template.")
     apply_chat_template_kwargs: str = flag("{}", help="JSON object of extra arguments for the chat template.")
     rollout_shuffle: bool = flag(False, help="Shuffle the rows of each epoch by --rollout-seed and the epoch.")
@@ -89,6 +102,6 @@ class DataConfig:
         if self.data_source_path:
             return []
         if not self.prompt_data:
-            return ["--prompt-data is missing: a JSONL file of prompts."]
+            return ["--prompt-data is missing: a JSONL or Parquet file of prompts."]
         path, _ = split_slice(self.prompt_data)
         return [] if os.path.isfile(path) or not names_file(path) else [f"--prompt-data {path}: no such file."]

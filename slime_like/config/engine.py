@@ -28,8 +28,8 @@ class EngineConfig:
         None,
         choices=("cache_aware", "manual", "round_robin", "random", "power_of_two"),
         help=(
-            "How our router picks an engine; manual: all turns of an episode on one. Default: manual with --env, else"
-            " cache_aware."
+            "How our router picks an engine; manual: all turns of an episode on one. Default: manual with --env or"
+            " --serve-rollout, else cache_aware."
         ),
     )
     sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.")

@@ -39,7 +39,9 @@ class EvalSet:
 class EvalConfig:
     """Evaluation"""
 
-    eval_prompt_data: list[str] | None = flag(None, help="Pairs 'name file.jsonl …' (a single path is called 'eval').")
+    eval_prompt_data: list[str] | None = flag(
+        None, help="Pairs 'name file.jsonl …' or .parquet (a single path is called 'eval')."
+    )
     eval_config: str | None = flag(
         None, help="YAML of evaluation sets with settings of their own, instead of --eval-prompt-data: docs/rewards.md."
     )

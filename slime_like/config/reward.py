@@ -9,7 +9,18 @@ from urllib.parse import urlsplit
 from slime_like.config.base import flag
 
 #: Built-in rewards; rollout/rewards implements exactly these.
-REWARD_TYPES = ("math", "math_strict", "deepscaler", "deepscaler_strict", "dapo", "exact", "f1", "gpqa", "remote_rm")
+REWARD_TYPES = (
+    "math",
+    "math_strict",
+    "deepscaler",
+    "deepscaler_strict",
+    "dapo",
+    "exact",
+    "f1",
+    "gpqa",
+    "ifbench",
+    "remote_rm",
+)
 #: Before any of them: of the response only its last box is looked at.
 BOXED = "boxed_"
 
@@ -18,15 +29,14 @@ def reward_type_problem(rm_type: object) -> str | None:
     """What is wrong with a name of a built-in reward; None if nothing is."""
     if str(rm_type).removeprefix(BOXED) in REWARD_TYPES:
         return None
-    if rm_type in ("ifbench", "random"):
-        why = {"ifbench": "its checkers are no part of this package", "random": "chance teaches nothing"}[str(rm_type)]
-        return f"--rm-type {rm_type} is refused: {why}. Fix: --custom-rm-path module.function."
+    if rm_type == "random":
+        return "--rm-type random is refused: chance teaches nothing. Fix: --custom-rm-path module.function."
     return f"--rm-type {rm_type} is unknown. Known: {', '.join(REWARD_TYPES)}; or --custom-rm-path module.function."
 
 
 def needs_label(rm_type: str) -> bool:
     """Whether a built-in reward compares with a label."""
-    return rm_type.removeprefix(BOXED) != "remote_rm"
+    return rm_type.removeprefix(BOXED) not in ("ifbench", "remote_rm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

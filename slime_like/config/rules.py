@@ -290,6 +290,11 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append(
             f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1."
         )
+    if config.data.loss_mask_type and not config.is_sft:
+        problems.append(
+            "--loss-mask-type says what of supervised conversations is trained: it does nothing without --loss-type"
+            " sft_loss. Fix: drop it."
+        )
     if config.is_sft and config.eval.eval_config:
         problems.append("--eval-config needs engines, and --loss-type sft_loss starts none.")
     if config.is_sft and config.eval.eval_prompt_data:

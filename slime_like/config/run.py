@@ -45,6 +45,7 @@ class RunConfig(ConfigTree):
             + self.loss.missing_files()
             + self.eval.missing_files()
             + self.observability.missing_files()
+            + self.serving.missing_files()
         )
         if not self.observability.load_debug_rollout_data:
             problems += self.data.missing_files()

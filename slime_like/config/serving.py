@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from slime_like.config.base import flag
 from slime_like.utils.net import is_loopback
@@ -28,6 +29,13 @@ class ServingConfig:
             " an episode. Default: agents from outside fetch episodes with POST /sessions."
         ),
     )
+    agent_python: str | None = flag(
+        None,
+        help=(
+            "Python interpreter that runs --agent-path, such as that of another virtual environment; it need not have"
+            " this package. Default: this one."
+        ),
+    )
     agent_timeout_s: float = flag(1800.0, help="Deadline of an episode, in seconds.")
     agent_max_turns: int = flag(256, help="Most requests of an episode.")
 
@@ -41,11 +49,20 @@ class ServingConfig:
             problems.append(f"--agent-timeout-s {self.agent_timeout_s:g}: must be above 0.")
         if self.serve_port is not None and not 0 < self.serve_port < 65536:
             problems.append(f"--serve-port {self.serve_port}: must be 1 to 65535.")
+        if self.agent_python is not None and self.agent_path is None:
+            problems.append("--agent-python does nothing without --agent-path. Fix: add it, or drop this.")
         for field in dataclasses.fields(self):
             if not self.serve_rollout and getattr(self, field.name) != field.default:
                 name = field.name.replace("_", "-")
                 problems.append(f"--{name} does nothing without --serve-rollout. Fix: add it, or drop this.")
         return problems
+
+    def missing_files(self) -> list[str]:
+        """Paths that do not exist."""
+        python = self.agent_python
+        if python is None or (os.path.isfile(python) and os.access(python, os.X_OK)):
+            return []
+        return [f"--agent-python {python}: is no program. Fix: the path of an interpreter, such as VENV/bin/python."]
 
     def key_problem(self, key: str | None) -> str | None:
         """Why the endpoint would be open to others, or None. key: what the environment holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import AnyStr
 
 import aiohttp
 import tenacity
@@ -33,9 +34,9 @@ def unlimited_session(**options) -> aiohttp.ClientSession:
 
 
 async def ask(
-    exchange: Callable[[], Awaitable[tuple[str, int]]], *, slots: asyncio.Semaphore, tries: int, timeout_s: float
-) -> str:
-    """The text of a 200 answer. exchange: asks once; (text, HTTP status). Raises NoAnswer.
+    exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], *, slots: asyncio.Semaphore, tries: int, timeout_s: float
+) -> AnyStr:
+    """The body of a 200 answer. exchange: asks once; (body, HTTP status). Raises NoAnswer.
 
     The deadline counts from when a slot is free, over all tries.
     """
@@ -48,7 +49,11 @@ async def ask(
             raise NoAnswer("deadline", last[0]) from None
 
 
-async def _until_answered(exchange: Callable[[], Awaitable[tuple[str, int]]], tries: int, last: list[str]) -> str:
+async def _until_answered(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], tries: int, last: list[str]) -> AnyStr:
+    try:
+        return await _once(exchange, last)
+    except _Passing as error:
+        failure = error  # most requests are done by now: tenacity's bookkeeping is for those that are not
     retrying = tenacity.AsyncRetrying(
         stop=tenacity.stop_after_attempt(tries),
         wait=tenacity.wait_random_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S),
@@ -58,20 +63,23 @@ async def _until_answered(exchange: Callable[[], Awaitable[tuple[str, int]]], tr
     try:
         async for attempt in retrying:
             with attempt:
+                if attempt.retry_state.attempt_number == 1:
+                    raise failure
                 return await _once(exchange, last)
     except _Passing as error:
         raise NoAnswer("tries", last[0]) from error
     raise AssertionError("unreachable: the retry loop returns or raises")
 
 
-async def _once(exchange: Callable[[], Awaitable[tuple[str, int]]], last: list[str]) -> str:
+async def _once(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], last: list[str]) -> AnyStr:
     try:
-        text, status = await exchange()
+        body, status = await exchange()
     except (aiohttp.ClientError, OSError) as error:
         last[0] = f"{type(error).__name__}: {error}"
         raise _Passing(last[0]) from error
     if status == 200:
-        return text
+        return body
+    text = body.decode(errors="replace") if isinstance(body, bytes) else body
     last[0] = f"HTTP {status}: {text[:300]}"
     if status >= 500 or status in _RETRIED_HTTP:
         raise _Passing(last[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from slime_like.config.data import split_slice
-from slime_like.config.reward import needs_label, reward_type_problem
+from slime_like.config.reward import BOXED, needs_label, reward_type_problem
 from slime_like.config.run import RunConfig
 from slime_like.errors import DataError
 from slime_like.rollout.agents.registry import load_environment
@@ -16,7 +16,10 @@ from slime_like.rollout.data_source import (
     load_data,
     load_eval_data,
 )
+from slime_like.rollout.rewards import instructions
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
+from slime_like.rollout.row_files import row_name
+from slime_like.rollout.rows import RM_TYPE
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.rollout.user_data import UserDataSource
 
@@ -44,21 +47,35 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
         tokenizer,
         max_prompt_tokens=limit,
         max_tokens=context,
-        with_response=config.is_sft,
+        supervised=config.is_sft,
     )
-    if config.is_sft:
-        _ = source.end_id  # raises now rather than at the first step
     for one in (source, *sources.values()):
-        if one.num_filtered:
-            logger.warning(
-                "%s: %d of %d prompts are left out: too long for the limit of tokens",
-                one.path,
-                one.num_filtered,
-                one.num_filtered + len(one.rows),
-            )
+        _tell_of_rows(one)
         if config.uses_engines and config.reward.rm_type:
             _check_rewards(one, config)
     return source
+
+
+def _tell_of_rows(source: DataSource) -> None:
+    """Says aloud which rows are not trained as they stand."""
+    count = len(source.rows)
+    if source.num_filtered:
+        why = "too long for the limit of tokens"
+        why += ", or step_loss_mask leaves nothing to train" if source.rows[0].supervised else ""
+        total = source.num_filtered + count
+        logger.warning("%s: %d of %d prompts are left out: %s", source.path, source.num_filtered, total, why)
+    if source.num_cut:
+        logger.warning("%s: %d of %d rows are cut at %d tokens", source.path, source.num_cut, count, source.max_tokens)
+    num_split = sum(len(row.supervised) > 1 for row in source.rows)
+    if num_split:
+        logger.warning(
+            "%s: %d of %d conversations are several samples (%d in all), because the chat template rewrites what was"
+            " said before: docs/supervised.md",
+            source.path,
+            num_split,
+            count,
+            sum(len(row.supervised) for row in source.rows),
+        )
 
 
 def _user_data(config: RunConfig, tokenizer, limit: int, context: int) -> UserDataSource:
@@ -68,26 +85,35 @@ def _user_data(config: RunConfig, tokenizer, limit: int, context: int) -> UserDa
         tokenizer,
         max_prompt_tokens=limit,
         max_tokens=context,
-        with_response=config.is_sft,
+        supervised=config.is_sft,
     )
     if config.data.num_epoch is not None and source.num_rows is None:
         raise DataError(f"{source.path}: --num-epoch needs its num_rows. Fix: --num-rollout, or the attribute.")
     source.prompt_at(0)  # raises now rather than in the first rollout
-    if config.is_sft:
-        _ = source.end_id
     return source
 
 
 def _check_rewards(source: DataSource, config: RunConfig) -> None:
-    """Every row has a reward that there is, and the label that it compares with. Raises DataError naming the line."""
+    """Every row has a reward that there is, and what it compares with. Raises DataError naming the line."""
+    file = split_slice(source.path)[0]
+    with_instructions = []
     for row in source.rows:
-        where, kind = f"{split_slice(source.path)[0]} line {row.line}", row.metadata.get("rm_type")
+        where, kind = row_name(file, row.line), row.metadata.get(RM_TYPE)
         if kind is not None and (problem := reward_type_problem(kind)):
             raise DataError(f"{where}: its rm_type: {problem}")
         kind = str(kind or config.reward.rm_type)
-        if not needs_label(kind):
+        if kind.removeprefix(BOXED) == instructions.KIND:
+            with_instructions.append(row)
+        elif not needs_label(kind):
             if not config.reward.rm_url:
                 raise DataError(f"{where}: its rm_type {kind} needs --rm-url, where the samples are sent to.")
         elif row.label is None:
             fix = "the row, or --label-key" if source.data.label_key else "--label-key"
             raise DataError(f"{where}: has no label, and --rm-type {kind} compares with one. Fix: {fix}.")
+    first = instructions.first_problem([row.metadata for row in with_instructions]) if with_instructions else None
+    if first is not None:
+        place, problem = first
+        raise DataError(
+            f"{row_name(file, with_instructions[place].line)}: --rm-type ifbench cannot score it: {problem}. Its"
+            f" instructions stand in {source.data.metadata_key!r} (--metadata-key)."
+        )

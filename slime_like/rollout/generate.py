@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
+import orjson
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
@@ -20,6 +22,8 @@ from slime_like.rollout.routed_experts import RoutingShape
 
 #: What sglang-router's policy `manual` goes by (0.3.2); it knows nothing of X-Session-ID.
 SESSION_HEADER = "x-smg-routing-key"
+#: A user's sampling parameters may hold numpy's numbers, and a logit_bias by token id.
+_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
 
 
@@ -91,12 +95,22 @@ class Generation:
     #: for them.
     routed_experts: np.ndarray | None = None
 
+    @functools.cached_property
+    def token_array(self) -> np.ndarray:
+        """[response tokens] int32: `tokens`, converted once."""
+        return np.array(self.tokens, dtype=np.int32)
+
+    @functools.cached_property
+    def logprob_array(self) -> np.ndarray:
+        """[response tokens] float32: `logprobs`, converted once."""
+        return np.array(self.logprobs, dtype=np.float32)
+
 
 class GenerationClient:
     """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
 
-    Create and use it inside one running event loop. weight_version: gives the version to record when an engine does not
-    tell one.
+    Create and use it inside one running event loop. concurrency: requests in flight at most. weight_version: gives the
+    version to record when an engine does not tell one.
     routing: ask for the experts of every token; then requests go to `engines` themselves, to the one with the fewest in
     flight, because sglang-router (0.3.2) drops fields that it does not know, `return_routed_experts` among them.
     """
@@ -120,13 +134,19 @@ class GenerationClient:
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
         self._weight_version, self._adapter = weight_version, adapter
+        self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = unlimited_session(headers=headers)
+        self._headers = _headers(api_key)
+
+    @functools.cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Opened by the first request: whoever is made and never asks leaves nothing open."""
+        return unlimited_session()
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        if "_session" in vars(self):
+            await self._session.close()
 
     async def generate(
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None
@@ -137,16 +157,18 @@ class GenerationClient:
         where the router keeps to it (--sglang-router-policy manual).
         """
         body = {
-            "input_ids": [int(token) for token in tokens],
+            "input_ids": np.ascontiguousarray(tokens, dtype=np.int64),
             "sampling_params": sampling_params,
             "return_logprob": True,
         }
+        if self.routing:
+            body["return_routed_experts"] = True
         version = self._weight_version()
         if self._adapter is not None:
             body["lora_path"] = self._adapter()
         try:
-            text = await ask(
-                functools.partial(self._exchange, body, session),
+            answer = await ask(
+                functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
                 slots=self._slots,
                 tries=self._tries,
                 timeout_s=self._timeout_s,
@@ -161,50 +183,59 @@ class GenerationClient:
                 "refused": f"refused the request: {error.last}",
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
-        generation = self._read(text, num_sent=len(tokens))
+        generation = self._read(answer, num_sent=len(tokens))
         if self._adapter is not None:  # the engine tells the newest version, the request its own
             return dataclasses.replace(generation, weight_version=version)
         return generation
 
-    async def _exchange(self, body: dict, session: str | None) -> tuple[str, int]:
-        """(the answer's text, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
+    async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
+        """(the answer, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
         if not self._engines:
-            routing_key = {SESSION_HEADER: session} if session else {}
-            async with self._session.post(f"{self.url}/generate", json=body, headers=routing_key) as answer:
-                return await answer.text(), answer.status
+            headers = self._headers | {SESSION_HEADER: session} if session else self._headers
+            return await self._post(f"{self.url}/generate", body, headers)
         engine = min(self._engines, key=lambda one: self._engines[one])
-        # Whatever the session says is the router's key, not an engine's.
-        headers = {"Authorization": f"Bearer {engine.api_key or ''}"}
         self._engines[engine] += 1
         try:
-            async with self._session.post(
-                f"{engine.url.rstrip('/')}/generate", json=body | {"return_routed_experts": True}, headers=headers
-            ) as answer:
-                return await answer.text(), answer.status
+            # Whatever the session says is the router's key, not an engine's.
+            return await self._post(f"{engine.url.rstrip('/')}/generate", body, _headers(engine.api_key))
         finally:
             self._engines[engine] -= 1
 
-    def _read(self, text: str, *, num_sent: int) -> Generation:
+    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[bytes, int]:
+        async with self._session.post(url, data=body, headers=headers) as answer:
+            return await answer.read(), answer.status
+
+    def _read(self, body: bytes, *, num_sent: int) -> Generation:
         """Check and convert SGLang's answer."""
         try:
-            answer = json.loads(text)
+            answer = _parsed(body)
             meta = answer["meta_info"]
-            tokens = [int(token) for token in answer["output_ids"]]
-            logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]] if tokens else []
-            chosen = [int(entry[1]) for entry in meta["output_token_logprobs"]] if tokens else []
-            reason = meta["finish_reason"]["type"]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            reason, version = meta["finish_reason"]["type"], _as_version(meta.get("weight_version"))
+            tokens = answer["output_ids"]
+            # [log-prob, id, text or null] a token. The parser's own objects are kept: half of the work on an answer is
+            # making them.
+            entries = meta["output_token_logprobs"] if tokens else []
+            chosen = [entry[1] for entry in entries]
+            generation = Generation(
+                tokens=tokens,
+                logprobs=[entry[0] for entry in entries],
+                text=answer.get("text") or "",
+                status=_STATUS.get(reason, reason),
+                weight_version=self._weight_version() if version is None else version,
+            )
+            shapes = {generation.token_array.shape, generation.logprob_array.shape}
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise EngineError(
                 f"{self.url}/generate gave an answer that is not SGLang's ({type(error).__name__}: {error}):"
-                f" {text[:200]}"
+                f" {body[:200].decode(errors='replace')}"
             ) from error
-        if chosen != tokens:
+        if chosen != tokens or shapes != {(len(tokens),)}:
             raise EngineError(
                 f"{self.url}/generate: {len(tokens)} tokens but log-probs of {len(chosen)}, or of other tokens:"
                 f" {tokens[:8]} and {chosen[:8]}"
             )
-        if not np.isfinite(logprobs).all():
-            raise EngineError(f"{self.url}/generate gave log-probs that are not finite: {logprobs[:8]}")
+        if not np.isfinite(generation.logprob_array).all():
+            raise EngineError(f"{self.url}/generate gave log-probs that are not finite: {generation.logprobs[:8]}")
         if reason not in _STATUS:
             raise EngineError(f"{self.url}/generate: finish reason {reason!r} is unknown. Known: {', '.join(_STATUS)}")
         if meta.get("prompt_tokens", num_sent) != num_sent:
@@ -212,19 +243,23 @@ class GenerationClient:
                 f"{self.url}/generate answered to {meta['prompt_tokens']} tokens, but {num_sent} were sent: what was"
                 " sampled belongs to another prompt."
             )
-        version = _as_version(meta.get("weight_version"))
         # An aborted request may have been processed only in part; it is never trained on.
         routing = self.routing if _STATUS[reason] != ABORTED else None
-        return Generation(
-            tokens=tokens,
-            logprobs=logprobs,
-            text=answer.get("text") or "",
-            status=_STATUS[reason],
-            weight_version=self._weight_version() if version is None else version,
-            routed_experts=(
-                routing.read(meta.get("routed_experts"), num_tokens=num_sent + len(tokens)) if routing else None
-            ),
-        )
+        if routing is None:
+            return generation
+        experts = routing.read(meta.get("routed_experts"), num_tokens=num_sent + len(tokens))
+        return dataclasses.replace(generation, routed_experts=experts)
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return json.loads(body)  # takes what strict JSON has no word for, as NaN, so that an error can name it
 
 
 def _as_version(value: Any) -> int | None:

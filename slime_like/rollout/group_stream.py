@@ -26,6 +26,7 @@ class StreamLimits:
     """How a stream draws."""
 
     draw_batch: int | None = None  # prompts drawn at a time; None: as many as are missing
+    max_running: int | None = None  # groups made at a time: a prompt beyond them is not drawn yet, and costs nothing
     max_draws: int = 10  # most prompts drawn by one `take`, in multiples of what it was asked for
     keep_ahead: int = 0  # groups that are made beyond what was asked for; 0: nothing is in flight between two `take`s
     max_lag_versions: int | None = None  # a group that waits is dropped when it is older than this; None: never
@@ -71,6 +72,8 @@ class GroupStream:
         self._outcomes: list[GroupOutcome] = []
         self._dropped: collections.Counter[str] = collections.Counter()
         self._taking = False
+        self._ended: list[asyncio.Task] = []  # and not settled yet
+        self._has_ended = asyncio.Event()
 
     @property
     def num_in_flight(self) -> int:
@@ -115,7 +118,7 @@ class GroupStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._feed.ledger.put_back([*(prompt for prompt, _ in self._tasks.values()), *self._ready])
-        self._tasks, self._ready = {}, {}
+        self._tasks, self._ready, self._ended = {}, {}, []
 
     async def _take(self, count: int) -> Taken:
         limit, num_drawn = count * self._limits.max_draws, 0
@@ -125,9 +128,12 @@ class GroupStream:
                 return self._hand_out(count)
             if not self._tasks:
                 raise RunError(self._exhausted(num_drawn, count))
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                self._settle(task)
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            ended, self._ended = self._ended, []
+            for task in ended:
+                if task in self._tasks:
+                    self._settle(task)
             if not self._tasks and not self._ready:
                 refuse_if_all_failed(self._outcomes)
 
@@ -138,11 +144,19 @@ class GroupStream:
         hopeful = not self._tasks or not self._outcomes or any(map(_has_good_sample, self._outcomes))
         if missing <= 0 or not hopeful:
             return 0
-        prompts = self._feed.draw(max(0, min(max(missing, self._limits.draw_batch or 0), allowed)))
+        room = allowed if self._limits.max_running is None else self._limits.max_running - len(self._tasks)
+        prompts = self._feed.draw(max(0, min(max(missing, self._limits.draw_batch or 0), allowed, room)))
         for prompt in prompts:
             self._feed.ledger.move(prompt.index, IN_FLIGHT)
-            self._tasks[asyncio.ensure_future(self._make(prompt))] = (prompt.index, self._weights.version)
+            task = asyncio.ensure_future(self._make(prompt))
+            self._tasks[task] = (prompt.index, self._weights.version)
+            task.add_done_callback(self._on_end)
         return len(prompts)
+
+    def _on_end(self, task: asyncio.Task) -> None:
+        # Not asyncio.wait: it looks at every task whenever one ends.
+        self._ended.append(task)
+        self._has_ended.set()
 
     def _is_served(self, count: int) -> bool:
         """Whether the next groups in the prompts' order are all there.

@@ -21,6 +21,9 @@ from slime_like.rollout.sample_builder import SampleBuilder
 NUM_REGENERATIONS = 2
 #: A custom generate function makes several requests: it gets this many times the deadline of one.
 CUSTOM_DEADLINES = 10
+#: Samples that are being made at a time, in multiples of the requests that engines take: enough for generation to go on
+#: while rewards or tools take seven times as long, and few enough that a queue of any length costs no memory.
+_AHEAD = 8
 
 _T = TypeVar("_T")
 
@@ -65,7 +68,7 @@ class _Episode:
     def rewarded(self, last: Sample) -> _Episode:
         """The episode with the reward of its last segment, `last`, at each."""
         before = [dataclasses.replace(sample, reward=last.reward) for sample in self.segments[:-1]]
-        return dataclasses.replace(self, segments=(*before, last))
+        return _Episode((*before, last), self.num_failures, self.num_interrupted)
 
 
 class GroupMaker:
@@ -106,8 +109,17 @@ class GroupMaker:
         )
 
     async def groups(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[GroupOutcome]:
-        """The groups of all prompts, in the prompts' order."""
-        return await gather_or_cancel([self.group(prompt, num_samples, sampling) for prompt in prompts])
+        """The groups of all prompts, in the prompts' order; groups_at_a_time of them at a time."""
+        outcomes: dict[int, GroupOutcome] = {}
+        numbered = enumerate(prompts)
+
+        async def work() -> None:
+            for number, prompt in numbered:  # one iterator for all workers: each takes the next
+                outcomes[number] = await self.group(prompt, num_samples, sampling)
+
+        workers = min(len(prompts), groups_at_a_time(self._client, num_samples))
+        await gather_or_cancel([work() for _ in range(workers)])
+        return [outcomes[number] for number in range(len(prompts))]
 
     async def _scored_together(self, episodes: list[_Episode], prompt: Prompt, sampling: Sampling) -> list[_Episode]:
         """The episodes with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
@@ -203,6 +215,11 @@ class GroupMaker:
         )
 
 
+def groups_at_a_time(client: GenerationClient, num_samples: int) -> int:
+    """How many groups of num_samples are made at a time; more than the engines take, and bounded."""
+    return max(1, -(-_AHEAD * client.concurrency // num_samples))
+
+
 def refuse_if_all_failed(outcomes: Sequence[GroupOutcome]) -> None:
     """Raise RunError naming the last error if not one sample could be generated: the engines are gone, and trying on is
     in vain.
@@ -217,7 +234,8 @@ async def gather_or_cancel(awaitables: Sequence[Awaitable[_T]]) -> list[_T]:
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise

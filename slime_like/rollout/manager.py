@@ -17,6 +17,7 @@ from slime_like.rollout.check_data import check_data
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.rewards.scorer import ScoresSamples
 from slime_like.rollout.service import EngineAccess, RolloutResult, RolloutService
+from slime_like.utils.garbage import collect_seldom
 
 _CLOSE_S = 30.0
 #: How long a call that only changes the service's state may take.
@@ -39,10 +40,11 @@ class RolloutManager:
     def start(self, source: DataSource | None = None) -> None:
         """Get everything ready. source: what check_data gave, to save reading the data twice."""
         source = source or check_data(self._config)
+        collect_seldom()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
-        self._service = self._wait(self._submit(self._make(source)), "making the service")
+        self._wait(self._submit(self._make(source)), "making the service")
 
     def generate(self, step: int, watch: Callable[[], None] | None = None) -> RolloutResult:
         """The groups of rollout `step`; waits for them.
@@ -104,10 +106,9 @@ class RolloutManager:
         if not thread.is_alive():
             loop.close()
 
-    async def _make(self, source: DataSource) -> RolloutService:
-        service = RolloutService(self._config, self._access, source, self._reward_model)
-        await service.start()
-        return service
+    async def _make(self, source: DataSource) -> None:
+        self._service = RolloutService(self._config, self._access, source, self._reward_model)
+        await self._service.start()  # if it fails, close() ends what it has begun
 
     async def _shut_down(self) -> None:
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

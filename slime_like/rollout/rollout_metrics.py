@@ -34,7 +34,10 @@ def sample_metrics(groups: tuple[SampleGroup, ...], *, mask_truncated: bool = Fa
         "rollout/tokens": float(lengths.sum()),
         "rollout/truncated_ratio": float(np.mean([sample.status == TRUNCATED for sample in samples])),
         "rollout/untrained_samples": float(
-            sum(not sample.loss_mask.any() or mask_truncated and sample.status == TRUNCATED for sample in samples)
+            sum(
+                not length or mask_truncated and sample.status == TRUNCATED
+                for sample, length in zip(samples, lengths.tolist(), strict=True)
+            )
         ),
         "rollout/zero_std_groups": float(sum(np.ptp(group.rewards) == 0 for group in groups)),
         **part_means(samples, "reward/"),

@@ -47,7 +47,7 @@ class SampleBuilder:
 
     def observe(self, tokens: Sequence[int] | np.ndarray) -> SampleBuilder:
         """Tokens that the policy did not choose: mask 0, no log-prob, version -1."""
-        return self._append(tokens, mask=0, logprobs=np.zeros(len(tokens)), version=-1)
+        return self._append(tokens, mask=0, logprobs=np.zeros(len(tokens), dtype=np.float32), version=-1)
 
     def generated(self, generation: Generation) -> SampleBuilder:
         """An engine's answer to `tokens`: mask 1, its log-probs, its own weight version.
@@ -57,7 +57,7 @@ class SampleBuilder:
         if len(generation.tokens) != len(generation.logprobs):
             raise ValueError(f"{len(generation.tokens)} tokens with {len(generation.logprobs)} log-probs")
         self._append(
-            generation.tokens, mask=1, logprobs=np.asarray(generation.logprobs), version=generation.weight_version
+            generation.token_array, mask=1, logprobs=generation.logprob_array, version=generation.weight_version
         )
         self._texts.append(generation.text)
         self._experts = generation.routed_experts
@@ -100,7 +100,7 @@ class SampleBuilder:
     ) -> SampleBuilder:
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
         self._mask.append(np.full(len(tokens), mask, dtype=np.int8))
-        self._logprobs.append(logprobs.astype(np.float32))
+        self._logprobs.append(logprobs)
         self._versions.append(np.full(len(tokens), version, dtype=np.int32))
         self._num_tokens += len(tokens)
         return self

@@ -19,7 +19,7 @@ from slime_like.rollout.evaluate import eval_sampling, evaluate, set_metrics
 from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.group_stream import GroupStream, StreamLimits, Taken
-from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome
+from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome, groups_at_a_time
 from slime_like.rollout.hooks import chosen_prompts, eval_data, filtered_samples, logged
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.prompt_feed import PromptFeed
@@ -227,7 +227,11 @@ class RolloutService:
         # Without a filter only failures leave gaps, and a gap is one prompt.
         is_picky = self._plugins.group_filter is not None or self._plugins.choose is not None
         batch = (rollout.over_sampling_batch_size or rollout.rollout_batch_size) if is_picky else None
-        return StreamLimits(draw_batch=batch, max_draws=rollout.dynamic_sampling_max_draws)
+        return StreamLimits(
+            draw_batch=batch,
+            max_draws=rollout.dynamic_sampling_max_draws,
+            max_running=groups_at_a_time(self._client, rollout.n_samples_per_prompt),
+        )
 
     def _make_agents(self, source: DataSource) -> AgentStage | ServeStage | None:
         if not self._config.plays_episodes:

@@ -9,7 +9,9 @@ from typing import Any
 from slime_like.config.data import DataConfig
 from slime_like.errors import CheckpointError, DataError, PluginError
 from slime_like.records import Prompt, SampleGroup
-from slime_like.rollout.data_source import DataSource, render_rows
+from slime_like.rollout.data_source import DataSource
+from slime_like.rollout.row_files import FileRow
+from slime_like.rollout.rows import RowMaker
 from slime_like.utils.user_functions import Hook
 
 _FLAG = "--data-source-path"
@@ -24,10 +26,13 @@ class UserDataSource(DataSource):
     """
 
     def __init__(
-        self, user: Any, data: DataConfig, tokenizer, *, max_prompt_tokens: int, max_tokens: int, with_response: bool
+        self, user: Any, data: DataConfig, tokenizer, *, max_prompt_tokens: int, max_tokens: int, supervised: bool
     ):
         super().__init__([], data, path=f"{_FLAG} {data.data_source_path}", tokenizer=tokenizer, max_tokens=max_tokens)
-        self._user, self._max_prompt_tokens, self._with_response = user, max_prompt_tokens, with_response
+        self._user = user
+        self._maker = RowMaker(
+            data, tokenizer, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens, supervised=supervised
+        )
 
     @classmethod
     def load(cls, data: DataConfig, args: Any, tokenizer, **limits: Any) -> UserDataSource:
@@ -56,11 +61,12 @@ class UserDataSource(DataSource):
         record = self._call("row_at", position)
         if not isinstance(record, dict):
             raise DataError(f"{where}: is a {type(record).__name__}, not a dict as a line of --prompt-data has it.")
-        (row,) = render_rows([(position, record, where)], self.data, self.tokenizer, with_response=self._with_response)
-        if len(row.tokens) > self._max_prompt_tokens:
+        (row,) = self._maker.rows([FileRow(position, record, where)])
+        if row is None:
+            what = "has no message to train, or its prompt" if self._maker.supervised else "its prompt"
             raise DataError(
-                f"{where}: its prompt has {len(row.tokens)} tokens, more than {self._max_prompt_tokens}. Fix: leave"
-                " such rows out; or --rollout-max-prompt-len, --rollout-max-context-len."
+                f"{where}: {what} has more than {self._maker.max_prompt_tokens} tokens. Fix: leave such rows out; or"
+                " --rollout-max-prompt-len, --rollout-max-context-len."
             )
         return row.as_prompt(position)
 

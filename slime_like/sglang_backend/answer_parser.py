@@ -20,7 +20,8 @@ def parse_answer(task: dict) -> dict:
     """{"content", "reasoning", "calls": [[name, arguments as JSON text]], "problem": why a call is none, or None}; or
     {"unknown": which of the parsers, "known": names}.
 
-    task: "text", "tools" (OpenAI's form), "tool_parser" and "reasoning_parser" (SGLang's names, or None).
+    task: "text", "tools" (OpenAI's form), "tool_parser" and "reasoning_parser" (SGLang's names, or None); or
+    "openings_of": names of functions, which gives {"openings": how a call of each begins; [] where it is not known}.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -29,6 +30,12 @@ def parse_answer(task: dict) -> dict:
     for kind, known in known_parsers().items():
         if task[kind] not in (None, *known):
             return {"unknown": kind, "known": known}
+    if "openings_of" in task:
+        try:
+            begins = FunctionCallParser([], task["tool_parser"]).detector.structure_info()
+            return {"openings": [begins(name).begin for name in task["openings_of"]]}
+        except NotImplementedError:
+            return {"openings": []}
     text, reasoning, calls, problem = task["text"], None, [], None
     if task["reasoning_parser"]:
         parser = ReasoningParser(task["reasoning_parser"], stream_reasoning=False)

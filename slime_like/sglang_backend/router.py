@@ -249,6 +249,8 @@ def _arguments(policy: str, host: str, port: int, request_timeout_s: float) -> d
         "health-check-interval-secs": 5,
         "request-timeout-secs": int(request_timeout_s),
         "shutdown-grace-period-secs": 1,
+        # Of policy manual: where a new session goes. Its default draws lots, which leaves engines unequally busy.
+        "assignment-mode": "min_load",
         # Never: ten failures in a row would shut an engine out for a minute, and stale connections into a healthy one
         # are as many in a moment. The router tries again by itself, and its health checks take dead engines out.
         "cb-failure-threshold": 2**32 - 1,

@@ -112,9 +112,12 @@ def test_two_engines_and_a_second_router_on_one_host(router, tp1, tp2, tmp_path)
 
 
 def test_all_turns_of_a_session_go_to_one_engine_and_stay_when_another_is_lost(tmp_path):
-    """The policy that --env takes by default; scripted engines, so that each knows what it was asked."""
+    """The policy that --env and --serve-rollout take by default; scripted engines, so that each knows what it was
+    asked. Sessions that begin at a time are spread evenly, and engines answer them late enough for that.
+    """
     router = launch_router(policy="manual", log_path=str(tmp_path / "router.log"), timeout_s=30)
-    engines = [ScriptedEngine(lambda prompt: ([7, 2], [-0.1, -0.2])).start() for _ in range(3)]
+    late = [Fault(delay_s=2.0)] * 8
+    engines = [ScriptedEngine(lambda prompt: ([7, 2], [-0.1, -0.2]), faults=list(late)).start() for _ in range(3)]
 
     async def play(num_turns: int) -> None:
         client = GenerationClient(router.url, router.api_key, RolloutConfig(), concurrency=32, weight_version=lambda: 0)
@@ -142,7 +145,8 @@ def test_all_turns_of_a_session_go_to_one_engine_and_stay_when_another_is_lost(t
         asyncio.run(play(4))
         first = where()
         assert len(first) == 24 and all(len(places) == 1 for places in first.values())
-        assert set.union(*first.values()) == {0, 1, 2}, "and no engine is left idle"
+        num_sessions = [sum(place in places for places in first.values()) for place in range(3)]
+        assert min(num_sessions) >= 7, num_sessions
         router.deregister(EngineEndpoint(index=0, url=engines[0].url))
         asyncio.run(play(4))
         second = where()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from tests.e2e.foreign_venvs import ForeignPythons
 from tests.e2e.runs import RAY_TOKEN, ROOT, environment, our_processes, stop_group
 
 
@@ -103,3 +105,11 @@ def tiny_data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     subprocess.run([sys.executable, ROOT / "scripts/make_tiny_data.py", "sort4", folder], check=True, timeout=60)
     return folder
+
+
+@pytest.fixture(scope="session")
+def python_with(tmp_path_factory) -> ForeignPythons:
+    """Makes virtual environments with a package. SLIME_LIKE_FOREIGN_VENVS: a folder to keep them in, which saves
+    installing them again."""
+    kept = os.environ.get("SLIME_LIKE_FOREIGN_VENVS")
+    return ForeignPythons(Path(kept) if kept else tmp_path_factory.mktemp("venvs"))

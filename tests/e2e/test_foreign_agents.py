@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -13,31 +13,15 @@ import pytest
 
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.testing.scripted_engine import ScriptedEngine
+from tests.e2e.foreign_venvs import with_qwen3_tokens
 from tests.unit.rollout.serve.served import TINY, says, served
 
 pytestmark = [pytest.mark.long_run, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent / "foreign_agents"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
-FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "It is 4"}}\n</tool_call>'
-#: Tokens that the renderer of verifiers looks for.
-QWEN3_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-
-
-@pytest.fixture(scope="module")
-def python_with(tmp_path_factory):
-    """Makes a virtual environment with a package, once; gives its interpreter."""
-    interpreters: dict[str, str] = {}
-
-    def make(requirement: str) -> str:
-        if requirement not in interpreters:
-            folder = tmp_path_factory.mktemp("venv")
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-            pip = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet", requirement]
-            subprocess.run(pip, check=True, timeout=600)
-            interpreters[requirement] = f"{folder}/bin/python"
-        return interpreters[requirement]
-
-    return make
+#: What follows where a call of any tool is forced: SGLang's opening of one, up to the name.
+FORCED_ADD = 'add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+FORCED_FINAL = 'final_answer", "arguments": {"answer": "It is 4"}}\n</tool_call>'
 
 
 def plays(python: str, script: str, *arguments: str) -> str:
@@ -57,28 +41,24 @@ def finished(url: str, session: str) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("requirement", "script", "mode", "last", "num_rows"),
+    ("requirement", "script", "mode", "said", "num_rows"),
     [
-        ("openai-agents==0.24.*", "openai_agents.py", "chat", "It is 4", 1),
-        ("openai-agents==0.24.*", "openai_agents.py", "stream", "It is 4", 1),
-        ("openai-agents==0.24.*", "openai_agents.py", "responses", "It is 4", 1),
-        ("pydantic-ai-slim[openai]==2.62.*", "pydantic_agents.py", None, "It is 4", 1),
+        ("openai-agents==0.24.*", "openai_agents.py", "chat", (ADD, "It is 4"), 1),
+        ("openai-agents==0.24.*", "openai_agents.py", "stream", (ADD, "It is 4"), 1),
+        ("openai-agents==0.24.*", "openai_agents.py", "responses", (ADD, "It is 4"), 1),
+        ("pydantic-ai-slim[openai]==2.62.*", "pydantic_agents.py", None, (ADD, "It is 4"), 1),
         # It says its own tool call again as text: another conversation. Both answers are trained as they were sampled.
-        ("smolagents[openai]==1.26.*", "smol_agents.py", None, FINAL, 2),
+        # It forces a call of one of its tools, so that each answer begins within one.
+        ("smolagents[openai]==1.26.*", "smol_agents.py", None, (FORCED_ADD, FORCED_FINAL), 2),
     ],
 )
-def test_an_agent_calls_a_tool_and_answers(python_with, requirement, script, mode, last, num_rows):
+def test_an_agent_calls_a_tool_and_answers(python_with, requirement, script, mode, said, num_rows):
     python, tokenizer = python_with(requirement), load_tokenizer(str(TINY))
-    with ScriptedEngine(says(tokenizer, ADD, last)) as engine, served(engine) as running:
+    with ScriptedEngine(says(tokenizer, *said)) as engine, served(engine) as running:
         modes = [mode] if mode else []
         assert plays(python, script, f"{running.url}/sessions/agent/v1", *modes) == "It is 4"
         samples = finished(running.url, "agent")
-    sampled = [
-        *tokenizer(ADD)["input_ids"],
-        tokenizer.eos_token_id,
-        *tokenizer(last)["input_ids"],
-        tokenizer.eos_token_id,
-    ]
+    sampled = [token for text in said for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
     trained = [
         token for sample in samples for token, mask in zip(sample["tokens"], sample["loss_mask"], strict=True) if mask
     ]
@@ -86,12 +66,9 @@ def test_an_agent_calls_a_tool_and_answers(python_with, requirement, script, mod
 
 
 def test_verifiers_has_the_same_tokens_as_we(python_with, tmp_path):
-    python, tokenizer = python_with("verifiers==0.4.*"), load_tokenizer(str(TINY))
-    missing = [token for token in QWEN3_TOKENS if token not in tokenizer.get_vocab()]
-    tokenizer.add_tokens(missing, special_tokens=True)
-    folder = tmp_path / "tokenizer"
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text((TINY / "config.json").read_text())
+    python, folder = python_with("verifiers==0.4.*"), tmp_path / "tokenizer"
+    shutil.copytree(TINY, folder)
+    tokenizer = with_qwen3_tokens(folder)
     with ScriptedEngine(says(tokenizer, "It is 4", "yes, 4")) as engine, served(engine, model=folder) as running:
         trace = json.loads(
             plays(python, "verifiers_episode.py", f"{running.url}/sessions/verifiers/v1", str(folder)).splitlines()[-1]

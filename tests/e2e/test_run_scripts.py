@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.conftest import free_ports, started_cluster
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 SCRIPTS = {
     "run-colocate.sh": "ipc",
     "run-disaggregated.sh": "broadcast",
-    "run-agent.sh": "ipc",
+    "run-env.sh": "ipc",
     "run-lora.sh": "ipc",
     "run-served-agent.sh": "ipc",
 }
@@ -53,8 +54,11 @@ EXAMPLES = {
 #: They move no weights; the second trains on what the first kept.
 DEBUG_EXAMPLES = ("debug-rollout-only", "debug-train-only")
 
+#: Supervised: it runs in test_conversations.py.
+SUPERVISED_EXAMPLE = "conversations"
 
-def finish(command: list[str], run_dir: Path, **variables: str) -> Finished:
+
+def finish(command: list[str], run_dir: Path, timeout: float = 240, **variables: str) -> Finished:
     """Run a script of scripts/ to its end."""
     command = ["bash", str(ROOT / "scripts" / command[0]), *command[1:]]
     done = subprocess.run(
@@ -64,7 +68,7 @@ def finish(command: list[str], run_dir: Path, **variables: str) -> Finished:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=timeout,
     )
     return Finished(done.returncode, done.stdout, run_dir)
 
@@ -86,18 +90,38 @@ def cluster(tmp_path_factory):
         yield started
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_submits_a_job_that_runs(cluster, tmp_path_factory, tmp_path, script):
-    tiny = tmp_path_factory.getbasetemp() / "tiny"
-    before = our_processes()
-    variables = {
+@pytest.fixture
+def job_variables(cluster, tmp_path_factory, tmp_path) -> dict[str, str]:
+    """What the run-*.sh scripts are told: the cluster, and where files go."""
+    return {
         "RAY_ADDRESS": cluster.dashboard,
         "RAY_JOB_ADDRESS": cluster.dashboard,
-        "TINY": str(tiny),
+        "TINY": str(tmp_path_factory.getbasetemp() / "tiny"),
         "RUN_DIR": str(tmp_path / "run"),
     }
-    run = finish([script], tmp_path / "run", **variables)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_submits_a_job_that_runs(job_variables, tmp_path, script):
+    before = our_processes()
+    run = finish([script], tmp_path / "run", **job_variables)
     assert_three_rollouts(run, SCRIPTS[script], "train/pg_loss")
+    assert_nothing_left(before)
+
+
+@pytest.mark.timeout(700)
+def test_an_agent_learns_to_use_its_tool(job_variables, tmp_path):
+    """The warm-up has shown the calculator; the reward makes a habit of it."""
+    before = our_processes()
+    run = finish(["run-agent.sh"], tmp_path / "run", timeout=640, **job_variables)
+    assert run.returncode == 0, run.logs()
+    rollouts = run.metrics("rollout")
+    rewards = [line["rollout/reward_mean"] for line in rollouts]
+    assert len(rewards) == 40 and np.mean(rewards[-5:]) >= np.mean(rewards[:3]) + 0.35, rewards
+    turns = [line["rollout/episodes/turns_mean"] for line in rollouts]
+    assert np.mean(turns[-5:]) > np.mean(turns[:3]) + 0.2, "it asks the tool more often"
+    assert max(line["train/logprob_abs_diff_max"] for line in run.metrics("train")) <= 1e-4
+    assert f"reward  {np.mean(rewards[:3]):.2f} -> {np.mean(rewards[-5:]):.2f}" in run.output
     assert_nothing_left(before)
 
 
@@ -106,7 +130,7 @@ def test_every_example_has_its_row():
     there = {
         f"{path.parent.name} {path.stem}".removesuffix(" run") for path in (ROOT / "scripts/examples").glob("*/*.toml")
     }
-    assert there == {*EXAMPLES, *DEBUG_EXAMPLES}
+    assert there == {*EXAMPLES, *DEBUG_EXAMPLES, SUPERVISED_EXAMPLE}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -42,6 +42,7 @@ FENCES = {
     "fastapi": {"api_server"},
     "sqlalchemy": {"api_server.store"},
     "wandb": {"observability.metrics"},
+    "pyarrow": {"rollout.row_files"},
 }
 
 #: What stands beside the package; the package never imports it.
@@ -123,6 +124,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
         "multiprocess/test_verbs.py",
         "multiprocess/test_parity.py",
     ),
+    "planning.simulate.drawing": ("unit/planning/simulate/test_command.py",),
+    "planning.simulate.generation": ("unit/planning/simulate/test_flow.py",),
+    "planning.simulate.outcome": ("unit/planning/simulate/test_command.py",),
+    "planning.simulate.table": ("unit/planning/simulate/test_command.py",),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
     "config.serving": ("unit/rollout/serve/test_player.py",),

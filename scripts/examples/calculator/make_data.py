@@ -2,8 +2,9 @@
 
 usage: make_data.py OUT [--seed 0]
 
-"7+8" -> "15". A warm-up row is one answer: the call, or what is said to the tool's result. Half of them are the
-rewarded behaviour; the others answer with the first number, at once or to what the tool says.
+"7+8" -> "15", "7+8+3" -> "18": the calculator adds two numbers at a time, so that the second sum takes two calls and
+an answer. A warm-up row is the next answer of a conversation: with probability 0.6 the right one, which is a call as
+long as there is something to add, and then what the tool said last; else the question's first number.
 """
 
 from __future__ import annotations
@@ -13,34 +14,43 @@ import json
 import random
 from pathlib import Path
 
-NUM_ROWS = {"sft": 6_400, "train": 640, "eval": 100}
-RIGHT_PROBABILITY = 0.5
+NUM_ROWS = {"sft": 12_800, "train": 640, "eval": 100}
+RIGHT_PROBABILITY = 0.6
 
 
 def row(rng: random.Random) -> dict:
-    """A question and its label."""
-    left, right = rng.randint(0, 9), rng.randint(0, 9)
-    return {"prompt": [{"role": "user", "content": f"{left}+{right}"}], "label": str(left + right)}
+    """A question of two or three digits, and its label."""
+    digits = [rng.randint(0, 9) for _ in range(rng.choice((2, 3)))]
+    content = "+".join(map(str, digits))
+    return {"prompt": [{"role": "user", "content": content}], "label": str(sum(digits))}
+
+
+def calls(question: str) -> list[tuple[str, str]]:
+    """What to ask the calculator, and what it says.
+
+    Example: "7+8+3" -> [("<calc>7+8</calc>", "15"), ("<calc>15+3</calc>", "18")]
+    """
+    first, *others = map(int, question.split("+"))
+    steps = []
+    for number in others:
+        steps.append((f"<calc>{first}+{number}</calc>", str(first + number)))
+        first += number
+    return steps
 
 
 def demonstration(rng: random.Random) -> dict:
     """A warm-up row: the conversation so far, and the next answer."""
     question = row(rng)
     text = question["prompt"][0]["content"]
-    call = f"<calc>{text}</calc>"
-    right = rng.random() < RIGHT_PROBABILITY
-    wrong = text.split("+")[0]
-    if rng.random() < 0.5:
-        return question | {"response": call if right else wrong}
-    calling = [
-        *question["prompt"],
-        {"role": "assistant", "content": call},
-        {"role": "tool", "content": f"<result>{question['label']}</result>"},
-    ]
-    return question | {
-        "prompt": calling,
-        "response": question["label"] if right else wrong,
-    }
+    steps = calls(text)
+    num_past = rng.randint(0, len(steps))
+    conversation = list(question["prompt"])
+    for call, result in steps[:num_past]:
+        conversation.append({"role": "assistant", "content": call})
+        conversation.append({"role": "tool", "content": f"<result>{result}</result>"})
+    right = steps[num_past][0] if num_past < len(steps) else question["label"]
+    response = right if rng.random() < RIGHT_PROBABILITY else text.split("+")[0]
+    return {"prompt": conversation, "label": question["label"], "response": response}
 
 
 def main() -> None:

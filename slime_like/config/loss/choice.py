@@ -23,7 +23,8 @@ class LossChoice:
         "policy_loss",
         choices=("policy_loss", "sft_loss", "custom_loss"),
         help=(
-            'sft_loss trains on each row\'s "response" and starts no engines; custom_loss: --custom-loss-function-path.'
+            'sft_loss trains on each row\'s "response", or on conversations (docs/supervised.md), and starts no'
+            " engines; custom_loss: --custom-loss-function-path."
         ),
     )
     custom_loss_function_path: str | None = flag(

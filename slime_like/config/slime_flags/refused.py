@@ -112,10 +112,6 @@ REFUSED = {
     **dict.fromkeys(("--rollout-buffer-url", "--fetch-trajectory-retry-times", "--rollout-task-type"), _BUFFER),
     **dict.fromkeys(("--partial-rollout", "--mask-offpolicy-in-partial-rollout"), _PARTIAL),
     "--release-train": "trainers stay for the whole run. Fix: leave it out; --colocate gives memory to and fro.",
-    "--loss-mask-type": (
-        "supervised rows have one answer each, all of which is trained. Fix: leave it out; rows with a prompt and a"
-        " --response-key."
-    ),
     "--qwen-gdn-backend": _QWEN3_NEXT,
     "--freeze-indexer": "it is for sparse attention, which is not supported. Fix: leave it out.",
     "--custom-update-weight-post-write-path": (

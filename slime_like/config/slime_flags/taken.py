@@ -30,6 +30,27 @@ SAID_ANYWAY: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "--tb-experiment-name": (None, "TensorBoard files lie in the run directory (--run-dir)"),
 }
 
+_TEMPLATES = "the chat template itself says what the assistant wrote, whichever model's it is (docs/supervised.md)"
+
+#: (flag, value of slime's) -> (what stands in its place on the command line, why).
+TRANSLATED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    **{("--loss-mask-type", name): (("--loss-mask-type", "all"), _TEMPLATES) for name in ("qwen", "qwen3", "qwen3_5")},
+    ("--loss-mask-type", "distill_qwen"): (("--loss-mask-type", "last"), _TEMPLATES),
+}
+
+_WANDB = "mode dir key host team group project run-id always-use-train-step".split()
+#: Flag that is refused -> the switch without which it says nothing in slime either: then it is a notice. Run scripts
+#: often leave these when they comment the switch out.
+IDLE_WITHOUT: dict[str, str] = {
+    **dict.fromkeys((f"--wandb-{name}" for name in _WANDB), "--use-wandb"),
+    "--disable-wandb-random-suffix": "--use-wandb",
+    **dict.fromkeys(
+        (f"--rollout-health-check-{name}" for name in ("interval", "timeout", "first-wait")), "--use-fault-tolerance"
+    ),
+    "--mtp-loss-scaling-factor": "--enable-mtp-training",
+    "--fetch-trajectory-retry-times": "--rollout-buffer-url",
+}
+
 #: (flag, path of slime's) -> what stands in its place on the command line; () where it is what is done without it.
 BUILT_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"): (),
@@ -64,12 +85,30 @@ class SlimesOwn:
         return []
 
 
+def take_idle(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(the command line without flags that say nothing because their switch is absent, a notice for each)."""
+    rest: list[str] = []
+    notes: list[str] = []
+    parts = _flags(argv)
+    here = {flag for flag, _, _ in parts}
+    for flag, words, _ in parts:
+        if IDLE_WITHOUT.get(flag, flag) in here:
+            rest += words
+        else:
+            notes.append(f"{flag} changes nothing without {IDLE_WITHOUT[flag]}")
+    return rest, notes
+
+
 def take_slimes(argv: list[str]) -> SlimesOwn:
     """Replace what is slime's own by what is ours, flag by flag."""
     taken = SlimesOwn()
     for flag, words, values in _flags(argv):
         if flag in SAID_ANYWAY:
             notice_or_refuse(flag, values, taken)
+        elif len(values) == 1 and (flag, values[0]) in TRANSLATED:
+            ours, why = TRANSLATED[flag, values[0]]
+            taken.argv += ours
+            taken.notes.append(f"{flag} {values[0]} is taken as {' '.join(ours)}: {why}")
         elif flag.endswith("-path") and len(values) == 1 and values[0].startswith("slime."):
             _take_path(flag, values[0], taken)
         else:

@@ -10,6 +10,7 @@ import argparse
 import html
 import json
 import sys
+from typing import Any
 
 from slime_like.errors import UserError
 from slime_like.planning.hardware import GIB
@@ -100,18 +101,23 @@ def as_html(plan: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_png(plan: dict, path: str) -> None:
-    """The same as a PNG. Raises UserError where matplotlib is missing."""
+def pyplot_for(path: str) -> Any:
+    """matplotlib.pyplot, without a display. Raises UserError, naming the picture at `path`, where it is missing."""
     try:
         import matplotlib
     except ImportError as error:
         raise UserError(
-            f"{path}: a PNG needs matplotlib, which is not installed ({error}). Fix: pip install matplotlib, or an"
-            " .html name."
+            f"{path}: this picture needs matplotlib, which is not installed ({error}). Fix: pip install matplotlib."
         ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw_png(plan: dict, path: str) -> None:
+    """The same as a PNG. Raises UserError where matplotlib is missing (an .html name needs it not)."""
+    pyplot = pyplot_for(path)
     shown, limit = rows(plan), plan["memory"]["limit_bytes"] / GIB
     figure, axes = pyplot.subplots(len(shown), 1, figsize=(11, 1.2 + 2.1 * len(shown)), squeeze=False, sharex=True)
     for axis, (name, gpu) in zip(axes[:, 0], shown, strict=True):

@@ -14,6 +14,8 @@ from slime_like.planning.engines import EnginePlan
 from slime_like.planning.memory.by_phase import MemoryPlan, memory_plan
 from slime_like.planning.placement import Bundle, PlacementPlan, make_plan
 from slime_like.planning.report.timeline import render_memory
+from slime_like.planning.simulate.estimate import estimate, plan_comparison, verdict_line
+from slime_like.planning.simulate.scenario import Scenario
 from slime_like.planning.sync_bound import SyncPlan, render_sync, sync_plan
 
 #: What is computed exactly of training roles, not estimated: if these alone are more than the card holds, no run can
@@ -28,20 +30,25 @@ _LINES = 32
 class PlanReport:
     """A plan and what follows from it.
 
-    memory is None where the placement is impossible, sync where nothing is synced.
+    memory is None where the placement is impossible, sync where nothing is synced, pace where nothing is generated and
+    trained, or no plan is wanted.
     """
 
     plan: PlacementPlan
     memory: MemoryPlan | None
     sync: SyncPlan | None
     problems: tuple[str, ...]
+    pace: Scenario | None = None  # what a step may take, for the simulator
 
     def to_dict(self) -> dict:
         """The object of `--plan json`."""
         weight_sync = None if self.sync is None else self.sync.to_dict()
         memory = None if self.memory is None else self.memory.to_dict()
         placement = {key: value for key, value in self.plan.to_dict().items() if key not in ("weight_sync", "problems")}
-        return placement | {"memory": memory, "weight_sync": weight_sync, "problems": list(self.problems)}
+        known = placement | {"memory": memory, "weight_sync": weight_sync}
+        if self.pace is not None:
+            known["async"] = {"scenario": self.pace.to_dict()} | plan_comparison(self.pace).to_dict()
+        return known | {"problems": list(self.problems)}
 
     def text(self) -> str:
         """The same for people."""
@@ -50,6 +57,8 @@ class PlanReport:
             parts.append(render_sync(self.sync))
         if self.memory is not None:
             parts.append(render_memory(self.memory))
+        if self.pace is not None:
+            parts.append(verdict_line(self.pace))
         parts.append(_render_problems(self.problems))
         return "\n\n".join(part.strip("\n") for part in parts if part.strip())
 
@@ -65,9 +74,9 @@ def make_report(config: RunConfig, *, planning: bool = True, environment: Mappin
         return PlanReport(plan, None, None, plan.problems)
     memory = memory_plan(config, plan)
     knows_cards = planning or config.placement.gpu_memory_gib is not None
-    return PlanReport(
-        plan, memory, sync_plan(config, plan), tuple(_memory_problems(config, memory) if knows_cards else ())
-    )
+    problems = tuple(_memory_problems(config, memory) if knows_cards else ())
+    sync = sync_plan(config, plan)
+    return PlanReport(plan, memory, sync, problems, estimate(config, plan, sync) if planning else None)
 
 
 def as_json(report: PlanReport) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 
 from slime_like.config.agents import AgentConfig
@@ -64,6 +65,18 @@ class AnswerReader:
             "tool_parser": self._tool_parser,
             "reasoning_parser": self._reasoning_parser if thinks else None,
         }
+        return _message(text, await self._ask(task))
+
+    async def opening(self, names: Sequence[str]) -> str | None:
+        """How a call of one of these functions begins, as far as all begin alike; None if the parser does not tell."""
+        if not self._tool_parser or self._tool_parser == NO_PARSER:
+            return None
+        task = {"openings_of": list(names), "tool_parser": self._tool_parser, "reasoning_parser": None}
+        result = await self._ask(task)
+        return os.path.commonprefix((result or {}).get("openings", [])) or None
+
+    async def _ask(self, task: dict) -> dict | None:
+        """What the parsers' process answers; None at its deadline. Raises PluginError for a parser that is none."""
         if self._pool is None:
             if importlib.util.find_spec("sglang") is None:
                 raise PluginError(
@@ -76,7 +89,7 @@ class AnswerReader:
             flag = {"tool_parser": "--env-tool-call-parser", "reasoning_parser": "--env-reasoning-parser"}
             name = f"{flag[result['unknown']]} {task[result['unknown']]}"
             raise PluginError(f"{name} is unknown. Known: {', '.join(result['known'])}, {NO_PARSER}.")
-        return _message(text, result)
+        return result
 
     async def close(self) -> None:
         """End the process."""

@@ -15,11 +15,13 @@ import numpy as np
 from slime_like.config.reward import BOXED, RewardConfig, reward_type_problem
 from slime_like.errors import ConfigError, RewardError
 from slime_like.records import Prompt, Sample
+from slime_like.rollout.rewards import instructions
 from slime_like.rollout.rewards.boxes import last_boxed
 from slime_like.rollout.rewards.exact import exact
 from slime_like.rollout.rewards.pool import WorkerPool
 from slime_like.rollout.rewards.remote import RemoteFailure, RemoteReward
 from slime_like.rollout.rewards.texts import f1, gpqa
+from slime_like.rollout.rows import RM_TYPE
 from slime_like.utils.supervise import running
 
 #: --rm-type values that score in a worker process, the ones that score right here, and the one that another server
@@ -27,9 +29,6 @@ from slime_like.utils.supervise import running
 IN_WORKER = ("math", "math_strict", "deepscaler", "deepscaler_strict", "dapo")
 IN_PROCESS = {"exact": exact, "f1": f1, "gpqa": gpqa}
 REMOTE = "remote_rm"
-
-#: A row's own reward type, in its metadata.
-RM_TYPE = "rm_type"
 
 _MOST_THREADS = 32
 
@@ -61,7 +60,7 @@ class RewardScorer:
         *,
         environment: bool = False,
     ):
-        known = (*IN_WORKER, *IN_PROCESS, REMOTE)
+        known = (*IN_WORKER, *IN_PROCESS, instructions.KIND, REMOTE)
         plain = None if config.rm_type is None else config.rm_type.removeprefix(BOXED)
         has_other = plain is None and (model is not None or environment)
         if function is None and plain not in known and not has_other:
@@ -151,6 +150,8 @@ class RewardScorer:
             )
         if kind == REMOTE:
             return self._number(await self._ask(sample, prompt), sample, key)
+        if kind == instructions.KIND:
+            return await self._instructions(sample, prompt)
         if sample.label is None:
             raise RewardError(
                 f"--rm-type {kind} compares with a label, and {_name(sample)} has none. Fix: --label-key."
@@ -164,6 +165,18 @@ class RewardScorer:
         if reward is None:
             self.num_unscorable += 1
         return reward or 0.0
+
+    async def _instructions(self, sample: Sample, prompt: Prompt) -> float:
+        if problem := instructions.row_problem(prompt.metadata):  # of a row that no file has
+            raise RewardError(f"--rm-type ifbench, {_name(sample)}: {problem}")
+        self._pool = self._pool or WorkerPool()
+        task = {"kind": instructions.KIND, "response": sample.response, "metadata": instructions.task(prompt.metadata)}
+        result = await self._pool.run(task, timeout_s=self.config.reward_timeout_s) or {}
+        if "fault" in result:
+            raise RewardError(f"--rm-type ifbench, {_name(sample)}: {result['fault']}")
+        if "reward" not in result:
+            self.num_unscorable += 1
+        return result.get("reward", 0.0)
 
     async def _ask(self, sample: Sample, prompt: Prompt) -> Any:
         self._remote = self._remote or RemoteReward(self.config)

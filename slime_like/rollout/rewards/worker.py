@@ -20,6 +20,7 @@ def main() -> None:
     # The default action, not a Python handler: a handler would wait for a long C loop to end.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    from slime_like.rollout.rewards import instructions
     from slime_like.rollout.rewards.math_answers import SCORERS
 
     _send(results, {"ready": True})
@@ -27,7 +28,13 @@ def main() -> None:
         task = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, task["seconds"])
         try:
-            result: dict = {"reward": SCORERS[task["kind"]](task["response"], task["label"])}
+            if task["kind"] == instructions.KIND:
+                reward = instructions.follows_all(task["response"], task["metadata"])
+            else:
+                reward = SCORERS[task["kind"]](task["response"], task["label"])
+            result: dict = {"reward": reward}
+        except instructions.UnscorableRow as error:
+            result = {"fault": str(error)}
         except Exception as error:  # noqa: BLE001 a response may be anything, and so may be what parsing it raises
             result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         signal.setitimer(signal.ITIMER_REAL, 0)

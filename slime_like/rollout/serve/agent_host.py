@@ -6,10 +6,10 @@ import asyncio
 import concurrent.futures
 import inspect
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from slime_like.errors import RunError
+from slime_like.utils.user_functions import load_function
 
 
 class AgentFailure(RunError):
@@ -23,16 +23,36 @@ class AgentFailure(RunError):
         return (AgentFailure, (str(self), self.kind))
 
 
-class AgentHost:
-    """Calls of one function: coroutines share an event loop in a thread, a plain function gets a thread a call."""
+class CallsAgents(Protocol):
+    """Where --agent-path runs. name: its path."""
 
-    def __init__(self, function: Callable, name: str):
-        self.name = name
-        self._function = function
+    name: str
+
+    async def start(self) -> None:
+        """Get it ready. Raises PluginError."""
+
+    async def call(self, *arguments: Any) -> Any:
+        """What an episode gives. Raises AgentFailure for whatever the agent raises; cancelling ends a coroutine."""
+
+    async def close(self) -> None:
+        """End what runs. Harmless when called twice."""
+
+
+class AgentHost:
+    """Calls of a function of this process: coroutines share an event loop in a thread, a plain one gets a thread a
+    call. Raises PluginError for a path that leads to none.
+    """
+
+    def __init__(self, path: str):
+        self.name = path
+        function = self._function = load_function(path, num_positional=4, flag="--agent-path")
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Nothing: it is imported already."""
 
     async def call(self, *arguments: Any) -> Any:
         """What the function gives. Raises AgentFailure for whatever it raises; cancelling ends a coroutine."""
@@ -43,7 +63,7 @@ class AgentHost:
             cause = error.__cause__
             raise AgentFailure(f"--agent-path {self.name} raised {type(cause).__name__}: {cause}") from cause
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the loop of the coroutines."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -25,7 +25,9 @@ _MOST_TURNS = 64
 
 
 class Answerer:
-    """Use it inside one event loop. max_turns: most answers of a session; all else that limits is the session's."""
+    """Use it inside one event loop. max_turns: most answers of a session; all else that limits is the session's.
+    vocab_size: rows of the model's embedding, which may be more than the tokenizer has ids: all may be sampled.
+    """
 
     def __init__(
         self,
@@ -37,13 +39,14 @@ class Answerer:
         template_kwargs: dict,
         max_turns: int,
         sync_timeout_s: float,
+        vocab_size: int,
     ):
         self._client, self._policy, self._reader = client, policy, reader
         self.tokenizer = tokenizer
         self._kwargs, self._max_turns, self._sync_timeout_s = template_kwargs, max_turns, sync_timeout_s
         self._token_turns = TokenTurns(tokenizer)
         self._chat_turns = functools.lru_cache(maxsize=_MOST_TURNS)(self._new_turns)
-        self._vocabulary = len(tokenizer)
+        self._vocab_size = max(vocab_size, len(tokenizer))
 
     def turns(self, template_kwargs: dict) -> ChatTurns:
         """The chat template with the run's arguments and a client's over them."""
@@ -61,10 +64,15 @@ class Answerer:
         turns = self._token_turns if kind == TOKENS else self.turns(request.template_kwargs)
         tree = session.tree(kind, turns)
         plan = self._plan(session, request, turns)
+        opening = await self._opening(request, plan)
+        if opening:
+            # Part of what is sent, so never trained: what is sampled after it has the policy's own log-probs.
+            ids = self.tokenizer(opening, add_special_tokens=False)["input_ids"]
+            plan = dataclasses.replace(plan, ids=(*plan.ids, *ids))
         sampling = self._sampling(session, request, plan, number)
         generation = await self._generate(session, plan, sampling)
         text, finish = self._said(turns, generation, request.stop)
-        message, malformed = await self._read(text, request, number)
+        message, malformed = await self._read(opening + text, request, number)
         if session.result.done():
             raise ApiError(f"session {session.name} was finished meanwhile", status=410, code="session_finished")
         session.num_malformed_calls += malformed
@@ -80,9 +88,9 @@ class Answerer:
         )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raise ApiError for ids that the tokenizer does not have: an engine would look them up all the same."""
-        if max(ids, default=0) >= self._vocabulary:
-            raise ApiError(f"{param}: id {max(ids)} is not in the vocabulary of {self._vocabulary}", param=param)
+        """Raise ApiError for ids that the model does not have: an engine would look them up all the same."""
+        if max(ids, default=0) >= self._vocab_size:
+            raise ApiError(f"{param}: id {max(ids)} is not in the vocabulary of {self._vocab_size}", param=param)
 
     def _new_turns(self, kwargs_json: str) -> ChatTurns:
         return ChatTurns(self.tokenizer, json.loads(kwargs_json))
@@ -103,6 +111,20 @@ class Answerer:
                 code="chat_template_error",
             ) from error
         return plan if request.ids is None else plan_with_ids(turns, plan, request.ids)
+
+    async def _opening(self, request: TurnRequest, plan: TurnPlan) -> str:
+        """How the answer has to begin: as a call of one of the functions that tool_choice forces; else ""."""
+        if not request.forced:
+            return ""
+        opening = await self._reader.opening(request.forced)
+        if not opening:
+            raise ApiError(
+                "tool_choice: with this model's parser of tool calls none can be forced. Fix: auto, and ask for the"
+                " call in words.",
+                param="tool_choice",
+                code="unsupported_value",
+            )
+        return after_thinking(plan.opening_text, opening)
 
     def _sampling(self, session: Session, request: TurnRequest, plan: TurnPlan, number: int) -> dict:
         """SGLang's sampling_params: the run's; of the client only what ends an answer sooner."""
@@ -164,6 +186,14 @@ class Answerer:
             for place, call in enumerate(message.get("tool_calls") or [])
         ]
         return message | ({"tool_calls": calls} if calls else {}), answer.problem is not None
+
+
+def after_thinking(prompt: str, opening: str) -> str:
+    """The opening of an answer that does not think, behind the end of the thinking that the prompt has begun.
+
+    Example: ("…assistant\\n<think>\\n", "<tool_call>") -> "\\n</think>\\n\\n<tool_call>"
+    """
+    return f"\n</think>\n\n{opening}" if prompt.rstrip().endswith("<think>") else opening
 
 
 def with_reward(rows: Sequence, reward: float | None, metadata: dict) -> tuple:

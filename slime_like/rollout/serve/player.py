@@ -12,7 +12,7 @@ from slime_like.records import Prompt, Sample
 from slime_like.rollout.agents.episode_metrics import EpisodeTally
 from slime_like.rollout.generate import Sampling
 from slime_like.rollout.sample_builder import SampleBuilder
-from slime_like.rollout.serve.agent_host import AgentFailure, AgentHost
+from slime_like.rollout.serve.agent_host import AgentFailure, CallsAgents
 from slime_like.rollout.serve.answering import with_reward
 from slime_like.rollout.serve.sessions import EpisodeResult, Session, Sessions
 
@@ -58,7 +58,7 @@ class ServedPlayer:
         self,
         sessions: Sessions,
         waiting: WaitingEpisodes,
-        host: AgentHost | None,
+        host: CallsAgents | None,
         *,
         url: str,
         model: str,

@@ -12,13 +12,13 @@ from slime_like.rollout.agents.answers import AnswerReader
 from slime_like.rollout.data_source import context_tokens
 from slime_like.rollout.generate import GenerationClient
 from slime_like.rollout.policy import Policy
-from slime_like.rollout.serve.agent_host import AgentHost
+from slime_like.rollout.serve.agent_host import AgentHost, CallsAgents
+from slime_like.rollout.serve.agent_process import AgentProcess
 from slime_like.rollout.serve.answering import Answerer
 from slime_like.rollout.serve.player import ServedPlayer, WaitingEpisodes
 from slime_like.rollout.serve.server import Endpoint, EndpointOptions
 from slime_like.rollout.serve.sessions import Sessions
 from slime_like.utils.net import http_url, listen_at
-from slime_like.utils.user_functions import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class ServeStage:
         if problem:
             raise ConfigError([problem])
         self._reader = AnswerReader(config.agents, family_of(config.model))
-        self._host = _agent_host(serving.agent_path)
+        self._host = _agent_host(config)
         self._waiting, sessions = WaitingEpisodes(), Sessions(create=None, most=0, idle_s=0)
         try:
             self._listener = listen_at(serving.serve_host, serving.serve_port or 0)
@@ -57,6 +57,7 @@ class ServeStage:
             template_kwargs=config.data.chat_template_kwargs,
             max_turns=serving.agent_max_turns,
             sync_timeout_s=_SYNC_DEADLINES * config.rollout.rollout_request_timeout_s,
+            vocab_size=config.model.vocab_size,
         )
         self._endpoint = Endpoint(
             answerer,
@@ -85,24 +86,31 @@ class ServeStage:
         self.player, self.eval_player = player(), player()
 
     async def start(self) -> None:
-        """Answer from now on."""
+        """Answer from now on. Raises PluginError for an agent that cannot be loaded."""
+        if self._host is not None:
+            await self._host.start()
         await self._endpoint.start(self._listener)
         logger.warning("agents play at %s", self.url)
 
     async def close(self) -> None:
-        """Stop answering; end the agents' loop and the parsers' process."""
+        """Stop answering; end the agents and the parsers' process."""
         await self._endpoint.close()
         self._listener.close()
         await self._reader.close()
         if self._host is not None:
-            self._host.close()
+            await self._host.close()
 
     async def _lease(self, timeout_s: float) -> dict | None:
         session = await self._waiting.take(timeout_s)
         return self.player.describe(session) if session is not None else None
 
 
-def _agent_host(path: str | None) -> AgentHost | None:
-    if path is None:
+def _agent_host(config: RunConfig) -> CallsAgents | None:
+    serving = config.serving
+    if serving.agent_path is None:
         return None
-    return AgentHost(load_function(path, num_positional=4, flag="--agent-path"), path)
+    if serving.agent_python is None:
+        return AgentHost(serving.agent_path)
+    assert config.observability.run_dir, "a run that starts has a directory"
+    log_path = os.path.join(config.observability.run_dir, "logs", "agents.log")
+    return AgentProcess(serving.agent_python, serving.agent_path, log_path=log_path)

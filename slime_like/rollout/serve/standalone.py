@@ -88,7 +88,8 @@ async def serve(config: StandaloneConfig, announce: Callable[[str], None]) -> No
     agents = AgentConfig(
         env_tool_call_parser=config.env_tool_call_parser, env_reasoning_parser=config.env_reasoning_parser
     )
-    reader = AnswerReader(agents, _family(config.hf_checkpoint))
+    model = _model_config(config.hf_checkpoint)
+    reader = AnswerReader(agents, model.get("model_type"))
     client = GenerationClient(
         engine_url(config.engine_url),
         os.environ.get(config.engine_api_key_env),
@@ -104,6 +105,7 @@ async def serve(config: StandaloneConfig, announce: Callable[[str], None]) -> No
         template_kwargs={},
         max_turns=config.agent_max_turns,
         sync_timeout_s=config.rollout_request_timeout_s,
+        vocab_size=model.get("vocab_size") or 0,
     )
     try:
         await _answer_until_ended(config, _endpoint(config, answerer, key), announce)
@@ -179,13 +181,13 @@ def _finished(sessions: Sessions, path: str | None, session: Session, result: Ep
     return {"samples": samples, "violations": [str(violation) for violation in rows.violations]}
 
 
-def _family(folder: str) -> str | None:
-    """The model_type of the folder's config.json, for the parsers' defaults."""
+def _model_config(folder: str) -> dict:
+    """The folder's config.json; {} without one. model_type says the parsers' defaults."""
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-            return json.load(file).get("model_type")
+            return json.load(file)
     except FileNotFoundError:
-        return None
+        return {}
 
 
 def _serving(config: StandaloneConfig) -> ServingConfig:

@@ -57,11 +57,13 @@ class ApiError(Exception):
 class TurnRequest:
     """One answer that is asked for, by whatever route. What a client says of sampling is not in it: the run's holds.
 
-    ids: the prompt as token ids, where the client renders by itself; then messages may be empty.
+    ids: the prompt as token ids, where the client renders by itself; then messages may be empty. forced: names of
+    functions; the answer has to begin with a call of one of them, () leaves it to the policy.
     """
 
     messages: tuple[dict, ...] = ()
     tools: tuple[dict, ...] = ()
+    forced: tuple[str, ...] = ()
     template_kwargs: dict = dataclasses.field(default_factory=dict)
     ids: tuple[int, ...] | None = None
     max_tokens: int | None = None
@@ -92,9 +94,14 @@ def parse_chat(body: dict, *, with_ids: bool = False) -> TurnRequest:
     if options is not None and not isinstance(options, dict):
         raise _wrong("stream_options", options, "an object")
     choice = body.get("tool_choice")
+    tools = () if choice == "none" else read_tools(body.get("tools"))
+    forced = _forced(choice, tools)
+    if forced and with_ids:
+        raise ApiError("tool_choice: the prompt is yours here; begin the call in tokens", param="tool_choice")
     return TurnRequest(
         messages=read_messages(body.get("messages")),
-        tools=() if choice == "none" else read_tools(_tools_for(body, choice)),
+        tools=tools,
+        forced=forced,
         template_kwargs=read_template_kwargs(body),
         ids=read_ids(body.get("tokens"), "tokens") if with_ids else None,
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
@@ -278,16 +285,22 @@ def _tool_call(call: Any, where: str) -> dict:
     return {"id": identity or "", "type": "function", "function": function}
 
 
-def _tools_for(body: dict, choice: Any) -> Any:
-    """The request's tools; a tool_choice is checked and left to the policy: to force it would change the sampling."""
-    tools = body.get("tools")
-    if choice is None or choice in ("auto", "required", "none"):
-        return tools
+def _forced(choice: Any, tools: Sequence[dict]) -> tuple[str, ...]:
+    """The functions one of which has to be called, by tool_choice. Raises ApiError."""
+    if choice is None or choice in ("auto", "none"):
+        return ()
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if choice == "required":
+        if not names:
+            raise ApiError("tool_choice required: there are no tools to call", param="tool_choice")
+        return names
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise _wrong("tool_choice", choice, "auto, required, none, or a function's name")
-    return tools
+    if name not in names:
+        raise ApiError(f"tool_choice: {name[:80]!r} is none of the tools ({len(names)})", param="tool_choice")
+    return (name,)
 
 
 def _refuse_several(body: dict) -> None:

@@ -14,7 +14,7 @@ import pytest
 from arguments import build_parser, parse_args
 from slime_like.config.run import GROUPS
 from slime_like.config.slime_flags.refused import REFUSED, REFUSED_VALUES, take_refused
-from slime_like.config.slime_flags.taken import BUILT_IN, SAID_ANYWAY
+from slime_like.config.slime_flags.taken import BUILT_IN, IDLE_WITHOUT, SAID_ANYWAY
 from slime_like.errors import ConfigError
 from slime_like.sglang_backend.server_args import RESERVED, known_arguments, present_names
 
@@ -113,7 +113,7 @@ def split_line(line: str) -> tuple[str, str]:
 
 def is_refused(flag: str, value: str) -> bool:
     return (
-        flag in REFUSED
+        (flag in REFUSED and flag not in IDLE_WITHOUT)
         or (flag, value) in REFUSED_VALUES
         or flag.removeprefix("--sglang-").replace("-", "_") in RESERVED
     )
@@ -138,13 +138,14 @@ def field_owner(name: str) -> str | None:
 
 
 def is_noticed(flag: str, value: str) -> bool:
-    return flag in SAID_ANYWAY or (flag, value) in BUILT_IN
+    return flag in SAID_ANYWAY or flag in IDLE_WITHOUT or (flag, value) in BUILT_IN
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if is_noticed(*split_line(line))])
 def test_what_is_done_anyway_or_built_in_is_told(line: str):
     notes = parse_args(command_line(*split_line(line))).notes
-    assert len([note for note in notes if note.startswith(line.strip())]) == 1, notes
+    shown = line.split()[0] if line.split()[0] in IDLE_WITHOUT else line.strip()
+    assert len([note for note in notes if note.startswith(shown)]) == 1, notes
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_data_sets_of_an_evaluation():
 
 def test_missing_files(tmp_path: Path):
     path = tmp_path / "d.jsonl"
-    assert DataConfig().missing_files() == ["--prompt-data is missing: a JSONL file of prompts."]
+    assert DataConfig().missing_files() == ["--prompt-data is missing: a JSONL or Parquet file of prompts."]
     assert DataConfig(prompt_data=f"{path}@[:3]").missing_files() == [f"--prompt-data {path}: no such file."]
     assert EvalConfig(eval_prompt_data=["x", f"{path}@[:3]"]).missing_files() == [
         f"--eval-prompt-data x: {path}: no such file."

@@ -18,6 +18,11 @@ class ThreeRows(Endless):
         return {"prompt": [{"role": "user", "content": "count"}], "label": str(position % 3)}
 
 
+class Conversations(Endless):
+    def row_at(self, position):
+        return {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(position)}]}
+
+
 class NoRows:
     def __init__(self, args, tokenizer):
         pass

@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from slime_like.errors import DataError, PluginError
@@ -25,7 +27,7 @@ def test_prompts_are_rendered_with_the_chat_template(make_config, tokenizer):
     prompt = feed_of(make_config()).draw(1)[0]
     assert prompt.text == "<|im_start|>user\nsort 0000<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.tokens.dtype == np.int32 and tokenizer.decode(prompt.tokens.tolist()) == prompt.text
-    assert (prompt.index, prompt.label, prompt.metadata, prompt.response) == (0, "0000", {}, None)
+    assert (prompt.index, prompt.label, prompt.metadata, prompt.supervised) == (0, "0000", {}, ())
 
 
 def test_a_string_is_one_user_turn_with_the_template_and_raw_without(make_config):
@@ -143,7 +145,7 @@ def test_long_prompts_are_left_out_and_counted(make_config, caplog):
         (
             [digits_row(1) | {"tools": [{"name": "add"}]}],
             {},
-            "line 1: has tools in 'tools' .* chat template of --hf-checkpoint has no place for them",
+            "line 1: has tools .--tool-key., and the chat template of --hf-checkpoint has no place for them",
         ),
         ([digits_row(1) | {"metadata": [1]}], {}, r"'metadata' \(--metadata-key\) is a list, not an object"),
     ],
@@ -156,9 +158,9 @@ def test_bad_rows_are_named(make_config, rows, options, message):
 def test_files_that_cannot_be_read_are_named(make_config, tmp_path):
     with pytest.raises(DataError, match="absent.jsonl cannot be read: No such file"):
         check_data(make_config(prompt_data=str(tmp_path / "absent.jsonl")))
-    binary = tmp_path / "data.parquet"
-    binary.write_bytes(b"PAR1\xff\xfe\x00")
-    with pytest.raises(DataError, match="data.parquet is no UTF-8 text"):
+    binary = tmp_path / "data.jsonl"
+    binary.write_bytes(b'{"prompt": 1}\n\xff\xfe\x00')
+    with pytest.raises(DataError, match="data.jsonl line 2 is no UTF-8 text .byte 0."):
         check_data(make_config(prompt_data=str(binary)))
 
 
@@ -224,6 +226,31 @@ def test_tools_under_another_key_and_for_evaluations(with_tools, write_rows):
             load_eval_data(config, load_tokenizer(config.checkpoint.hf_checkpoint))["held-out"].prompt_at(0).text
             == text
         )
+
+
+def test_parquet_prompts_and_evaluation_sets_are_those_of_jsonl(with_tools, tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    rows = [
+        digits_row(1) | {"metadata": {"level": 3}, "tools": None},
+        {"prompt": asked, "label": "2", "metadata": None, "tools": [ADD | {"function": {"name": "add"}}]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    file = str(tmp_path / "train.parquet")
+    eval_flags = {"eval_prompt_data": ["held-out", f"{file}@[1:]"], "eval_interval": 1}
+    config, lines = with_tools(rows, prompt_data=file, **eval_flags), with_tools(rows)
+    prompts = feed_of(config).draw(2)
+    assert [p.text for p in prompts] == [p.text for p in feed_of(lines).draw(2)]
+    assert prompts[1].text == "<tools>add;</tools>user:1+1|assistant:->add|"
+    assert prompts[0].metadata == {"level": 3} and prompts[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {
+        "a": 1
+    }
+    (row,) = load_eval_data(config, load_tokenizer(config.checkpoint.hf_checkpoint))["held-out"].rows
+    assert (row.label, row.line, row.text) == ("2", 2, prompts[1].text)
+    with pytest.raises(
+        DataError, match=r"train.parquet has no column 'question' \(--input-key\). Its columns: 'prompt'"
+    ):
+        check_data(with_tools(rows, prompt_data=file, input_key="question"))
 
 
 def test_an_assistant_may_only_call_tools(with_tools):

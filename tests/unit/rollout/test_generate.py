@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 
 import numpy as np
@@ -187,7 +188,9 @@ def answer(**meta) -> str:
         ("[]", "not SGLang's"),
         (answer(output_token_logprobs=[]), "1 tokens but log-probs of 0"),
         (answer(output_token_logprobs=[[-0.5, 8, None]]), "or of other tokens"),
-        (answer(output_token_logprobs=[[None, 7, None]]), "not SGLang's"),
+        (answer(output_token_logprobs=[[None, 7, None]]), "not finite"),  # how orjson writes NaN
+        (answer(output_token_logprobs=[["a", 7, None]]), "not SGLang's"),
+        (answer(output_token_logprobs=[[[-0.5], 7, None]]), "or of other tokens"),
         (answer(output_token_logprobs=[[float("nan"), 7, None]]), "not finite"),
         (answer(finish_reason={"type": "tired"}), "finish reason 'tired' is unknown"),
     ],
@@ -196,3 +199,86 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(body, message):
     with ScriptedEngine(three_tokens, faults=[Fault(body=body)]) as engine:
         error = ask(engine)[0]
     assert isinstance(error, EngineError) and message in str(error)
+
+
+def by_hand(body: bytes, prompt: Prompt) -> dict[str, np.ndarray]:
+    """The arrays of an answer's sample, token by token with the standard library's parser: the oracle."""
+    answer = json.loads(body)
+    entries = answer["meta_info"]["output_token_logprobs"]
+    version = int(answer["meta_info"]["weight_version"])
+    ahead = len(prompt.tokens)
+    return {
+        "tokens": np.array([*map(int, prompt.tokens), *(int(entry[1]) for entry in entries)], dtype=np.int32),
+        "loss_mask": np.array([0] * ahead + [1] * len(entries), dtype=np.int8),
+        "engine_logprobs": np.array(
+            [np.float32(0.0)] * ahead + [np.float32(float(entry[0])) for entry in entries], dtype=np.float32
+        ),
+        "weight_versions": np.array([-1] * ahead + [version] * len(entries), dtype=np.int32),
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sample_has_the_bits_that_the_engine_sent(seed: int):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 700))
+    logprobs = -np.exp(rng.normal(-2, 12, count).clip(-100, 80)).astype(np.float32)  # subnormal ones, too
+    logprobs[rng.random(count) < 0.1] = rng.choice(np.array([0.0, -0.0, -1e-45, -3.4e38], dtype=np.float32))
+    ids = rng.integers(0, 2**31 - 1, count).tolist()
+    values = logprobs.astype(float).tolist()
+    if seed % 2:
+        values = [int(value) if value == 0 else value for value in values]  # as other writers have a zero
+    meta = {
+        "output_token_logprobs": [[value, token, None] for value, token in zip(values, ids, strict=True)],
+        "finish_reason": {"type": "length", "length": count},
+        "prompt_tokens": 2,
+        "weight_version": str(seed),
+    }
+    body = json.dumps({"text": 'é\n"\ud83d\ude00\\', "output_ids": ids, "meta_info": meta})
+    with ScriptedEngine(three_tokens, faults=[Fault(body=body)]) as engine:
+        generation = ask(engine)[0]
+    sample = SampleBuilder(PROMPT, 1).generated(generation).finish()
+    for name, expected in by_hand(body.encode(), PROMPT).items():
+        array = getattr(sample, name)
+        assert array.dtype == expected.dtype and array.tobytes() == expected.tobytes(), name
+    assert sample.response == json.loads(body)["text"] and sample.status == TRUNCATED
+    assert generation.tokens == ids and generation.logprobs == values
+
+
+def test_parameters_of_a_users_own_may_hold_numpys_numbers_and_keys_that_are_no_text():
+    params = {"max_new_tokens": np.int64(8), "temperature": np.float32(0.5), "logit_bias": {17: -1.5}}
+    with ScriptedEngine(three_tokens) as engine:
+        ask(engine, sampling_params=params)
+        sent = engine.requests[0]["sampling_params"]
+    assert sent == {"max_new_tokens": 8, "temperature": 0.5, "logit_bias": {"17": -1.5}}
+
+
+def steps_of_reading(count: int) -> int:
+    """Bytecode instructions that Python executes to make a sample of an answer of `count` tokens."""
+    entries = [[-0.5, token, None] for token in range(count)]
+    meta = {"output_token_logprobs": entries, "finish_reason": {"type": "stop"}, "weight_version": "1"}
+    body = json.dumps({"text": "t", "output_ids": list(range(count)), "meta_info": meta})
+    steps = 0
+
+    def trace(frame, event, _argument):
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return trace
+
+    async def run(url: str) -> None:
+        client = GenerationClient(url, None, RolloutConfig(), concurrency=1, weight_version=lambda: 1)
+        try:
+            sys.settrace(trace)
+            SampleBuilder(PROMPT, 1).generated(await client.generate(PROMPT.tokens, {"max_new_tokens": 8})).finish()
+        finally:
+            sys.settrace(None)
+            await client.close()
+
+    with ScriptedEngine(three_tokens, faults=[Fault(body=body)]) as engine:
+        asyncio.run(run(engine.url))
+    return steps
+
+
+def test_pythons_own_work_on_an_answer_is_two_lists_of_the_parsers_objects():
+    """Counted, not timed: seven instructions a token and list (CPython 3.11), and the pieces of a longer body."""
+    assert (steps_of_reading(2112) - steps_of_reading(64)) / 2048 <= 15

@@ -199,3 +199,49 @@ def test_two_takes_at_a_time_are_refused():
         assert prompts_of(await first) == [0]
 
     run(test())
+
+
+def test_a_long_queue_is_not_drawn_before_there_is_room():
+    async def test():
+        maker = Maker()
+        stream = stream_of(maker, max_running=3)
+        taking = asyncio.ensure_future(stream.take(100_000))
+        await maker.finish(1)
+        assert maker.begun == [0, 1, 2, 3] and stream.num_in_flight == 3 and stream.num_ready == 1
+        assert len(asyncio.all_tasks()) == 6  # the three, the take, this one and who waits for it
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+    run(test())
+
+
+def test_a_bound_on_what_runs_changes_nothing_of_what_comes():
+    async def test():
+        maker = Maker()
+        stream = stream_of(
+            maker, max_running=2, draw_batch=4, judge=lambda outcome: "even" if is_even(outcome) else None
+        )
+        taking = asyncio.ensure_future(stream.take(3))
+        for prompt in range(8):
+            await maker.finish(prompt)
+        taken = await asyncio.wait_for(taking, 5)
+        assert prompts_of(taken) == [1, 3, 5] and stream.num_in_flight == 0
+
+    run(test())
+
+
+def is_even(outcome: GroupOutcome) -> bool:
+    return outcome.group.prompt.index % 2 == 0
+
+
+def test_engines_that_are_gone_meet_no_more_prompts_than_run_at_a_time():
+    async def test():
+        maker = Maker(fails=range(1000))
+        stream = stream_of(maker, max_running=4)
+        taking = asyncio.ensure_future(stream.take(1000))
+        await maker.finish(0, 1, 2, 3)
+        with pytest.raises(RunError, match="all 4 samples failed"):
+            await asyncio.wait_for(taking, 5)
+        assert maker.begun == [0, 1, 2, 3]
+
+    run(test())

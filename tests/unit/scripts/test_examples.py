@@ -29,6 +29,7 @@ MODES = {
     "algorithms": ("colocate", 2),
     "calculator": ("colocate", 1),
     "colocate": ("colocate", 2),
+    "conversations": ("train_only", 1),
     "debug-rollout-only": ("rollout_only", 2),
     "debug-train-only": ("train_only", 2),
     "delta": ("disaggregated", 4),

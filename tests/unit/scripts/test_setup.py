@@ -135,7 +135,7 @@ def test_an_environment_keeps_its_set_and_its_python(tmp_path, repo_root):
     again = tree.setup()
     assert "set cpu (" in again.stdout and "with Python 3.12: what .venv holds" in again.stdout
     assert tree.made_with() == []
-    assert len(tree.installs()) == 4
+    assert len(tree.installs()) == 5
     other = tree.setup("--gpu")
     assert ".venv held the set cpu; starting it anew" in other.stdout and "set gpu-newest (" in other.stdout
     assert tree.made_with() == ["-m venv .venv"]
@@ -158,11 +158,18 @@ def test_the_choice_alone_installs_nothing(tree: Tree):
 
 def test_stages_run_in_order(tree: Tree):
     assert tree.setup().returncode == 0
-    torch, packages, sglang, project = tree.installs()
+    torch, packages, sglang, environments, project = tree.installs()
     assert "torch==2.13.0+cpu" in torch
     assert "-c scripts/requirements/constraints-cpu.txt -r scripts/requirements/cpu.txt" in packages
     assert "--no-deps -r scripts/requirements/cpu-nodeps.txt" in sglang
+    assert "--no-deps --no-build-isolation -r scripts/requirements/envs.txt" in environments
     assert "--no-deps --no-build-isolation -e ." in project
+
+
+def test_without_a_compiler_the_libraries_of_environments_are_left_out(tree: Tree):
+    done = tree.setup(FAIL="Python.h")
+    assert done.returncode == 0 and "no C compiler, or no Python.h" in done.stdout
+    assert len(tree.installs()) == 4 and not any("envs.txt" in line for line in tree.installs())
 
 
 def test_a_second_run_does_nothing(tree: Tree):
@@ -176,7 +183,7 @@ def test_a_changed_input_runs_it_again(tree: Tree, name: str):
     tree.setup()
     with open(tree.folder / name, "a") as file:
         file.write("\n# changed\n")
-    assert tree.setup().returncode == 0 and len(tree.installs()) == 4
+    assert tree.setup().returncode == 0 and len(tree.installs()) == 5
 
 
 def test_an_interrupted_run_starts_anew(tree: Tree):
@@ -185,7 +192,7 @@ def test_an_interrupted_run_starts_anew(tree: Tree):
     (tree.folder / ".venv/half-written").touch()
     result = tree.setup()
     assert result.returncode == 0 and 'interrupted during "packages"' in result.stdout
-    assert len(tree.installs()) == 4 and not (tree.folder / ".venv/half-written").exists()
+    assert len(tree.installs()) == 5 and not (tree.folder / ".venv/half-written").exists()
 
 
 def test_a_failed_stage_shows_its_log_and_the_next_run_goes_on(tree: Tree):

@@ -67,12 +67,37 @@ def test_the_score_of_reasoning_gym_is_guarded():
     assert score("chain_sum", options, entry, "") == 0
 
 
+def available(turn: Turn) -> list[str]:
+    """The squares that TicTacToe offers."""
+    return re.findall(r"\[\d\]", turn.messages[0]["content"].rpartition("Available Moves:")[2])
+
+
 def test_textarena_plays_against_random_moves():
     needs("textarena", "textarena")
-    free = iter(range(9))
-    turns = play("textarena:TicTacToe-v0?num_players=2", lambda turn: {"content": f"[{next(free)}]"})
-    assert turns[-1].done and turns[-1].reward in (-1.0, 0.0, 1.0) and len(turns) >= 2
-    assert "Tic" in turns[0].messages[0]["content"]
+    ends = set()
+    for seed in range(12):
+        spec = "textarena:TicTacToe-v0?num_players=2"
+        turns = play(spec, lambda turn: {"content": available(turn)[0]}, seed=seed)
+        assert turns[-1].done and len(turns) >= 4, "nobody wins with two marks"
+        assert "'invalid_move': True" not in turns[-1].info["game"], "the other's moves are those of the game"
+        ends.add(turns[-1].reward)
+    assert len(ends) > 1, "it does not always win"
+
+
+def test_textarena_says_nothing_twice():
+    needs("textarena", "textarena")
+    opening, *others = play("textarena:TicTacToe-v0?num_players=2", lambda turn: {"content": available(turn)[0]})[:-1]
+    assert "You are Player 0 in Tic Tac Toe" in opening.messages[0]["content"] and others
+    for turn in others:
+        content = turn.messages[0]["content"]
+        assert "You are Player 0" not in content and content.count("Current Board") == 2  # after each one's move
+
+
+def test_textarena_punishes_a_move_that_is_none():
+    needs("textarena", "textarena")
+    turns = play("textarena:TicTacToe-v0?num_players=2", lambda turn: {"content": "the middle"})
+    assert "attempted an invalid move" in turns[1].messages[0]["content"]
+    assert (len(turns), turns[-1].reward) == (3, -1.0)
 
 
 def test_skyrl_gym_scores_gsm8k():

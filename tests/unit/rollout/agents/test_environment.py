@@ -10,6 +10,7 @@ import time
 import pytest
 
 from slime_like.rollout.agents.environment import EnvironmentFailure, EnvironmentHost, Task
+from slime_like.rollout.agents.registry import load_environment
 from tests.unit.rollout.agents import environments as samples
 
 TASK = Task(messages=[{"role": "user", "content": "hello"}])
@@ -86,12 +87,22 @@ async def _reset_with_nothing():
     await environment.reset(0, Task(messages=[]))
 
 
-def test_the_environment_of_the_documentation_plays(repo_root):
-    (code,) = re.findall(r"```python\n(.*?)```", (repo_root / "docs/agents.md").read_text(), flags=re.DOTALL)
-    names: dict = {}
-    exec(code, names)
-    opening, answer = play(names["Doubling"])
+def test_the_environment_of_the_documentation_plays(repo_root, tmp_path, monkeypatch):
+    """As it is written there, by the name and with the flags that are written there."""
+    text = (repo_root / "docs/agents.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    num_lines = sum(bool(line.strip()) and not line.startswith("#") for line in code.splitlines())
+    assert num_lines <= 10, "ten lines, it says"
+    (tmp_path / "my_envs.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    (spec,) = re.findall(r"python train\.py … --env (my_envs:\w+) ", text)
+    make = load_environment(spec)
+    opening, answer = play(make)
     assert opening.messages[0]["content"] == "twice 6?" and (answer.reward, answer.done) == (0.0, False)
+    environment = make()
+    environment.reset(5, TASK)
+    right = environment.step({"role": "assistant", "content": "12"})
+    assert (right.reward, right.done) == (1.0, True)
 
 
 def test_a_failure_survives_a_process_boundary():

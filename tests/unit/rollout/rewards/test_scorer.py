@@ -14,6 +14,7 @@ from slime_like.config.reward import REWARD_TYPES, RewardConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import ConfigError, RewardError
 from slime_like.records import COMPLETED, TRUNCATED, Prompt, Sample
+from slime_like.rollout.rewards.instructions import KIND
 from slime_like.rollout.rewards.math_answers import SCORERS
 from slime_like.rollout.rewards.scorer import IN_PROCESS, IN_WORKER, REMOTE, RewardScorer
 from slime_like.utils.user_functions import load_function
@@ -62,7 +63,7 @@ def score(*samples, function=None, model=None, group=False, evaluation=False, **
 
 
 def test_the_known_names_are_those_of_the_flag():
-    assert set(REWARD_TYPES) == {*IN_PROCESS, *IN_WORKER, REMOTE}
+    assert set(REWARD_TYPES) == {*IN_PROCESS, *IN_WORKER, KIND, REMOTE}
     assert set(IN_WORKER) == set(SCORERS)
     with pytest.raises(
         ConfigError,
@@ -97,7 +98,7 @@ def test_a_response_that_takes_for_ever_scores_0_and_is_counted():
 
 
 def test_a_built_in_reward_without_a_label_names_the_flag():
-    for name in {*REWARD_TYPES} - {REMOTE}:
+    for name in {*REWARD_TYPES} - {KIND, REMOTE}:
         with pytest.raises(RewardError, match="prompt 7, sample 2 has none. Fix: --label-key"):
             score(make_sample(label=None), rm_type=name)
 
@@ -225,8 +226,8 @@ def test_names_of_rewards_are_checked():
     for name in ("math", "boxed_math", "boxed_remote_rm", "gpqa"):
         problems = RewardConfig(rm_type=name, rm_url="http://x").problems()
         assert not [problem for problem in problems if "--rm-type" in problem]
-    (problem,) = RewardConfig(rm_type="ifbench").problems()
-    assert problem.startswith("--rm-type ifbench is refused: ") and "Fix: --custom-rm-path" in problem
+    (problem,) = RewardConfig(rm_type="random").problems()
+    assert problem.startswith("--rm-type random is refused: ") and "Fix: --custom-rm-path" in problem
     assert "is unknown" in RewardConfig(rm_type="boxed_nothing").problems()[0]
     assert RewardConfig(rm_type="dapo", reward_key="score").problems() == []
     assert RewardConfig(rm_type="dapo", reward_key="acc").problems() != []

@@ -5,13 +5,15 @@ The flags are those of slime_like.config.serving, the parts those of slime_like.
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 
 import httpx
 import numpy as np
 import pytest
 
-from slime_like.errors import ConfigError, RunError
+from slime_like.errors import ConfigError, PluginError, RunError
 from slime_like.records import COMPLETED
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
@@ -144,12 +146,28 @@ def test_flags_that_do_not_go_together(make_config):
         return " ".join(one for one in make_config(**options).problems() if "--global-batch-size" not in one)
 
     assert "--agent-path does nothing without --serve-rollout" in problems(agent_path="a.b")
+    assert "--agent-python does nothing without --agent-path" in problems(serve_rollout=True, agent_python="python3")
     assert "--env-tool-call-parser does nothing without --env or" in problems(env_tool_call_parser="qwen25")
     assert "both make the answers" in problems(serve_rollout=True, custom_generate_function_path="a.b")
     assert "--serve-port 70000" in problems(serve_rollout=True, serve_port=70000)
     assert problems(serve_rollout=True, rm_type=None, env_tool_call_parser="qwen25") == ""
 
 
-def test_an_open_address_needs_a_key(start):
+def test_an_open_address_needs_a_key_and_its_refusal_leaves_nothing_open(start, caplog):
     with pytest.raises(ConfigError, match="others than this machine can reach the endpoint"):
         start("two_turns", serve_host="0.0.0.0")
+    gc.collect()
+    assert "Unclosed" not in caplog.text
+
+
+def test_an_agent_in_an_interpreter_of_its_own(start, tmp_path):
+    manager, _ = start("two_turns", agent_python=sys.executable, run_dir=str(tmp_path))
+    samples = samples_of(manager.generate(0))
+    assert [sample.reward for sample in samples] == [0.3] * 4
+    assert samples[0].metadata["episode"]["label"] == samples[0].label
+    assert (tmp_path / "logs/agents.log").is_file()
+
+
+def test_an_agent_that_its_interpreter_cannot_load_is_refused_before_anything_is_played(start, tmp_path):
+    with pytest.raises(PluginError, match="has no attribute 'no_such_agent'"):
+        start("no_such_agent", agent_python=sys.executable, run_dir=str(tmp_path))

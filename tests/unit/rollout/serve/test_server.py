@@ -22,6 +22,12 @@ def ask(*words: str) -> list[dict]:
     return [{"role": "assistant" if place % 2 else "user", "content": word} for place, word in enumerate(words)]
 
 
+def tool(name: str) -> dict:
+    """A function that may be called."""
+    function = {"name": name, "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
+
+
 def test_openai_client_plays_two_turns_that_become_one_row(server, http, openai_client, tokenizer):
     server.engine.script = says(tokenizer, "four", "yes")
     client = openai_client("two-turns")
@@ -85,6 +91,14 @@ def test_responses_go_on_from_a_previous_one(server, http, openai_client, tokeni
         assert "".join(deltas) == "no" == stream.get_final_response().output_text
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="m", input="x", previous_response_id="resp_nobody")
+
+
+def test_ids_that_the_model_has_and_the_tokenizer_has_not_come_back(http):
+    """Embeddings are padded: 320 rows, 304 ids; an untrained policy samples them all."""
+    for path, name in (("/inference/v1/generate", "token_ids"), ("/detokenize", "tokens")):
+        assert http.post(path, json={name: [5, 319]}).status_code == 200
+        refused = http.post(path, json={name: [5, 320]})
+        assert refused.status_code == 400 and "id 320 is not in the vocabulary of 320" in refused.text
 
 
 def test_ids_in_ids_out(server, http, tokenizer):
@@ -182,10 +196,9 @@ def test_unknown_routes_have_the_envelope(http):
 def test_tool_calls_are_read_and_their_results_are_one_conversation(server, http, openai_client, tokenizer):
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
     server.engine.script = says(tokenizer, call, "It is 4")
-    tool = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": tool}]
+    tools = [tool("add")]
     client = openai_client("tools")
-    first = client.chat.completions.create(model="m", messages=HELLO, tools=tools, stream=True, tool_choice="required")
+    first = client.chat.completions.create(model="m", messages=HELLO, tools=tools, stream=True)
     deltas = [chunk.choices[0] for chunk in first]
     pieces = [piece for delta in deltas for piece in delta.delta.tool_calls or []]
     assert pieces[0].function.name == "add" and deltas[-1].finish_reason == "tool_calls"
@@ -202,6 +215,33 @@ def test_tool_calls_are_read_and_their_results_are_one_conversation(server, http
     finished = http.post("/sessions/tools/finish").json()
     assert len(finished["samples"]) == 1 and finished["violations"] == []
     assert finished["samples"][0]["tokens"].count(tokenizer.eos_token_id) == 4, "one row has both turns"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "opening"),
+    [
+        ({"type": "function", "function": {"name": "add"}}, ("add", "sub"), '<tool_call>\n{"name":"add", "arguments":'),
+        ("required", ("add",), '<tool_call>\n{"name":"add", "arguments":'),
+        ("required", ("add", "sub"), '<tool_call>\n{"name":"'),
+    ],
+)
+def test_a_forced_call_begins_with_words_that_are_not_trained(
+    server, http, openai_client, tokenizer, choice, names, opening
+):
+    call = '<tool_call>\n{"name":"add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+    server.engine.script = says(tokenizer, call.removeprefix(opening), "It is 4")
+    client, tools = openai_client("forced"), [tool(name) for name in names]
+    first = client.chat.completions.create(model="m", messages=HELLO, tools=tools, tool_choice=choice).choices[0]
+    (made_call,) = first.message.tool_calls
+    assert made_call.function.name == "add" and json.loads(made_call.function.arguments) == {"a": 2, "b": 2}
+    assert tokenizer.decode(server.engine.requests[0]["input_ids"]).endswith(f"assistant\n{opening}")
+    history = [*HELLO, first.message.to_dict(), {"role": "tool", "tool_call_id": made_call.id, "content": "4"}]
+    client.chat.completions.create(model="m", messages=history, tools=tools)
+    finished = http.post("/sessions/forced/finish").json()
+    (sample,) = finished["samples"]
+    trained = [token for token, mask in zip(sample["tokens"], sample["loss_mask"], strict=True) if mask]
+    assert tokenizer.decode(trained) == call.removeprefix(opening) + "<|im_end|>It is 4<|im_end|>"
+    assert finished["violations"] == []
 
 
 def test_keys_and_sessions_by_bearer(tokenizer):

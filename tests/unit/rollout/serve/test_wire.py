@@ -54,6 +54,7 @@ def test_smolagents_sends_parts_and_wants_a_call():
     )
     assert [message["content"] for message in request.messages] == ["You are it", "New task:\n2+2?"]
     assert request.stop == ("Observation:", "Calling tools:") and len(request.tools) == 1
+    assert request.forced == ("add",)
 
 
 def test_openai_agents_streams_and_leaves_nulls():
@@ -81,8 +82,20 @@ def test_openai_agents_streams_and_leaves_nulls():
 def test_no_tools_are_shown_where_the_client_wants_no_call():
     tools = [{"type": "function", "function": ADD}]
     assert parse_chat({"messages": HELLO, "tools": tools, "tool_choice": "none"}).tools == ()
+    assert parse_chat({"messages": HELLO, "tools": tools, "tool_choice": "auto"}).forced == ()
+
+
+def test_a_call_that_is_forced_must_be_one_of_the_tools():
     named = {"type": "function", "function": {"name": "add"}}
-    assert len(parse_chat({"messages": HELLO, "tools": tools, "tool_choice": named}).tools) == 1
+    body = {"messages": HELLO, "tools": [{"type": "function", "function": ADD}], "tool_choice": named}
+    assert parse_chat(body).forced == parse_chat(body | {"tool_choice": "required"}).forced == ("add",)
+    assert parse_chat(body | {"tool_choice": {"type": "function", "name": "add"}}).forced == ("add",), "/v1/responses"
+    for wrong in ({"tool_choice": {"name": "sub"}}, {"tools": [], "tool_choice": "required"}):
+        with pytest.raises(ApiError) as refused:
+            parse_chat(body | wrong)
+        assert refused.value.param == "tool_choice"
+    with pytest.raises(ApiError, match="the prompt is yours"):
+        parse_chat(body | {"tokens": [1]}, with_ids=True)
 
 
 def test_verifiers_sends_ids():

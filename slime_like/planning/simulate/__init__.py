@@ -1,0 +1,1 @@
+"""What a step will take before it is run: generation, training and syncs on a simulated clock, in each async mode."""
