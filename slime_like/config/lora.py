@@ -148,3 +148,15 @@ def _pattern_problems(name: str, patterns: list[str]) -> list[str]:
     except re.error as error:
         return [f"{flag_name} {odd[0]!r} is no regular expression: {error}."]
     return []
+
+
+def adapter_flags(lora: LoraConfig, model: ModelConfig) -> dict[str, str | bool | list[str]]:
+    """SGLang's arguments of an engine that serves these adapters: one version, the one before it, and the base."""
+    ends = {name.rsplit(".", 1)[-1] for name in target_modules(model) if lora.targets(name)}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": str(lora.lora_rank),
+        "lora_target_modules": sorted(ends),
+        "max_loras_per_batch": "3",
+        "max_loaded_loras": "4",
+    }

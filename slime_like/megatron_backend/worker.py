@@ -24,7 +24,7 @@ from slime_like.megatron_backend.lora.adapter import AdapterSwitch, dropping
 from slime_like.megatron_backend.lora.held import held_beside
 from slime_like.megatron_backend.lora.peft_files import first_adapters
 from slime_like.megatron_backend.model.provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
-from slime_like.megatron_backend.publish import gathering
+from slime_like.megatron_backend.publish import gathering, gathering_of_adapters
 from slime_like.megatron_backend.reference import HeldWeights
 from slime_like.megatron_backend.step.batch import Batch, StepCutter
 from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
@@ -43,7 +43,7 @@ from slime_like.megatron_backend.step.runner import StepRunner
 from slime_like.megatron_backend.verbs import Outputs
 from slime_like.observability.metrics import timed
 from slime_like.records import BASE, REFERENCE, SyncReceipt, WeightsRef
-from slime_like.weight_sync.sender import WeightSender
+from slime_like.weight_sync.sender import Gathering, WeightSender
 from slime_like.weight_sync.session import PublishOrder, run_session
 from slime_like.weight_sync.transports.slots import slot_bytes
 
@@ -260,16 +260,7 @@ class TrainWorker:
             self._sender.close()
             self._sender = None
         if self._sender is None:
-            self._sender = WeightSender(
-                self.config,
-                order,
-                gathering(
-                    self.config.model,
-                    lambda: self.export(BASE),
-                    master_address=self.master_address,
-                    whole_bytes=slot_bytes(self.config.sync.update_weight_buffer_size) if order.cards else None,
-                ),
-            )
+            self._sender = WeightSender(self.config, order, self._gathering(order))
         try:
             return run_session(order, self._sender)
         finally:
@@ -351,6 +342,15 @@ class TrainWorker:
                 self._held.keep_start(weights)
             else:
                 self.load_state(folder, weights=weights, step=frozen_step)
+
+    def _gathering(self, order: PublishOrder) -> Gathering:
+        config, master_address = self.config, self.master_address
+        if config.sync.sends_adapters:
+            return gathering_of_adapters(self.stage, config, master_address=master_address)
+        whole_bytes = slot_bytes(config.sync.update_weight_buffer_size) if order.cards else None
+        return gathering(
+            config.model, lambda: self.export(BASE), master_address=master_address, whole_bytes=whole_bytes
+        )
 
     def _state_of(self, *, optimizer: bool = False, schedule: bool = False, rng: bool = True) -> checkpoint.TrainState:
         return checkpoint.TrainState(

@@ -2,6 +2,8 @@
 under another layout.
 """
 
+# Covers slime_like.sglang_backend.adapter_client too.
+
 from __future__ import annotations
 
 import numpy as np
@@ -54,6 +56,29 @@ def test_adapters_are_trained_served_saved_and_resumed(tiny_model_dir, tiny_data
     assert [line["step"] for line in resumed.metrics("train")] == [3]
     assert [line["sync/version"] for line in resumed.metrics("sync")][-1] == 5
     assert resumed.metrics("train")[0]["train/logprob_abs_diff_max"] <= 1e-4
+    assert_nothing_left(before)
+
+
+def test_adapters_alone_travel_and_requests_name_their_version(tiny_model_dir, tiny_data_dir, tmp_path):
+    before = our_processes()
+    run = run_train(
+        *SMALL_RUN, *ADAPTERS, "--lr", "1e-2", "--hf-checkpoint", tiny_model_dir, "--update-weight-mode", "adapter",
+        "--prompt-data", f"{tiny_data_dir}/train.jsonl", "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 1,
+        "--tensor-model-parallel-size", 2, "--save", tmp_path / "save", "--save-hf", f"{tmp_path}/hf/{{rollout_id}}",
+        "--save-interval", 1, "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz",
+        run_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert run.returncode == 0, run.logs()
+    train, sync = run.metrics("train"), run.metrics("sync")
+    assert max(line["train/logprob_abs_diff_max"] for line in train) <= 1e-4
+    assert [line["sync/version"] for line in sync] == [1, 2, 3, 4]
+    assert len({line["sync/digest"] for line in sync}) == 4
+    assert {line["sync/transport"] for line in sync} == {"adapter"}
+    assert all(line["sync/probe_logprob_abs_diff"] <= 1e-4 for line in sync)
+    adapters = load_file(tmp_path / "save/iter_0000003/adapter_model.safetensors")
+    assert {line["sync/bytes"] for line in sync} == {sum(tensor.nbytes for tensor in adapters.values())}
+    assert largest_difference(tmp_path / "hf/2", tmp_path / "samples/2.npz") <= 1e-4
+    assert largest_difference(tiny_model_dir, tmp_path / "samples/2.npz") > 1e-2
     assert_nothing_left(before)
 
 

@@ -140,6 +140,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "rollout.agents.invariants": ("unit/rollout/agents/test_tree.py",),
     "rollout.agents.stage": ("unit/rollout/agents/test_episode.py",),
     "config.agents": ("unit/rollout/agents/test_episode.py",),
+    "sglang_backend.adapter_client": ("unit/weight_sync/test_session.py", "e2e/test_lora.py"),
     "sglang_backend.answer_parser": ("unit/rollout/agents/test_answers.py",),
     "sglang_backend.cpu_compat": ("contract/test_engine_server_args.py",),
     "sglang_backend.cpu_server": ("e2e/test_external.py",),

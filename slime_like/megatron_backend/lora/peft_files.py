@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from safetensors import SafetensorError
@@ -38,11 +38,20 @@ _ONLY = {
 
 def adapter_tensors(stage: Iterable[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """This pipeline stage's adapters, whole, under PEFT's names. Collective over the tensor parallel group."""
-    tensors = {}
+    return {name: matrix.cpu() for name, matrix in stream_adapters(stage)}
+
+
+def stream_adapters(stage: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same one after another, where they are. Collective: to be iterated to the end."""
     for adapter, part in parts(stage):
         for kind, matrix in zip(_MATRICES, gathered(adapter, part), strict=True):
-            tensors[f"{_PREFIX}{part.module}.{kind}.weight"] = matrix.cpu()
-    return tensors
+            yield f"{_PREFIX}{part.module}.{kind}.weight", matrix
+
+
+def adapter_names(lora: LoraConfig, model: ModelConfig) -> frozenset[str]:
+    """PEFT's names of every A and B of the whole model."""
+    modules = [name for name in target_modules(model) if lora.targets(name)]
+    return frozenset(f"{_PREFIX}{name}.{kind}.weight" for name in modules for kind in _MATRICES)
 
 
 def save_adapters(
@@ -114,9 +123,7 @@ def load_adapters(stage: Iterable[torch.nn.Module], folder: str, lora: LoraConfi
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    expected = {
-        f"{_PREFIX}{name}.{kind}.weight" for name in target_modules(model) if lora.targets(name) for kind in _MATRICES
-    }
+    expected = adapter_names(lora, model)
     for problem, names in (("has no", expected - set(tensors)), ("has, beside the targets,", set(tensors) - expected)):
         if names:
             raise CheckpointError(

@@ -6,10 +6,13 @@ import json
 import pytest
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from slime_like.config.lora import LoraConfig
+from slime_like.config.lora import LoraConfig, adapter_flags
 from slime_like.config.lora_targets import expert_modules, layer_targets, target_modules
 from slime_like.config.model import ModelConfig
+from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sync import SyncConfig
+from slime_like.sglang_backend.server_args import check_flags
 
 DENSE = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=11)
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, moe_layer_freq="[0]*1+[1]*1")
@@ -118,3 +121,30 @@ def test_files_of_a_peft_folder(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     assert config.missing_files() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"lora": LoraConfig()}, "needs adapters: --lora-rank"),
+        ({"placement": PlacementConfig(colocate=True)}, "--offload-rollout"),
+        ({"placement": PlacementConfig(debug_train_only=True)}, "sends no weights"),
+    ],
+)
+def test_what_sending_adapters_needs(more, message):
+    config = RunConfig(**({"lora": LoraConfig(lora_rank=4), "sync": SyncConfig(update_weight_mode="adapter")} | more))
+    assert any("--update-weight-mode adapter" in problem and message in problem for problem in config.problems())
+    with_transport = SyncConfig(update_weight_mode="adapter", update_weight_transport="disk")
+    assert any("goes through --update-weight-disk-dir" in problem for problem in with_transport.problems())
+
+
+def test_adapters_are_probed_at_each_sync():
+    sync = SyncConfig(update_weight_mode="adapter")
+    assert sync.sends_adapters and not sync.sends_deltas
+    assert [sync.probes_at(number) for number in range(3)] == [True] * 3
+
+
+def test_an_engine_serves_this_version_and_the_one_before():
+    flags = adapter_flags(LoraConfig(lora_rank=4, lora_target_modules=["q_proj"]), DENSE)
+    assert (flags["enable_lora"], flags["max_lora_rank"], flags["lora_target_modules"]) == (True, "4", ["q_proj"])
+    assert check_flags(flags)[0] == []
