@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from slime_like.config.async_rules import corrected
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
 from slime_like.config.custom import read_custom_config
 from slime_like.config.eval_sets import read_eval_sets
@@ -82,7 +83,7 @@ def parse_args(argv: list[str]) -> Command:
         eval_sets, eval_problems = read_eval_sets(path)
         groups["eval"] = dataclasses.replace(groups["eval"], eval_sets=eval_sets)
     groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
-    config, problems, notes = _with_architecture(RunConfig(**groups))
+    config, problems, notes = _with_architecture(corrected(RunConfig(**groups)))
     if (path := config.rollout.custom_config_path) and (namespace.plan is None or os.path.isfile(path)):
         custom, custom_problems = read_custom_config(path)
         config, problems = dataclasses.replace(config, custom=custom), problems + custom_problems

@@ -16,8 +16,8 @@ class RolloutConfig:
     over_sampling_batch_size: int | None = flag(
         None,
         help=(
-            "Prompts drawn at a time when a dynamic filter rejects groups, or a buffer filter chooses among them."
-            " Default: --rollout-batch-size."
+            "Prompts drawn at a time when a dynamic filter rejects groups, or a buffer filter chooses among them, or"
+            " --partial-rollout takes what is done first. Default: --rollout-batch-size."
         ),
     )
     dynamic_sampling_filter_path: str | None = flag(
@@ -129,15 +129,5 @@ class RolloutConfig:
             problems.append(
                 f"--over-sampling-batch-size {self.over_sampling_batch_size} is below --rollout-batch-size"
                 f" {self.rollout_batch_size}."
-            )
-        if self.over_sampling_batch_size and not (self.dynamic_sampling_filter_path or self.buffer_filter_path):
-            problems.append(
-                "--over-sampling-batch-size does nothing without --dynamic-sampling-filter-path or"
-                " --buffer-filter-path."
-            )
-        if self.buffer_filter_path and not self.over_sampling_batch_size:
-            problems.append(
-                "--buffer-filter-path has nothing to choose from without --over-sampling-batch-size above"
-                " --rollout-batch-size. Fix: add it."
             )
         return problems

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from slime_like.config.adapter_rules import adapter_problems
+from slime_like.config.async_rules import async_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -321,25 +323,13 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append(
             "--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it."
         )
-    return problems + _transport_problems(config) + _delta_problems(config) + _adapter_problems(config)
-
-
-def _adapter_problems(config: ConfigTree) -> list[str]:
-    """What --update-weight-mode adapter needs, and what does not go with it."""
-    if not config.sync.sends_adapters:
-        return []
-    mode = "--update-weight-mode adapter"
-    if not config.lora.enabled:
-        return [f"{mode} needs adapters: --lora-rank. Fix: add it, or drop this."]
-    wrong = {
-        "this run sends no weights": not config.uses_engines or config.placement.debug_rollout_only,
-        "external engines are started without adapters": config.placement.rollout_external,
-        "engines that give their memory back (--offload-rollout) lose the base": config.offload_rollout,
-        "--custom-weight-transform-path is for whole weights": bool(config.sync.custom_weight_transform_path),
-        "--use-rollout-routing-replay asks engines around the router": config.loss.use_rollout_routing_replay,
-        "engines with --sglang-dp-size take no adapters while they run": config.engine_dp_size > 1,
-    }
-    return [f"{mode}: {why}. Fix: leave it out." for why, applies in wrong.items() if applies]
+    return (
+        problems
+        + _transport_problems(config)
+        + _delta_problems(config)
+        + async_problems(config)
+        + adapter_problems(config)
+    )
 
 
 def _transport_problems(config: ConfigTree) -> list[str]:

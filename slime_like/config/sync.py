@@ -66,12 +66,13 @@ class SyncConfig:
             " NCCL). Default: the one that reaches the engines."
         ),
     )
-    update_weight_pause_mode: str = flag(
-        "abort",
+    update_weight_pause_mode: str | None = flag(
+        None,
         choices=PAUSE_MODES,
         help=(
             "Requests that still run when a sync begins: abort ends them, retract computes their tokens again with the"
-            " new weights, in_place goes on with what the old weights left in the cache."
+            " new weights, in_place goes on with what the old weights left in the cache. Default: abort; with"
+            " --async-mode full retract, and there abort keeps what was answered and goes on from it."
         ),
     )
     custom_weight_transform_path: str | None = flag(

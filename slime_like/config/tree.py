@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.agents import AgentConfig
+from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.batch import BatchConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
@@ -29,6 +30,7 @@ GROUPS = {
     "checkpoint": CheckpointConfig,
     "data": DataConfig,
     "rollout": RolloutConfig,
+    "asynchrony": AsyncConfig,
     "agents": AgentConfig,
     "serving": ServingConfig,
     "reward": RewardConfig,
@@ -53,6 +55,7 @@ class ConfigTree:
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    asynchrony: AsyncConfig = AsyncConfig()
     agents: AgentConfig = AgentConfig()
     serving: ServingConfig = ServingConfig()
     reward: RewardConfig = RewardConfig()
@@ -146,6 +149,16 @@ class ConfigTree:
     def needs_critic(self) -> bool:
         """Whether a critic is trained."""
         return self.loss.estimator.compares_with == "critic" and not self.is_sft
+
+    @property
+    def pause_mode(self) -> str:
+        """What becomes of requests that run when weights change: --update-weight-pause-mode with its default."""
+        return self.sync.update_weight_pause_mode or ("retract" if self.asynchrony.is_full else "abort")
+
+    @property
+    def keeps_partial_answers(self) -> bool:
+        """Whether an answer that we end ourselves is gone on with later, instead of being asked for again."""
+        return self.asynchrony.partial_rollout or (self.asynchrony.is_full and self.pause_mode == "abort")
 
     @property
     def plays_episodes(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +51,7 @@ class Phases:
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     weights: WeightsRef = WeightsRef()
     saving: str | None = None  # the checkpoint that is being written in the background
+    evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
 
@@ -75,15 +78,33 @@ class Phases:
         """Count and trace phases as of `step` from now on."""
         self.timers = PhaseTimers(self.trace, step)
 
-    def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
-        """One rollout step's scored groups, and its metrics."""
+    def begin_generate(self, step: int) -> None:
+        """Generate rollout `step` beside whatever comes next, unless that has begun or there is none."""
+        if step < self.job.num_rollout:
+            self._rollouts.begin(step)
+
+    def settle_generation(self) -> None:
+        """Wait until nothing is being generated: weights may change then."""
+        with self._explained("generate"):
+            self._rollouts.settle(self.job.watch("generate"))
+
+    @contextlib.contextmanager
+    def _explained(self, phase: str) -> Iterator[None]:
+        """The phase's time is counted, and a dead engine explains its failure better than its last request does."""
         try:
-            with self.timers.phase("generate"):
-                rollout = self._rollouts.generate(step, self.job.watch("generate"))
+            with self.timers.phase(phase):
+                yield
         except RunError:
-            # A dead engine explains the failure better than its last request does.
             self._engines.check_after_failure()
             raise
+
+    def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
+        """One rollout step's scored groups, and its metrics."""
+        with self._explained("generate"):
+            rollout = self._rollouts.generate(step, self.job.watch("generate"))
+        if self.job.config.asynchrony.is_async:  # else it is the phase's own time
+            for start, end in rollout.busy:
+                self.trace.add("engines generate", start, end, step)
         path = self.job.config.observability.save_debug_rollout_data
         if path:
             save_rollout(path, step, rollout.groups)
@@ -167,6 +188,7 @@ class Phases:
 
     def sync(self, step: int) -> SyncReceipt:
         """Engines get the trainer's weights and prove that they hold them; their memory comes back around it."""
+        self.finish_evaluate()
         started = time.monotonic()
         with self.timers.phase("sync"):
             weights = self.weights.next()
@@ -174,7 +196,7 @@ class Phases:
             receipt = self._sync(weights)
         self.weights = weights
         self._num_syncs += 1
-        self._rollouts.policy_changed(weights)
+        self._rollouts.policy_changed(weights, step)
         self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
         num_members = self._engines.num_members
         if self._num_syncs == 1 and self.job.config.sync.compares_digests and receipt.engines_proven < num_members:
@@ -224,13 +246,25 @@ class Phases:
         seconds = probe.seconds + time.monotonic() - started
         return dataclasses.replace(receipt, probe_difference=difference, probe_seconds=seconds)
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Mean reward and pass@k on each evaluation set."""
-        with self.timers.phase("eval"):
+    def evaluate(self, step: int) -> None:
+        """Mean reward and pass@k on each evaluation set; with --eval-async it is only begun."""
+        if self.job.config.asynchrony.eval_async:
+            self._rollouts.begin_evaluate(step)
+            self.evaluating = step
+        else:
+            self._evaluate(step)
+
+    def finish_evaluate(self) -> None:
+        """Wait for an evaluation that has begun: the weights that it is of may change then."""
+        if self.evaluating is not None:
+            step, self.evaluating = self.evaluating, None
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        with self._explained("eval"):
             metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
         self.log.log("eval", step, metrics)
         self.console.evaluation(step, metrics)
-        return metrics
 
     def save(self, num_rollouts_done: int) -> None:
         """A Megatron checkpoint with the data position in it, and an HF folder if asked for.

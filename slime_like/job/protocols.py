@@ -31,12 +31,25 @@ class Rollout(Protocol):
     def metrics(self) -> dict[str, float]:
         """`rollout/...`"""
 
+    @property
+    def busy(self) -> tuple[tuple[float, float], ...]:
+        """From and to when, by time.monotonic(), groups were being made."""
+
 
 class Rollouts(Protocol):
     """Makes samples: prompts in, scored groups out. Knows weights by reference only."""
 
+    def begin(self, step: int) -> None:
+        """Begin rollout `step`, whose groups `generate` gives later; does nothing where it has begun."""
+
+    def settle(self, watch: Watch | None = None) -> None:
+        """Wait until every rollout that has begun is there, so that weights may change; nobody takes them yet."""
+
     def generate(self, step: int, watch: Watch | None = None) -> Rollout:
-        """The groups of rollout `step`; nothing is in flight afterwards."""
+        """The groups of rollout `step`. Nothing is in flight afterwards, but for --async-mode full."""
+
+    def begin_evaluate(self, step: int) -> None:
+        """Begin the evaluation after `step` rollouts, whose metrics `evaluate` gives later."""
 
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
@@ -44,8 +57,8 @@ class Rollouts(Protocol):
     def policy_changing(self) -> None:
         """Engines are about to get other weights: what they abort now did not fail."""
 
-    def policy_changed(self, weights: WeightsRef) -> None:
-        """The engines serve these weights from now on."""
+    def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
+        """The engines serve these weights from now on. steps: rollouts that they were trained on."""
 
     def trained(self, prompts: Iterable[int]) -> None:
         """The trainer has used the groups of these prompts."""

@@ -13,6 +13,13 @@ def saves_after(job: Job, num_done: int) -> bool:
     return num_done == job.num_rollout or bool(checkpoint.save_interval and num_done % checkpoint.save_interval == 0)
 
 
+def syncs_after(job: Job, num_done: int) -> bool:
+    """Whether engines get the weights after `num_done` rollouts: every --update-weights-interval, and at the end."""
+    if job.engines is None:
+        return False
+    return num_done == job.num_rollout or num_done % job.config.asynchrony.update_weights_interval == 0
+
+
 def evaluates_after(job: Job, num_done: int) -> bool:
     """Whether evaluation runs after `num_done` rollouts: every --eval-interval, and at the end."""
     interval = job.config.eval.eval_interval

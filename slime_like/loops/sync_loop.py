@@ -1,10 +1,14 @@
-"""The synchronous loop: generate -> score -> train -> sync, one after the other."""
+"""The loop over rollout steps: generate -> score -> train -> sync.
+
+One after the other; with --async-mode one-step the next rollout is generated meanwhile, and with full the rollout side
+never stops, so that its groups are only taken here, and weights change under it.
+"""
 
 from __future__ import annotations
 
 from slime_like.job.phases import Phases
 from slime_like.job.running import Job
-from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_after
+from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_after, syncs_after
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog
 from slime_like.observability.tracing import PhaseTrace
@@ -27,26 +31,35 @@ def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
         phases.evaluate(first)
     for step in range(first, last):
         _step(job, phases, step)
+    phases.finish_evaluate()
     phases.finish_save(wait=True)
 
 
 def _step(job: Job, phases: Phases, step: int) -> None:
     phases.begin_step(step)
-    done = step + 1
+    done, runs_ahead = step + 1, job.config.asynchrony.async_mode == "one-step"
     if job.trainer is None:
         metrics = phases.generate(step)[1]
     else:
         samples, metrics = phases.train_samples(step)
+        if runs_ahead:
+            phases.begin_generate(done)
         if job.engines is not None:
             phases.release()
         phases.finish_save(wait=False)
         metrics |= phases.train(step, samples)[1]
         if saves_after(job, done):
             phases.save(done)
-        if job.engines is not None:
+        if syncs_after(job, done):
+            if runs_ahead:
+                phases.settle_generation()
             phases.sync(done)
+            if runs_ahead:
+                phases.begin_generate(done + 1)  # beside an evaluation, too
     if evaluates_after(job, done):
         phases.evaluate(done)
     seconds = phases.timers.finish_step()
+    if job.config.asynchrony.is_async:
+        seconds["async/trainer_idle_seconds"] = seconds["step/generate_seconds"]
     phases.log.log("step", step, seconds)
     phases.console.step(step, metrics | seconds)

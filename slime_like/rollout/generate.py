@@ -90,7 +90,9 @@ class Generation:
     logprobs: list[float]  # one for each of tokens
     text: str
     status: str  # COMPLETED, TRUNCATED or ABORTED
-    weight_version: int
+    weight_version: int  # of the last token
+    #: [tokens] int32, where an engine tells that weights changed under the answer; None: all are of weight_version
+    weight_versions: np.ndarray | None = None
     #: As records.Sample.routed_experts, for the tokens that were sent and those that came; None unless the client asks
     #: for them.
     routed_experts: np.ndarray | None = None
@@ -222,6 +224,7 @@ class GenerationClient:
                 text=answer.get("text") or "",
                 status=_STATUS.get(reason, reason),
                 weight_version=self._weight_version() if version is None else version,
+                weight_versions=token_versions(meta.get("weight_versions"), len(tokens)),
             )
             shapes = {generation.token_array.shape, generation.logprob_array.shape}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -260,6 +263,26 @@ def _parsed(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         return json.loads(body)  # takes what strict JSON has no word for, as NaN, so that an error can name it
+
+
+def token_versions(spans: Any, count: int) -> np.ndarray | None:
+    """[count] int32, each token's weight version by SGLang's spans; None where one version, or none, is named.
+
+    Raises EngineError unless the spans cover the tokens one after the other.
+    Example: [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}], 3 -> [1, 1, 2]
+    """
+    if not isinstance(spans, list) or len(spans) < 2:
+        return None
+    versions, end = np.empty(count, dtype=np.int32), 0
+    for span in spans:
+        version = _as_version(span["version"])
+        if span["start"] != end or version is None:
+            raise EngineError(f"weight versions {spans} do not follow one another over {count} tokens")
+        versions[span["start"] : span["end"]] = version
+        end = span["end"]
+    if end != count:
+        raise EngineError(f"weight versions {spans} do not cover {count} tokens")
+    return versions
 
 
 def _as_version(value: Any) -> int | None:

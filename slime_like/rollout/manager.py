@@ -36,6 +36,8 @@ class RolloutManager:
         self._service: RolloutService | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._begun: dict[int, concurrent.futures.Future[RolloutResult]] = {}  # rollouts that nobody has taken yet
+        self._evaluating: dict[int, concurrent.futures.Future[dict[str, float]]] = {}
 
     def start(self, source: DataSource | None = None) -> None:
         """Get everything ready. source: what check_data gave, to save reading the data twice."""
@@ -51,7 +53,18 @@ class RolloutManager:
 
         watch: asked each second meanwhile; what it raises ends the wait.
         """
-        return self._wait(self.start_generate(step), f"rollout {step}", watch)
+        future = self._begun.pop(step, None) or self.start_generate(step)
+        return self._wait(future, f"rollout {step}", watch)
+
+    def begin(self, step: int) -> None:
+        """Begin rollout `step`, which `generate` gives later; does nothing where it has begun."""
+        if step not in self._begun:
+            self._begun[step] = self.start_generate(step)
+
+    def settle(self, watch: Callable[[], None] | None = None) -> None:
+        """Wait until the rollouts that have begun are there."""
+        for step, future in self._begun.items():
+            self._wait(future, f"rollout {step}", watch)
 
     def start_generate(self, step: int) -> concurrent.futures.Future[RolloutResult]:
         """Begin rollout `step`; the result comes in the future, or RunError if another rollout is still being
@@ -61,7 +74,13 @@ class RolloutManager:
 
     def evaluate(self, step: int, watch: Callable[[], None] | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets with the present weights; {} if there are none. May run beside a rollout."""
-        return self._wait(self._submit(self._running().evaluate(step)), f"the evaluation after {step} rollouts", watch)
+        self.begin_evaluate(step)
+        return self._wait(self._evaluating.pop(step), f"the evaluation after {step} rollouts", watch)
+
+    def begin_evaluate(self, step: int) -> None:
+        """Begin the evaluation after `step` rollouts, which `evaluate` gives later; does nothing where it has begun."""
+        if step not in self._evaluating:
+            self._evaluating[step] = self._submit(self._running().evaluate(step))
 
     @property
     def serving_url(self) -> str | None:
@@ -72,9 +91,12 @@ class RolloutManager:
         """Engines are about to get other weights; what they abort now did not fail."""
         self._tell(self._running().policy_changing)
 
-    def policy_changed(self, weights: WeightsRef) -> None:
-        """The engines serve these from now on: also what to record for those that do not tell their version."""
-        self._tell(lambda: self._running().policy_changed(weights))
+    def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
+        """The engines serve these from now on: also what to record for those that do not tell their version.
+
+        steps: rollouts that they were trained on.
+        """
+        self._tell(lambda: self._running().policy_changed(weights, steps))
 
     def trained(self, prompts: Iterable[int]) -> None:
         """The trainer has used the groups of these prompts."""

@@ -17,8 +17,9 @@ class Policy:
     def __init__(self, weights: WeightsRef | None = None):
         self.weights = weights or WeightsRef()
         self.num_changes = 0  # begun or ended
-        self._settled = asyncio.Event()
+        self._settled, self._going_on = asyncio.Event(), asyncio.Event()
         self._settled.set()
+        self._going_on.set()
 
     def changing(self) -> None:
         """Engines are about to get other weights: what runs may be aborted."""
@@ -31,11 +32,25 @@ class Policy:
         self.weights = weights
         self._settled.set()
 
+    def hold(self) -> None:
+        """What runs is ended, to be gone on with after `go_on`: no fault of a request's."""
+        self.num_changes += 1
+        self._going_on.clear()
+
+    def go_on(self) -> None:
+        """Requests may be sent again."""
+        self._going_on.set()
+
     def explains_abort(self, num_changes_before: int) -> bool:
-        """Whether a request that began when `num_changes` had this value can have been aborted by a
-        change of weights.
+        """Whether a request that began when `num_changes` had this value can have been aborted by a change of weights
+        or by `hold`.
         """
-        return self.num_changes != num_changes_before or not self._settled.is_set()
+        ended = not (self._settled.is_set() and self._going_on.is_set())
+        return ended or self.num_changes != num_changes_before
+
+    async def gone_on(self) -> None:
+        """Until requests may be sent: as long as a whole train step, whose phases have their deadlines."""
+        await self._going_on.wait()
 
     async def settled(self, timeout_s: float) -> None:
         """Until no change is under way. Raises WaitTimeout."""

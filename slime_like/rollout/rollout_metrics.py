@@ -12,7 +12,7 @@ import numpy as np
 
 from slime_like.config.observability import ObservabilityConfig
 from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup
-from slime_like.rollout.group_stream import FAILED_GROUP, SURPLUS
+from slime_like.rollout.group_pool import FAILED_GROUP, SURPLUS
 from slime_like.rollout.groups import GroupOutcome
 from slime_like.rollout.ledger import Ledger
 from slime_like.rollout.pass_rates import pass_rates

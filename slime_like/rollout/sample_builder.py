@@ -50,15 +50,14 @@ class SampleBuilder:
         return self._append(tokens, mask=0, logprobs=np.zeros(len(tokens), dtype=np.float32), version=-1)
 
     def generated(self, generation: Generation) -> SampleBuilder:
-        """An engine's answer to `tokens`: mask 1, its log-probs, its own weight version.
+        """An engine's answer to `tokens`: mask 1, its log-probs, each token's own weight version.
 
         Its experts cover all tokens so far.
         """
         if len(generation.tokens) != len(generation.logprobs):
             raise ValueError(f"{len(generation.tokens)} tokens with {len(generation.logprobs)} log-probs")
-        self._append(
-            generation.token_array, mask=1, logprobs=generation.logprob_array, version=generation.weight_version
-        )
+        versions = generation.weight_version if generation.weight_versions is None else generation.weight_versions
+        self._append(generation.token_array, mask=1, logprobs=generation.logprob_array, version=versions)
         self._texts.append(generation.text)
         self._experts = generation.routed_experts
         self._status = max(self._status, generation.status, key=_WORSE.__getitem__)
@@ -96,11 +95,11 @@ class SampleBuilder:
         return dataclasses.replace(empty.finish(FAILED), reward=0.0, error=error)
 
     def _append(
-        self, tokens: Sequence[int] | np.ndarray, *, mask: int, logprobs: np.ndarray, version: int
+        self, tokens: Sequence[int] | np.ndarray, *, mask: int, logprobs: np.ndarray, version: int | np.ndarray
     ) -> SampleBuilder:
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
         self._mask.append(np.full(len(tokens), mask, dtype=np.int8))
         self._logprobs.append(logprobs)
-        self._versions.append(np.full(len(tokens), version, dtype=np.int32))
+        self._versions.append(np.broadcast_to(np.asarray(version, dtype=np.int32), len(tokens)))
         self._num_tokens += len(tokens)
         return self

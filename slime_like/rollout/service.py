@@ -9,16 +9,20 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
 from slime_like.rollout.agents.stage import AgentStage
+from slime_like.rollout.continuing import ContinuingClient
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
 from slime_like.rollout.evaluate import eval_sampling, evaluate, set_metrics
 from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import GenerationClient, Sampling
-from slime_like.rollout.group_stream import GroupStream, StreamLimits, Taken
+from slime_like.rollout.group_flow import FlowLimits, GroupFlow
+from slime_like.rollout.group_pool import Taken
+from slime_like.rollout.group_stream import GroupStream, StreamLimits
 from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome, groups_at_a_time
 from slime_like.rollout.hooks import chosen_prompts, eval_data, filtered_samples, logged
 from slime_like.rollout.policy import Policy
@@ -28,6 +32,7 @@ from slime_like.rollout.rollout_metrics import FILTERED, detail_metrics, drop_me
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.rollout.serve.stage import ServeStage
+from slime_like.rollout.staleness import check_bound, staleness_metrics, without_older
 from slime_like.rollout.user_rollout import EvalTools, RolloutTools
 
 
@@ -37,6 +42,7 @@ class RolloutResult:
 
     groups: tuple[SampleGroup, ...]
     metrics: dict[str, float]
+    busy: tuple[tuple[float, float], ...] = ()  # time.monotonic() from and to which groups were being made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,7 @@ class EngineAccess:
     router_url: str
     router_api_key: str | None = dataclasses.field(repr=False)
     num_engines: int
-    #: of the engines behind the router; needed where they are asked for routed experts
+    #: of the engines behind the router; needed where they are asked for routed experts, or to end what runs
     endpoints: tuple[EngineEndpoint, ...] = ()
 
 
@@ -62,26 +68,31 @@ class RolloutService:
         self._config = config
         self.feed = PromptFeed(source)
         self.policy = Policy()
+        self._taken_at: float | None = None
+        self._trained_on = {self.policy.weights.version: 0}  # weight version -> rollouts that it was trained on
         self._plugins, plugin_args = load_rollout_plugins(config), config.plugin_args()
         plugins = self._plugins
         self._eval_data = load_eval_data(config, source.tokenizer)
         self._scorer = RewardScorer(
             config.reward, plugins.reward, plugin_args, reward_model, environment=config.plays_episodes
         )
-        self._client = self._make_client(access)
+        self._client = self._make_client(access, source)
+        # Evaluation is never held, and what a sync ends of it is asked for again.
+        self._eval_client = (
+            GenerationClient(**self._client_options(access)) if config.keeps_partial_answers else self._client
+        )
         self._agents = self._make_agents(source)
         make = functools.partial(
             GroupMaker,
-            self._client,
-            self._scorer,
-            self.policy,
+            scorer=self._scorer,
+            policy=self.policy,
             plugin_args=plugin_args,
             custom_generate=plugins.generate,
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
         agents = self._agents
-        self._maker = make(player=agents.player if agents else None)
-        self._eval_maker = make(player=agents.eval_player if agents else None, evaluation=True)
+        self._maker = make(self._client, player=agents.player if agents else None)
+        self._eval_maker = make(self._eval_client, player=agents.eval_player if agents else None, evaluation=True)
         self._plugin_args = plugin_args
         self._sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
@@ -90,7 +101,7 @@ class RolloutService:
             self._maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=self._sampling
         )
         choose = None if plugins.choose is None else functools.partial(chosen_prompts, plugins.choose, plugin_args)
-        self.stream = GroupStream(self.feed, group, self._judge, self._limits(), choose=choose)
+        self.stream = self._make_stream(group, choose, access)
 
     @property
     def serving_url(self) -> str | None:
@@ -103,21 +114,23 @@ class RolloutService:
             await self._agents.start()
 
     async def generate(self, step: int) -> RolloutResult:
-        """The groups of rollout `step`; nothing is in flight afterwards."""
+        """The groups of rollout `step`; nothing is in flight afterwards, but for --async-mode full."""
         rollout = self._config.rollout
         start, unscorable = time.monotonic(), self._scorer.num_unscorable
         try:
             taken, own_metrics = await self._take(step)
-            groups = self._after_taking(taken)
+            groups = self._after_taking(taken, step)
         except RunError as error:
             error.add_note(f"in rollout {step}")
             raise
-        seconds = time.monotonic() - start
+        # Where generation never stops, what was made belongs to all the time since the last rollout was taken.
+        seconds = time.monotonic() - (self._taken_at or start)
+        self._taken_at = time.monotonic() if self._config.asynchrony.is_full else None
         metrics = sample_metrics(groups, mask_truncated=rollout.mask_truncated_samples) | drop_metrics(
             taken.outcomes, taken.dropped
         )
         metrics |= detail_metrics(groups, self._config.observability, self._config.eval.eval_pass_threshold)
-        metrics |= ledger_metrics(self.feed.ledger)
+        metrics |= ledger_metrics(self.feed.ledger) | self._staleness_metrics(groups, taken, step)
         metrics |= {
             "rollout/seconds": seconds,
             "rollout/tokens_per_second": metrics["rollout/generated_tokens"] / seconds,
@@ -131,7 +144,7 @@ class RolloutService:
         self.feed.source.observe(groups)
         samples = [sample for group in groups for sample in group.samples]
         metrics |= logged(self._plugins.rollout_log, step, self._plugin_args, samples, dict(metrics), seconds)
-        return RolloutResult(groups=groups, metrics=metrics)
+        return RolloutResult(groups=groups, metrics=metrics, busy=taken.busy)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of all evaluation sets with the present weights; {} if there are none.
@@ -158,10 +171,11 @@ class RolloutService:
         """Engines are about to get other weights; what they abort now did not fail."""
         self.policy.changing()
 
-    def policy_changed(self, weights: WeightsRef) -> None:
-        """The engines serve these from now on."""
+    def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
+        """The engines serve these from now on. steps: rollouts that they were trained on."""
         self.policy.changed(weights)
-        self.stream.policy_changed(weights)
+        self._trained_on[weights.version] = steps
+        self.stream.policy_changed(steps)
 
     def trained(self, prompts: Iterable[int]) -> None:
         """The trainer has used the groups of these prompts."""
@@ -170,7 +184,7 @@ class RolloutService:
     async def close(self) -> None:
         """End what runs, close connections, end the reward processes."""
         await self.stream.stop()
-        for part in (self._client, self._scorer, self._agents):
+        for part in (self._client, self._eval_client, self._scorer, self._agents):
             if part is not None:
                 await part.close()
 
@@ -178,22 +192,35 @@ class RolloutService:
         """The rollout's groups, and metrics of the user's rollout function where there is one."""
         rollout = self._config.rollout
         if self._plugins.rollout is None:
-            return await self.stream.take(rollout.rollout_batch_size), {}
+            return await self._from_stream(rollout.rollout_batch_size, step), {}
         tools = RolloutTools(
             self.feed,
             self._maker,
             self._scorer,
             self._client,
-            self.stream.take,
+            functools.partial(self._from_stream, step=step),
             sampling=self._sampling,
             num_groups=rollout.rollout_batch_size,
             group_size=rollout.n_samples_per_prompt,
         )
         return await tools.run(self._plugins.rollout, self._plugin_args, step)
 
-    def _after_taking(self, taken: Taken) -> tuple[SampleGroup, ...]:
+    async def _from_stream(self, count: int, step: int) -> Taken:
+        """With --partial-rollout what else runs is ended, and gone on with in the next rollout."""
+        if not isinstance(self._client, ContinuingClient) or not self._config.asynchrony.partial_rollout:
+            return await self.stream.take(count, step)
+        self.policy.go_on()
+        taken = await self.stream.take(count, step)
+        await self._client.hold(self._config.rollout.rollout_request_timeout_s)
+        return taken
+
+    def _after_taking(self, taken: Taken, step: int) -> tuple[SampleGroup, ...]:
         """What the user's functions make of the groups: one looks at all, one says which samples train."""
-        plugins = self._plugins
+        plugins, asynchrony = self._plugins, self._config.asynchrony
+        if asynchrony.staleness_bound is not None and asynchrony.stale_policy != "train":
+            check_bound(taken.groups, step, self._trained_on, asynchrony.staleness_bound)
+        if asynchrony.mask_offpolicy_in_partial_rollout:
+            taken = dataclasses.replace(taken, groups=without_older(taken.groups, self.policy.weights.version))
         if plugins.all_samples is not None:
             everything = sorted((outcome.group for outcome in taken.outcomes), key=lambda group: group.prompt.index)
             plugins.all_samples(self._plugin_args, everything, self.feed.source)
@@ -209,7 +236,7 @@ class RolloutService:
         return EvalTools(
             self._eval_maker,
             self._scorer,
-            self._client,
+            self._eval_client,
             sets=sets,
             sampling=functools.partial(eval_sampling, self._config),
             num_samples=lambda name: self._config.eval.setting(name, "n_samples_per_eval_prompt") or 1,
@@ -221,6 +248,37 @@ class RolloutService:
         path = str(self._config.rollout.dynamic_sampling_filter_path)
         keep, reason = apply_filter(self._plugins.group_filter, path, self._plugin_args, outcome.group)
         return None if keep else FILTERED + reason
+
+    def _staleness_metrics(self, groups: tuple[SampleGroup, ...], taken: Taken, step: int) -> dict[str, float]:
+        """`async/…`; {} where nothing can be stale."""
+        asynchrony = self._config.asynchrony
+        if not asynchrony.is_stale:
+            return {}
+        metrics = staleness_metrics(groups, taken, step, self._trained_on, asynchrony.staleness_bound)
+        if isinstance(self._client, ContinuingClient):
+            num_continued, thrown = self._client.take_counts()
+            metrics["async/continued_requests"] = float(num_continued)
+            metrics["async/tokens_thrown_away"] += thrown
+        return metrics
+
+    def _make_stream(self, group, choose, access: EngineAccess) -> GroupStream | GroupFlow:
+        config, asynchrony = self._config, self._config.asynchrony
+        if not (asynchrony.is_full or asynchrony.partial_rollout):
+            return GroupStream(self.feed, group, self._judge, self._limits(), choose=choose)
+        rollout = config.rollout
+        workers = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+        if asynchrony.is_full:
+            workers = max(1, self._client_options(access)["concurrency"] // rollout.n_samples_per_prompt)
+        limits = FlowLimits(
+            batch=rollout.rollout_batch_size,
+            workers=workers,
+            max_staleness=asynchrony.staleness_bound,
+            stale_policy=asynchrony.stale_policy,
+            max_draws=rollout.dynamic_sampling_max_draws,
+            works_ahead=asynchrony.is_full,
+            num_rollouts=config.data.num_rollout,
+        )
+        return GroupFlow(self.feed, group, self._judge, limits, choose=choose)
 
     def _limits(self) -> StreamLimits:
         rollout = self._config.rollout
@@ -236,18 +294,29 @@ class RolloutService:
     def _make_agents(self, source: DataSource) -> AgentStage | ServeStage | None:
         if not self._config.plays_episodes:
             return None
-        stage = AgentStage if self._config.agents.env else ServeStage
-        return stage(self._config, source.tokenizer, self._client, self.policy)
+        parts = (self._config, source.tokenizer, self._client, self.policy)
+        return AgentStage(*parts, eval_client=self._eval_client) if self._config.agents.env else ServeStage(*parts)
 
-    def _make_client(self, access: EngineAccess) -> GenerationClient:
-        config = self._config
-        return GenerationClient(
-            access.router_url,
-            access.router_api_key,
-            config.rollout,
-            concurrency=config.engine.sglang_server_concurrency * max(1, access.num_engines),
-            weight_version=lambda: self.policy.weights.version,
-            adapter=(lambda: str(self.policy.weights)) if config.sync.sends_adapters else None,
-            routing=RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
-            engines=access.endpoints,
+    def _make_client(self, access: EngineAccess, source: DataSource) -> GenerationClient:
+        if not self._config.keeps_partial_answers:
+            return GenerationClient(**self._client_options(access))
+
+        def decode(tokens: list[int], skip_special_tokens: bool) -> str:
+            return source.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+        return ContinuingClient(
+            **self._client_options(access), policy=self.policy, decode=decode, endpoints=access.endpoints
         )
+
+    def _client_options(self, access: EngineAccess) -> dict[str, Any]:
+        config = self._config
+        return {
+            "url": access.router_url,
+            "api_key": access.router_api_key,
+            "rollout": config.rollout,
+            "concurrency": config.engine.sglang_server_concurrency * max(1, access.num_engines),
+            "weight_version": lambda: self.policy.weights.version,
+            "adapter": (lambda: str(self.policy.weights)) if config.sync.sends_adapters else None,
+            "routing": RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
+            "engines": access.endpoints,
+        }

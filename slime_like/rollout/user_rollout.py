@@ -9,7 +9,7 @@ from typing import Any
 
 from slime_like.records import Prompt, Sample, SampleGroup
 from slime_like.rollout.generate import GenerationClient, Sampling
-from slime_like.rollout.group_stream import Taken
+from slime_like.rollout.group_pool import Taken
 from slime_like.rollout.groups import GroupMaker, GroupOutcome, refuse_if_all_failed
 from slime_like.rollout.hooks import checked_metrics
 from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN

@@ -91,7 +91,7 @@ class PublishOrder:
             endpoints=tuple(endpoints),
             transport=transport,
             timeout_s=sync.update_weight_timeout_s,
-            pause_mode=sync.update_weight_pause_mode,
+            pause_mode=config.pause_mode,
             directory=os.path.abspath(directory) if directory else None,
             compares_digests=sync.compares_digests and transport_of(transport).digests,
             finds_unsent=sync.verify_weight_sync == "full" and transport_of(transport).digests,

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 SCRIPTS = {
     "run-colocate.sh": "ipc",
     "run-disaggregated.sh": "broadcast",
+    "run-async.sh": "broadcast",
     "run-env.sh": "ipc",
     "run-lora.sh": "ipc",
     "run-served-agent.sh": "ipc",

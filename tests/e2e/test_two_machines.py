@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.namespaces import Machine, two_machines, why_not
 from tests.e2e.runs import RAY_TOKEN, ROOT, Finished, environment, stop_group
 from tests.e2e.test_placements import check_run
+from tests.e2e.version_proof import proven
 
 pytestmark = pytest.mark.e2e
 
@@ -110,6 +111,19 @@ def run_script(machine: Machine, flags: str, model: Path, data: Path, engine: st
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
     )
     return Finished(done.returncode, done.stdout, run_dir)
+
+
+@pytest.mark.long_run
+def test_answers_of_another_machine_live_through_a_change_of_weights(
+    machines, engine_url, ray_on_b, tiny_model_dir, tiny_data_dir, tmp_path
+):
+    flags = "--update-weight-transport broadcast --async-mode full --max-staleness 2"
+    flags += " --rollout-max-response-len 100 --num-rollout 4"
+    run = run_script(machines[1], flags, tiny_model_dir, tiny_data_dir, engine_url, tmp_path / "run")
+    assert run.returncode == 0, run.logs()
+    proof = proven(run, tiny_model_dir, f"{tmp_path}/run-", 4)
+    assert proof.worst(later=False) < 1e-4 and proof.worst(later=True) < 1e-4
+    assert max(proof.spreads) >= 1 and max(proof.ages) <= 2
 
 
 @pytest.mark.parametrize("transport", [pytest.param("disk", marks=pytest.mark.long_run), "broadcast"])

@@ -68,7 +68,7 @@ class Sampling:
     def policy_changing(self) -> None:
         """As RolloutManager's."""
 
-    def policy_changed(self, weights: WeightsRef) -> None:
+    def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """As RolloutManager's."""
         self.version = weights.version
 

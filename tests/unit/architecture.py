@@ -72,6 +72,7 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is
 #: tested with them. Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "config.asynchrony": ("unit/config/test_async_rules.py",),
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
     "config.evaluation": ("unit/config/test_rollout.py",),
@@ -79,6 +80,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.observability": ("unit/job/test_resolve.py",),
     "config.optimizer": ("unit/config/test_checkpoint.py",),
     "config.reward": ("unit/config/test_rollout.py",),
+    "config.adapter_rules": ("unit/config/test_lora.py",),
     "config.lora_targets": ("unit/config/test_lora.py",),
     "config.rules": ("unit/config/test_run.py",),
     "config.sync": ("unit/config/test_placement.py",),
@@ -89,7 +91,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "cluster.receivers": ("unit/config/test_delta.py",),
     "cluster.reward_group": ("multiprocess/test_reward_group.py",),
     "job.build": ("e2e/test_placements.py",),
-    "loops.sync_loop": ("unit/job/test_phases.py",),
     "megatron_backend.step.advantages": ("multiprocess/test_algorithms.py",),
     "megatron_backend.checkpoint.async_save": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint.state": ("multiprocess/test_async_save.py", "multiprocess/test_checkpoint.py"),
@@ -129,6 +130,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "planning.simulate.outcome": ("unit/planning/simulate/test_command.py",),
     "planning.simulate.table": ("unit/planning/simulate/test_command.py",),
     "reward_model.inputs": ("unit/reward_model/test_model.py",),
+    "rollout.group_pool": ("unit/rollout/test_group_flow.py",),
     "rollout.rewards.worker": ("unit/rollout/rewards/test_pool.py",),
     "config.serving": ("unit/rollout/serve/test_player.py",),
     "rollout.serve": ("unit/rollout/serve/test_player.py", "unit/rollout/serve/test_server.py"),

@@ -16,9 +16,13 @@ class OffPolicyFlags(LossChoice):
         False,
         help="Take the ratio against the engine's log-probs instead of the trainer's before the rollout's first step.",
     )
-    use_tis: bool = flag(
-        False,
-        help="Weigh each token's policy loss by trainer's / engine's probability (truncated importance sampling).",
+    use_tis: bool | None = flag(
+        None,
+        help=(
+            "Weigh each token's policy loss by trainer's / engine's probability (truncated importance sampling)."
+            " Default: with --async-mode, --partial-rollout and --update-weights-interval, unless"
+            " --use-rollout-logprobs."
+        ),
     )
     tis_level: str = flag(
         "token",

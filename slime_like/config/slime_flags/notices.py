@@ -34,6 +34,11 @@ def notices(config: RunConfig) -> list[str]:
         )
     if config.loss.use_kl_loss and config.loss.kl_loss_coef == 0:
         lines.append("--kl-loss-coef is 0: the KL to the reference is measured, not trained on")
+    if config.asynchrony.is_stale and config.loss.use_tis and config.uses_engines:
+        lines.append(
+            "--use-tis is on: what is trained on may be older than the weights that train on it (--no-use-tis trains on"
+            " it as it is)"
+        )
     lines += _loss(config)
     if (
         config.loss.use_routing_replay

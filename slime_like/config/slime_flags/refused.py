@@ -26,7 +26,6 @@ _HEALTH = (
     " it out, and resume from --load."
 )
 _BUFFER = "samples do not come from another server. Fix: --rollout-function-path makes groups from anywhere."
-_PARTIAL = "no answer is left half done: one that a weight sync ends is asked for again. Fix: leave it out."
 
 #: Flag -> why it is refused, and the fix. Their values are skipped.
 REFUSED = {
@@ -110,7 +109,6 @@ REFUSED = {
         _HEALTH,
     ),
     **dict.fromkeys(("--rollout-buffer-url", "--fetch-trajectory-retry-times", "--rollout-task-type"), _BUFFER),
-    **dict.fromkeys(("--partial-rollout", "--mask-offpolicy-in-partial-rollout"), _PARTIAL),
     "--release-train": "trainers stay for the whole run. Fix: leave it out; --colocate gives memory to and fro.",
     "--qwen-gdn-backend": _QWEN3_NEXT,
     "--freeze-indexer": "it is for sparse attention, which is not supported. Fix: leave it out.",
@@ -163,9 +161,6 @@ REFUSED_VALUES = {
         "--update-weight-transport",
         "nccl",
     ): "this transport is called broadcast here (NCCL on GPUs, gloo on CPU hosts). Fix: broadcast.",
-    ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"): (
-        "rollouts and training take turns here. Fix: leave it out."
-    ),
     ("--train-backend", "fsdp"): "Megatron is the only trainer. Fix: megatron.",
     ("--position-embedding-type", "learned_absolute"): "the supported families use rope. Fix: rope.",
     ("--position-embedding-type", "none"): "the supported families use rope. Fix: rope.",

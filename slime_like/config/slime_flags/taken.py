@@ -14,7 +14,6 @@ _SFT = "slime.rollout.sft_rollout.generate_rollout"
 SAID_ANYWAY: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "--distributed-backend": (("nccl",), "NCCL on GPUs, gloo on CPU hosts"),
     "--train-env-vars": (("{}",), "the trainer has the environment of its machine"),
-    "--update-weights-interval": (("1",), "engines get the weights after every rollout"),
     "--check-weight-update-equal": ((), "engines prove every sync by digest (--verify-weight-sync)"),
     "--rollout-data-transport": (("object-store",), "samples go to trainers by Ray's object store"),
     "--model-name": (None, "the family is read from config.json of --hf-checkpoint"),
@@ -55,6 +54,10 @@ IDLE_WITHOUT: dict[str, str] = {
 BUILT_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"): (),
     ("--rollout-function-path", _SFT): (),
+    ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"): (
+        "--async-mode",
+        "full",
+    ),
     ("--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout"): (),
     ("--data-source-path", "slime.rollout.data_source.RolloutDataSource"): (),
     ("--data-source-path", "slime.rollout.data_source.RolloutDataSourceWithBuffer"): (),

@@ -16,7 +16,15 @@ from slime_like.rollout.policy import Policy
 class AgentStage:
     """The players of training and evaluation over one host of environments. Raises PluginError."""
 
-    def __init__(self, config: RunConfig, tokenizer, client: GenerationClient, policy: Policy):
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer,
+        client: GenerationClient,
+        policy: Policy,
+        *,
+        eval_client: GenerationClient | None = None,
+    ):
         agents = config.agents
         assert agents.env is not None, "made only with --env"
         self._host = EnvironmentHost(load_environment(agents.env), timeout_s=agents.env_timeout_s, name=agents.env)
@@ -24,10 +32,10 @@ class AgentStage:
         turns = ChatTurns(tokenizer, config.data.chat_template_kwargs)
         timeout_s = config.rollout.rollout_request_timeout_s
 
-        def player() -> EpisodePlayer:
+        def player(client: GenerationClient) -> EpisodePlayer:
             return EpisodePlayer(client, policy, turns, self._host, self._reader, agents, sync_timeout_s=10 * timeout_s)
 
-        self.player, self.eval_player = player(), player()
+        self.player, self.eval_player = player(client), player(eval_client or client)
 
     async def close(self) -> None:
         """End the parsers' process and the environments' loop."""

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: How long imports of the user's module may take.
 _START_S = 300.0
+#: How long its log may take to be whole once it has hung up.
+_LAST_WORDS_S = 5.0
 _LOG_LINES = 15
 
 
@@ -156,13 +158,22 @@ class AgentProcess:
                     future.set_exception(AgentFailure(f"--agent-path {self.name} raised {answer['error']}"))
                 else:
                     future.set_result(answer["result"])
+            await self._ended()
             why = f"ended. End of {self._log_path}:\n{self._tail()}"
         except (ConnectionError, ValueError) as error:
+            await self._ended()
             why = f"broke off ({type(error).__name__}: {error}). End of {self._log_path}:\n{self._tail()}"
         finally:
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(AgentFailure(f"--agent-path {self.name}: the agents' process {why}"))
+
+    async def _ended(self) -> None:
+        """Wait until its supervisor has ended too, which has written all of its output by then."""
+        assert self._process is not None, "it has been started"
+        end = time.monotonic() + _LAST_WORDS_S
+        while self._process.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(0.05)
 
     def _problem(self, what: str) -> PluginError:
         where = f"--agent-path {self.name} in --agent-python {self._python}"

@@ -86,6 +86,8 @@ WITH: dict[str, dict[str, str | None]] = {
 def command_line(flag: str, value: str) -> list[str]:
     """BASE with the flag in it, and with what it needs."""
     chosen = BASE | WITH.get(flag, {})
+    if value.endswith("_fully_async"):
+        chosen = BASE | {"--colocate": DROP, "--rollout-num-gpus": "8"}
     if flag.startswith("--moe-"):
         chosen |= {"--num-experts": "160"}
     if flag in LATENT:

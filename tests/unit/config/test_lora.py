@@ -6,6 +6,7 @@ import json
 import pytest
 from peft.tuners.tuners_utils import check_target_module_exists
 
+from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.lora import LoraConfig, adapter_flags
 from slime_like.config.lora_targets import expert_modules, layer_targets, target_modules
 from slime_like.config.model import ModelConfig
@@ -129,6 +130,7 @@ def test_files_of_a_peft_folder(tmp_path):
         ({"lora": LoraConfig()}, "needs adapters: --lora-rank"),
         ({"placement": PlacementConfig(colocate=True)}, "--offload-rollout"),
         ({"placement": PlacementConfig(debug_train_only=True)}, "sends no weights"),
+        ({"asynchrony": AsyncConfig(partial_rollout=True)}, "--partial-rollout"),
     ],
 )
 def test_what_sending_adapters_needs(more, message):

@@ -6,6 +6,7 @@ No Ray, no torch.
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import types
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
@@ -108,7 +110,9 @@ class Run:
             },
             "rollouts": {
                 "generate": lambda step, watch: types.SimpleNamespace(
-                    groups=(group(2 * step), group(2 * step + 1)), metrics={"rollout/reward_mean": 0.5}
+                    groups=(group(2 * step), group(2 * step + 1)),
+                    metrics={"rollout/reward_mean": 0.5},
+                    busy=((1.0, 2.0),),
                 ),
                 "evaluate": {"eval/x/reward_mean": 0.5},
                 "state_dict": {"data": {}},
@@ -159,6 +163,62 @@ def test_one_after_the_other(tmp_path):
         ("sync", 0),
         *((kind, number + (kind == "sync")) for number in (0, 1) for kind in per_step),
     ]
+
+
+def test_one_step_ahead_weights_change_when_nothing_is_generated_and_nothing_else_waits_for_it(tmp_path):
+    options = {"checkpoint": CheckpointConfig(save=str(tmp_path), save_interval=2), "eval": EvalConfig(eval_interval=2)}
+    run = Run(tmp_path, config(asynchrony=AsyncConfig(async_mode="one-step"), **options), num_rollout=3)
+    calls = run.go()
+    assert calls[calls.index("rollouts.generate 0") :] == [
+        *("rollouts.generate 0", "rollouts.begin 1", "trainer.put", "trainer.train 0", "rollouts.trained (0, 1)"),
+        *("rollouts.settle", "rollouts.policy_changing", "engines.sync base@2", "rollouts.policy_changed base@2"),
+        "rollouts.begin 2",
+        *("rollouts.generate 1", "rollouts.begin 2", "trainer.put", "trainer.train 1", "rollouts.trained (2, 3)"),
+        *("rollouts.state_dict", "trainer.save 2"),  # rollout 2 still runs
+        *("rollouts.settle", "rollouts.policy_changing", "engines.sync base@3", "rollouts.policy_changed base@3"),
+        "rollouts.evaluate 2",
+        *("rollouts.generate 2", "trainer.put", "trainer.train 2", "rollouts.trained (4, 5)"),
+        *("rollouts.state_dict", "trainer.save 3"),
+        *("rollouts.settle", "rollouts.policy_changing", "engines.sync base@4", "rollouts.policy_changed base@4"),
+        "rollouts.evaluate 3",
+    ]
+    steps = [line for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "step"]
+    assert all(line["async/trainer_idle_seconds"] == line["step/generate_seconds"] for line in steps)
+    events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]
+    busy = [event for event in events if event["name"] == "engines generate"]
+    assert [(event["args"]["step"], event["dur"]) for event in busy] == [(step, 1_000_000) for step in range(3)]
+
+
+def test_an_evaluation_beside_training_is_of_one_version(tmp_path):
+    """Nothing waits for it but the next sync, and the end."""
+    asynchrony = AsyncConfig(async_mode="full", eval_async=True)
+    run = Run(tmp_path, config(asynchrony=asynchrony, eval=EvalConfig(eval_interval=1)), num_rollout=2)
+    calls = [
+        call for call in run.go() if call.split()[0].split(".")[1] in ("evaluate", "begin_evaluate", "sync", "train")
+    ]
+    assert calls == [
+        *("engines.sync base@1", "rollouts.begin_evaluate 0", "trainer.train 0", "rollouts.evaluate 0"),
+        *("engines.sync base@2", "rollouts.begin_evaluate 1", "trainer.train 1", "rollouts.evaluate 1"),
+        *("engines.sync base@3", "rollouts.begin_evaluate 2", "rollouts.evaluate 2"),
+    ]
+    lines = [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
+    assert lines == [0, 1, 2]
+
+
+def test_weights_that_stay_for_two_rollouts(tmp_path):
+    asynchrony = AsyncConfig(async_mode="one-step", update_weights_interval=2)
+    calls = Run(tmp_path, config(asynchrony=asynchrony), num_rollout=4).go()
+    wanted = ("rollouts.generate", "rollouts.begin", "rollouts.settle", "engines.sync")
+    assert [call for call in calls if call.startswith(wanted)] == [
+        *("engines.sync base@1", "rollouts.generate 0", "rollouts.begin 1", "rollouts.generate 1", "rollouts.begin 2"),
+        *("rollouts.settle", "engines.sync base@2", "rollouts.begin 3"),
+        *("rollouts.generate 2", "rollouts.begin 3", "rollouts.generate 3", "rollouts.settle", "engines.sync base@3"),
+    ]
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    asynchrony = AsyncConfig(update_weights_interval=2)
+    calls = Run(plain, config(asynchrony=asynchrony), num_rollout=4).go()
+    assert [call[-1] for call in calls if call.startswith("engines.sync")] == ["1", "2", "3"]
 
 
 def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_path):

@@ -6,9 +6,10 @@ import types
 
 import pytest
 
+from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.evaluation import EvalConfig
-from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_after
+from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_after, syncs_after
 
 
 def job(
@@ -31,6 +32,15 @@ def job(
 )
 def test_saves(checkpoint, saved):
     assert [done for done in range(1, 8) if saves_after(job(checkpoint=checkpoint), done)] == saved
+
+
+def test_syncs():
+    def syncs(interval: int, engines: object = "some") -> list[int]:
+        config = types.SimpleNamespace(asynchrony=AsyncConfig(update_weights_interval=interval))
+        run = types.SimpleNamespace(config=config, num_rollout=7, engines=engines)
+        return [done for done in range(1, 8) if syncs_after(run, done)]
+
+    assert syncs(1) == [1, 2, 3, 4, 5, 6, 7] and syncs(3) == [3, 6, 7] and syncs(1, None) == []
 
 
 def test_evaluations():

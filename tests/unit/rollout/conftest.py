@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.agents import AgentConfig
+from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
@@ -19,6 +20,8 @@ from slime_like.config.reward import RewardConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.serving import ServingConfig
+from slime_like.config.sync import SyncConfig
+from slime_like.records import EngineEndpoint
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
 from slime_like.rollout.tokenizer import load_tokenizer
@@ -67,6 +70,7 @@ def make_config(write_rows):
         values = defaults | options
         groups = {"data": DataConfig, "rollout": RolloutConfig, "reward": RewardConfig, "eval": EvalConfig}
         groups |= {"checkpoint": CheckpointConfig, "model": ModelConfig, "loss": LossConfig}
+        groups |= {"asynchrony": AsyncConfig, "sync": SyncConfig}
         groups |= {"observability": ObservabilityConfig, "agents": AgentConfig, "serving": ServingConfig}
         built = {}
         for name, group in groups.items():
@@ -106,7 +110,13 @@ def start_manager(make_config, sorting_script, decode):
     def start(rows=None, *, engine_options=None, script=None, **options):
         engine = ScriptedEngine(script or sorting_script, decode=decode, **(engine_options or {})).start()
         manager = RolloutManager(
-            make_config(rows, **options), EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1)
+            make_config(rows, **options),
+            EngineAccess(
+                router_url=engine.url,
+                router_api_key=None,
+                num_engines=1,
+                endpoints=(EngineEndpoint(index=0, url=engine.url),),
+            ),
         )
         opened.extend([manager, engine])
         manager.start()

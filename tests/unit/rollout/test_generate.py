@@ -13,7 +13,7 @@ import pytest
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, Prompt
-from slime_like.rollout.generate import GenerationClient, Sampling, sample_seed
+from slime_like.rollout.generate import GenerationClient, Sampling, sample_seed, token_versions
 from slime_like.rollout.sample_builder import SampleBuilder
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 
@@ -199,6 +199,18 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(body, message):
     with ScriptedEngine(three_tokens, faults=[Fault(body=body)]) as engine:
         error = ask(engine)[0]
     assert isinstance(error, EngineError) and message in str(error)
+
+
+def test_the_version_of_each_token_where_weights_changed_under_an_answer():
+    spans = [{"version": "1", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 3}]
+    versions = token_versions(spans, 3)
+    assert versions is not None and versions.tolist() == [1, 1, 3]
+    assert token_versions(spans[:1], 2) is None is token_versions(None, 2)  # one version: that of the whole answer
+    for wrong in ([spans[1], spans[0]], [spans[0], spans[1] | {"version": "default"}]):
+        with pytest.raises(EngineError, match="do not follow one another"):
+            token_versions(wrong, 3)
+    with pytest.raises(EngineError, match="do not cover 4 tokens"):
+        token_versions(spans, 4)
 
 
 def by_hand(body: bytes, prompt: Prompt) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime_like.errors import RunError
-from slime_like.records import FAILED, Prompt, Sample, SampleGroup, WeightsRef
+from slime_like.records import FAILED, Prompt, Sample, SampleGroup
 from slime_like.rollout.group_stream import GroupStream, StreamLimits
 from slime_like.rollout.groups import GroupOutcome
 from slime_like.rollout.prompt_feed import PromptFeed
@@ -74,7 +74,7 @@ def test_groups_come_in_the_prompts_order_and_nothing_is_left_in_flight():
         await maker.finish(2, 0, 1)
         taken = await taking
         assert prompts_of(taken) == [0, 1, 2] and stream.num_in_flight == stream.num_ready == 0
-        assert stream._feed.ledger.counts()["taken"] == 3
+        assert stream._pool._feed.ledger.counts()["taken"] == 3
 
     run(test())
 
@@ -134,43 +134,6 @@ def test_the_bound_on_draws():
     run(test())
 
 
-def test_ahead_of_what_is_asked_for_but_bounded():
-    async def test():
-        maker = Maker()
-        stream = stream_of(maker, keep_ahead=2)
-        taking = asyncio.ensure_future(stream.take(1))
-        await maker.finish(1)
-        assert not taking.done() and maker.begun == [0, 1, 2]  # 0 comes first, and no more than 3 at a time
-        await maker.finish(0)
-        assert prompts_of(await taking) == [0]
-        assert (stream.num_in_flight, stream.num_ready) == (1, 1)
-        assert prompts_of(await stream.take(1)) == [1]  # it was ready
-        await stream.stop()
-        assert stream._feed.ledger.counts() | {"drawn": 0} == {
-            **dict.fromkeys(("drawn", "in_flight", "ready", "trained", "dropped"), 0),
-            "taken": 2,
-            "waiting": 2,
-        }
-
-    run(test())
-
-
-def test_what_waits_for_too_many_versions_is_stale():
-    async def test():
-        maker = Maker()
-        stream = stream_of(maker, keep_ahead=2, max_lag_versions=1)
-        taking = asyncio.ensure_future(stream.take(1))
-        await maker.finish(0, 1)
-        await taking
-        stream.policy_changed(WeightsRef(version=1))
-        assert stream.num_ready == 1
-        stream.policy_changed(WeightsRef(version=2))
-        assert stream.num_ready == 0 and stream._feed.ledger.dropped == {"stale": 1}
-        await stream.stop()
-
-    run(test())
-
-
 def test_after_a_failure_of_a_users_function_the_prompts_are_put_back():
     async def test():
         async def make(prompt):
@@ -181,8 +144,8 @@ def test_after_a_failure_of_a_users_function_the_prompts_are_put_back():
         stream = stream_of(make)
         with pytest.raises(RunError, match="the filter's own fault"):
             await stream.take(3)
-        assert stream.num_in_flight == 0 and stream._feed.ledger.counts()["waiting"] == 3
-        assert stream._feed.ledger.draw(4) == [0, 1, 2, 3]
+        assert stream.num_in_flight == 0 and stream._pool._feed.ledger.counts()["waiting"] == 3
+        assert stream._pool._feed.ledger.draw(4) == [0, 1, 2, 3]
 
     run(test())
 

@@ -68,6 +68,7 @@ def test_the_host_chooses_the_attention(repo_root: Path, name: str):
     [
         ("run-colocate.sh", "colocate"),
         ("run-disaggregated.sh", "disaggregated"),
+        ("run-async.sh", "disaggregated"),
         ("run-external.sh", "external"),
         ("run-env.sh", "colocate"),
         ("run-agent.sh", "colocate"),

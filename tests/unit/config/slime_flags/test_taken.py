@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from arguments import build_parser, parse_args
+from slime_like.config.asynchrony import ASYNC_MODES
 from slime_like.config.reward import REWARD_TYPES
 from slime_like.config.slime_flags.refused import REFUSED
 from slime_like.config.slime_flags.taken import BUILT_IN, IDLE_WITHOUT, SAID_ANYWAY, take_idle, take_slimes
@@ -33,6 +34,8 @@ def test_what_stands_for_a_built_in_function_is_there():
     for ours in BUILT_IN.values():
         if ours[:1] == ("--rm-type",):
             assert ours[1] in REWARD_TYPES
+        elif ours[:1] == ("--async-mode",):
+            assert ours[1] in ASYNC_MODES
         elif ours:
             load_function(ours[1], num_positional=2, flag=ours[0])
 
@@ -70,9 +73,9 @@ def test_a_function_of_slimes_that_is_not_built_in_is_refused_with_the_closest()
 @pytest.mark.parametrize(
     ("words", "is_taken"),
     [
-        (["--update-weights-interval", "1"], True),
-        (["--update-weights-interval", "2"], False),
-        (["--update-weights-interval=2"], False),
+        (["--distributed-backend", "nccl"], True),
+        (["--distributed-backend", "gloo"], False),
+        (["--distributed-backend=gloo"], False),
         (["--check-weight-update-equal"], True),
         (["--check-weight-update-equal", "yes"], False),
         (["--rollout-data-transport", "nixl"], False),
@@ -110,15 +113,15 @@ def test_no_flag_is_two_things():
 
 def test_a_file_says_it_as_flags_do(tmp_path):
     file = tmp_path / "run.toml"
-    anyway = "update-weights-interval = 1\nuse-rollout-entropy = true\n"
+    anyway = 'distributed-backend = "nccl"\nuse-rollout-entropy = true\n'
     file.write_text(f'{anyway}[rollout]\ndynamic-sampling-filter-path = "{FILTER}"\n')
     command = parse_args(command_line("--config", str(file)))
     assert command.config.rollout.dynamic_sampling_filter_path == "slime_like.rollout.filters.reward_nonzero_std"
     assert sum(
-        note.startswith(("--update-weights-interval 1 ", "--use-rollout-entropy ", "--dynamic-sampling-filter-path "))
+        note.startswith(("--distributed-backend nccl ", "--use-rollout-entropy ", "--dynamic-sampling-filter-path "))
         for note in command.notes
     ) == 3  # fmt: skip
-    file.write_text('update-weights-interval = 2\n[rollout]\nrollout-function-path = "slime.rollout.x.y"\n')
+    file.write_text('distributed-backend = "gloo"\n[rollout]\nrollout-function-path = "slime.rollout.x.y"\n')
     with pytest.raises(ConfigError) as raised:
         parse_args(command_line("--config", str(file)))
     assert len(raised.value.problems) == 2

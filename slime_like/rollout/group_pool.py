@@ -1,0 +1,178 @@
+"""Groups in the making and groups that wait, as the ledger has them; who draws and who takes decide when."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from slime_like.records import Prompt, SampleGroup
+from slime_like.rollout.groups import GroupOutcome
+from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN
+from slime_like.rollout.prompt_feed import PromptFeed
+
+#: Reasons in the ledger for groups that are not trained on; those of a filter stand behind "filter/".
+FAILED_GROUP, SURPLUS, STALE = "failed", "surplus", "stale"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What one `take` gave, and what came of every prompt that ended since the one before."""
+
+    groups: tuple[SampleGroup, ...]
+    outcomes: tuple[GroupOutcome, ...]
+    dropped: collections.Counter[str]  # reason -> groups
+    requeued: int = 0  # prompts that were too late and are asked again
+    thrown_tokens: int = 0  # response tokens of groups that were made and not handed out
+    idle_s: float = 0.0  # in which nothing was being made
+    held_s: float = 0.0  # in which less was being made than could be, as it would have become too old
+    begun_with: tuple[int, ...] = ()  # of each group: rollouts that the weights of its beginning were trained on
+    num_ready: int = 0  # groups that wait after this `take`
+    num_running: int = 0  # groups that are being made after it
+    busy: tuple[tuple[float, float], ...] = ()  # time.monotonic() from and to which something was being made
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyGroup:
+    """A group that is made."""
+
+    outcome: GroupOutcome
+    begun_with: int
+
+
+class GroupPool:
+    """Use it inside one event loop. The feed's ledger knows where each prompt stands.
+
+    make: a prompt's scored group; raises only what must end the run. judge: why a group is not to be trained on, None
+    to keep it. on_done: called when one is made; it settles it.
+    """
+
+    def __init__(
+        self,
+        feed: PromptFeed,
+        make: Callable[[Prompt], Awaitable[GroupOutcome]],
+        judge: Callable[[GroupOutcome], str | None],
+        *,
+        on_done: Callable[[asyncio.Task], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._feed, self._make, self._judge, self._on_done = feed, make, judge, on_done
+        self._clock, self._clocked = clock, clock()
+        self.is_held = False  # whether age alone keeps more from being made
+        self.running: dict[int, asyncio.Task] = {}  # prompt -> its task
+        self.begun_with: dict[int, int] = {}  # prompt that is being made -> rollouts its first weights were trained on
+        self.ready: dict[int, ReadyGroup] = {}
+        self.outcomes: list[GroupOutcome] = []
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self._prompts: dict[asyncio.Task, int] = {}
+        self._ending: set[asyncio.Task] = set()  # cancelled ones, until they have ended
+        self._requeued = self._thrown_tokens = 0
+        self._idle_s = self._held_s = 0.0
+        self._busy: list[tuple[float, float]] = []
+
+    def begin(self, count: int, begun_with: int) -> int:
+        """Draw prompts and begin their groups; how many."""
+        self.lap()
+        prompts = self._feed.draw(count)
+        for prompt in prompts:
+            self._feed.ledger.move(prompt.index, IN_FLIGHT)
+            task = asyncio.ensure_future(self._make(prompt))
+            self.running[prompt.index], self.begun_with[prompt.index] = task, begun_with
+            self._prompts[task] = prompt.index
+            if self._on_done is not None:
+                task.add_done_callback(self._on_done)
+        return len(prompts)
+
+    def settle(self, task: asyncio.Task) -> None:
+        """Take in a group that is made, or was cancelled by `end`. Raises what making it raised."""
+        if task in self._ending:
+            self._ending.discard(task)
+            return
+        if task not in self._prompts:
+            return  # stopped
+        self.lap()
+        prompt = self._prompts.pop(task)
+        del self.running[prompt]
+        begun_with = self.begun_with.pop(prompt)
+        if task.cancelled() or task.exception() is not None:
+            self._feed.ledger.put_back([prompt])
+        outcome = task.result()
+        self.outcomes.append(outcome)
+        self._feed.ledger.move(prompt, READY)
+        self.ready[prompt] = ReadyGroup(outcome, begun_with)
+        why = FAILED_GROUP if outcome.failed else self._judge(outcome)
+        if why is not None:
+            self.drop(prompt, why)
+
+    def drop(self, prompt: int, why: str) -> None:
+        """A group that is ready, or being made, will not be trained on."""
+        self._forget(prompt)
+        self._feed.ledger.drop(prompt, why)
+        self.dropped[why] += 1
+
+    def ask_again(self, prompt: int) -> None:
+        """A group that is ready, or being made, is thrown away; its prompt is drawn again next."""
+        self._forget(prompt)
+        self._feed.ledger.put_back([prompt])
+        self._requeued += 1
+
+    def hand_out(self, prompts: Sequence[int]) -> Taken:
+        """These groups, which are ready, and the account of everything since the one before."""
+        self.lap()
+        taken = [self.ready.pop(prompt) for prompt in prompts]
+        for prompt in prompts:
+            self._feed.ledger.move(prompt, TAKEN)
+        account = Taken(
+            groups=tuple(ready.outcome.group for ready in taken),
+            outcomes=tuple(self.outcomes),
+            dropped=self.dropped,
+            requeued=self._requeued,
+            thrown_tokens=self._thrown_tokens,
+            idle_s=self._idle_s,
+            held_s=self._held_s,
+            busy=tuple(self._busy),
+            begun_with=tuple(ready.begun_with for ready in taken),
+            num_ready=len(self.ready),
+            num_running=len(self.running),
+        )
+        self.outcomes, self.dropped = [], collections.Counter()
+        self._requeued = self._thrown_tokens = 0
+        self._idle_s = self._held_s = 0.0
+        self._busy = []
+        return account
+
+    async def stop(self) -> None:
+        """Make nothing any more; prompts that were in flight or ready are put back."""
+        tasks, prompts = [*self._prompts, *self._ending], [*self.running, *self.ready]
+        self._prompts, self._ending, self.running, self.begun_with, self.ready = {}, set(), {}, {}, {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._feed.ledger.put_back(prompts)
+
+    def lap(self) -> None:
+        """Count the time since the last call as what it was: call it before anything changes."""
+        now = self._clock()
+        if not self.running:
+            self._idle_s += now - self._clocked
+        elif self._busy and self._busy[-1][1] == self._clocked:
+            self._busy[-1] = (self._busy[-1][0], now)
+        else:
+            self._busy.append((self._clocked, now))
+        if self.is_held:
+            self._held_s += now - self._clocked
+        self._clocked = now
+
+    def _forget(self, prompt: int) -> None:
+        self.lap()
+        ready = self.ready.pop(prompt, None)
+        if ready is not None:
+            self._thrown_tokens += sum(sample.num_response_tokens for sample in ready.outcome.group.samples)
+            return
+        task = self.running.pop(prompt)
+        del self.begun_with[prompt], self._prompts[task]
+        if self._on_done is not None:
+            self._ending.add(task)
+        task.cancel()
