@@ -1,5 +1,7 @@
 """Flags of adapters: which modules they name, as PEFT matches names; what is refused."""
 
+# Covers slime_like.config.adapter_rules too.
+
 import dataclasses
 import json
 
