@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
 TARGETS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 ADAPTERS = ["--lora-rank", "4", "--lora-alpha", "16", "--lora-target-modules", *TARGETS]
-KL = ["--use-kl-loss", "--kl-loss-coef", "0.01"]  # against the base: no --ref-load
+KL = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "low_var_kl"]  # against the base: no --ref-load
 
 
 def test_adapters_are_trained_served_saved_and_resumed(tiny_model_dir, tiny_data_dir, tmp_path):
