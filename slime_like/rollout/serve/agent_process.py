@@ -29,6 +29,18 @@ _START_S = 300.0
 #: How long its log may take to be whole once it has hung up.
 _LAST_WORDS_S = 5.0
 _LOG_LINES = 15
+#: What the kernel takes as a socket's name.
+_SOCKET_PATH_BYTES = 107
+
+
+def _socket_path() -> str:
+    """In a new folder of mode 700, into which nobody else gets: in TMPDIR, or in /tmp where that is too long a name."""
+    for parent in (None, "/tmp"):
+        path = os.path.join(tempfile.mkdtemp(prefix="slime_like_agents_", dir=parent), "socket")
+        if len(os.fsencode(path)) <= _SOCKET_PATH_BYTES:
+            break
+        os.rmdir(os.path.dirname(path))
+    return path
 
 
 class AgentProcess:
@@ -50,8 +62,8 @@ class AgentProcess:
 
     async def start(self) -> None:
         """Start it and wait until it has imported the function. Raises PluginError with the end of its log."""
-        folder = tempfile.mkdtemp(prefix="slime_like_agents_")  # mode 700: nobody else gets in
-        socket_path = os.path.join(folder, "socket")
+        socket_path = _socket_path()
+        folder = os.path.dirname(socket_path)
         connected: asyncio.Future = asyncio.get_running_loop().create_future()
 
         def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -164,7 +165,13 @@ def test_what_cannot_be_loaded_is_said_at_the_start(played, name, python, messag
         played(name, lambda process: process.call(*arguments()), python)
 
 
-def test_it_dies_with_us_and_takes_its_folder_along(tmp_path):
+@pytest.fixture
+def short_folder():
+    with tempfile.TemporaryDirectory(prefix="slt", dir="/tmp") as folder:  # pytest's own are too long for sockets
+        yield Path(folder)
+
+
+def test_it_dies_with_us_and_takes_its_folder_along(tmp_path, short_folder):
     (tmp_path / "agents_of_ours.py").write_text(AGENTS)
     script = f"""
 import asyncio
@@ -178,22 +185,29 @@ async def main():
 
 asyncio.run(main())
 """
-    (tmp_path / "tmp").mkdir()
     root = str(Path(__file__).parents[4])
     ours = subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path / "tmp")},
+        env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(short_folder)},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert ours.stdout is not None
     pid = int(ours.stdout.readline())
-    assert psutil.pid_exists(pid) and len(list((tmp_path / "tmp").iterdir())) == 1
+    assert psutil.pid_exists(pid) and len(list(short_folder.iterdir())) == 1
     ours.send_signal(signal.SIGKILL)
     ours.wait(timeout=10)
     ours.stdout.close()
     deadline = time.monotonic() + 60
-    while (psutil.pid_exists(pid) or list((tmp_path / "tmp").iterdir())) and time.monotonic() < deadline:
+    while (psutil.pid_exists(pid) or list(short_folder.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not psutil.pid_exists(pid) and not list((tmp_path / "tmp").iterdir())
+    assert not psutil.pid_exists(pid) and not list(short_folder.iterdir())
+
+
+def test_a_temporary_folder_with_a_long_name_is_no_obstacle(played, tmp_path, monkeypatch):
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert played("echo", lambda process: process.call(*arguments()))["reward"] == 0.5
+    assert not list(long.iterdir())
