@@ -125,6 +125,7 @@ class GenerationClient:
         *,
         concurrency: int,
         weight_version: Callable[[], int],
+        adapter: Callable[[], str] | None = None,
         routing: RoutingShape | None = None,
         engines: Sequence[EngineEndpoint] = (),
     ):
@@ -134,7 +135,7 @@ class GenerationClient:
         self._engines = dict.fromkeys(engines, 0) if routing else {}  # requests in flight
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
-        self._weight_version = weight_version
+        self._weight_version, self._adapter = weight_version, adapter
         self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _headers(api_key)
@@ -164,6 +165,9 @@ class GenerationClient:
         }
         if self.routing:
             body["return_routed_experts"] = True
+        version = self._weight_version()
+        if self._adapter is not None:
+            body["lora_path"] = self._adapter()
         try:
             answer = await ask(
                 functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
@@ -181,7 +185,10 @@ class GenerationClient:
                 "refused": f"refused the request: {error.last}",
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
-        return self._read(answer, num_sent=len(tokens))
+        generation = self._read(answer, num_sent=len(tokens))
+        if self._adapter is not None:  # the engine tells the newest version, the request its own
+            return dataclasses.replace(generation, weight_version=version)
+        return generation
 
     async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
         """(the answer, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
