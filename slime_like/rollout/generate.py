@@ -19,6 +19,7 @@ from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
+from slime_like.utils.activity import Activity
 
 #: What sglang-router's policy `manual` goes by (0.3.2); it knows nothing of X-Session-ID.
 SESSION_HEADER = "x-smg-routing-key"
@@ -139,6 +140,7 @@ class GenerationClient:
         self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _headers(api_key)
+        self.activity = Activity()
 
     @functools.cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -169,12 +171,13 @@ class GenerationClient:
         if self._adapter is not None:
             body["lora_path"] = self._adapter()
         try:
-            answer = await ask(
-                functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
-                slots=self._slots,
-                tries=self._tries,
-                timeout_s=self._timeout_s,
-            )
+            with self.activity.call():
+                answer = await ask(
+                    functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
+                    slots=self._slots,
+                    tries=self._tries,
+                    timeout_s=self._timeout_s,
+                )
         except NoAnswer as error:
             why = {
                 "deadline": (
