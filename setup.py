@@ -82,6 +82,8 @@ EXTRAS = {
     "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",
+        # What adapters are compared with; it brings accelerate, which nothing else needs.
+        "peft>=0.21,<1",
         "pytest>=9,<10",
         "pytest-timeout>=2.4,<3",
         "pytest-xdist>=3.8,<4",

@@ -223,6 +223,8 @@ class WeightsRef:
 
 #: What a trainer trains, and the frozen weights that it may hold beside them. A trainer holds one version of each name.
 BASE, REFERENCE, TEACHER = WeightsRef(), WeightsRef("reference"), WeightsRef("teacher")
+#: What engines serve the policy's adapters as, where they are sent without the base.
+POLICY = WeightsRef("policy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

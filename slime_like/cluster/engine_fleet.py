@@ -253,7 +253,10 @@ class EngineFleet:
 
         Raises WeightSyncError above the tolerance.
         """
-        return compare_probe(self._config, self.clients, samples, expected, version=weights.version, bf16=bf16)
+        adapter = str(weights) if self._config.sync.sends_adapters else None
+        return compare_probe(
+            self._config, self.clients, samples, expected, version=weights.version, bf16=bf16, adapter=adapter
+        )
 
     def release_memory(self) -> None:
         """Engines give back weights and KV cache."""

@@ -18,6 +18,7 @@ from slime_like.cluster.engine_actor import EngineActor
 from slime_like.cluster.gpu_environment import nccl_environment
 from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.receivers import Receivers
+from slime_like.config.lora import adapter_flags
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.planning.engines import EnginePlan
@@ -129,7 +130,8 @@ class EngineProcesses:
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang
-            | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {}),
+            | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {})
+            | (adapter_flags(config.lora, config.model) if config.sync.sends_adapters else {}),
             memory_saver=config.offload_rollout,
             shares_gpus=config.shares_cards,
             log_level=config.observability.log_level,

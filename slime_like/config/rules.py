@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
@@ -16,6 +17,8 @@ def problems_of(config: ConfigTree) -> list[str]:
             problems += group.problems() if group.is_known else []
         elif name == "parallel":
             problems += group.problems(config.model)
+        elif name == "lora":
+            problems += group.problems() or (group.target_problems(config.model) if config.model.is_known else [])
         else:
             problems += group.problems()
     return (
@@ -274,7 +277,8 @@ def _serving_problems(config: ConfigTree) -> list[str]:
 def _role_problems(config: ConfigTree) -> list[str]:
     problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
     problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
-    if config.needs_reference and not config.checkpoint.ref_load:
+    own_base = config.lora.enabled and config.swaps_reference  # adapters switched off
+    if config.needs_reference and not config.checkpoint.ref_load and not own_base:
         problems.append(
             f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
         )
@@ -319,7 +323,13 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append(
             "--update-weight-interface does nothing with --colocate: weights stay on the machine. Fix: drop it."
         )
-    return problems + _transport_problems(config) + _delta_problems(config) + async_problems(config)
+    return (
+        problems
+        + _transport_problems(config)
+        + _delta_problems(config)
+        + async_problems(config)
+        + adapter_problems(config)
+    )
 
 
 def _transport_problems(config: ConfigTree) -> list[str]:

@@ -41,6 +41,7 @@ class RunConfig(ConfigTree):
         """Every path that a run needs and that is not there."""
         problems = (
             self.checkpoint.missing_files()
+            + self.lora.missing_files()
             + self.loss.missing_files()
             + self.eval.missing_files()
             + self.observability.missing_files()

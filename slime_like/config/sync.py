@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.base import flag
-from slime_like.config.transports import RECEIVER, SHARED_FOLDER, Transport, choices, modes, transport_of
+from slime_like.config.transports import (
+    ADAPTER_FOLDER,
+    RECEIVER,
+    SHARED_FOLDER,
+    Transport,
+    choices,
+    modes,
+    transport_of,
+)
 
 #: SGLang's /pause_generation.
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -21,7 +29,10 @@ class SyncConfig:
     update_weight_mode: str = flag(
         "full",
         choices=("full", *modes()),
-        help="Send all weights at each sync, or only what changed, to a receiver beside each engine: for slow links.",
+        help=(
+            "Send all weights at each sync; only what changed, to a receiver beside each engine (delta, for slow"
+            " links); or with --lora-rank only the adapters, to engines that serve the base."
+        ),
     )
     update_weight_delta_encoding: str | None = flag(
         None,
@@ -105,7 +116,7 @@ class SyncConfig:
             problems.append(f"--update-weight-buffer-size {self.update_weight_buffer_size}: must be at least 1 byte.")
         transport = self.transport_row
         writes_folder = transport is not None and transport.loads_from == SHARED_FOLDER
-        if self.update_weight_disk_dir and not writes_folder and not self.sends_deltas:
+        if self.update_weight_disk_dir and not (writes_folder or self.sends_deltas or self.sends_adapters):
             problems.append("--update-weight-disk-dir needs --update-weight-transport disk.")
         for name in (
             "update_weight_delta_encoding",
@@ -121,6 +132,11 @@ class SyncConfig:
             problems.append(
                 f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode delta,"
                 " which is sent over HTTP to a receiver beside each engine. Fix: leave it out."
+            )
+        if self.sends_adapters and self.update_weight_transport is not None:
+            problems.append(
+                f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode"
+                " adapter, which goes through --update-weight-disk-dir. Fix: leave it out."
             )
         if self.update_weight_disk_keep_files and not writes_folder:
             problems.append("--update-weight-disk-keep-files needs --update-weight-transport disk.")
@@ -151,6 +167,11 @@ class SyncConfig:
         return self.mode_row is not None and self.mode_row.loads_from == RECEIVER
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether engines serve the base and are sent adapters, which requests then name."""
+        return self.mode_row is not None and self.mode_row.loads_from == ADAPTER_FOLDER
+
+    @property
     def delta_encoding(self) -> str:
         """xor or overwrite."""
         return self.update_weight_delta_encoding or "xor"
@@ -162,6 +183,8 @@ class SyncConfig:
 
     def probes_at(self, num_syncs: int) -> bool:
         """Whether the sync after `num_syncs` others of this run is followed by a probe."""
+        if self.sends_adapters:  # there is no digest of adapters
+            return self.verify_weight_sync != "off"
         if self.verify_weight_sync == "digest":
             return self.verify_weight_sync_interval > 0 and num_syncs % self.verify_weight_sync_interval == 0
         return self.verify_weight_sync != "off"

@@ -17,6 +17,8 @@ _POSITION_BYTES = 4
 
 #: Transport.loads_from: a folder that trainer and engines both see, or the one of the receiver beside each engine.
 SHARED_FOLDER, RECEIVER = "shared folder", "receiver"
+#: or the shared folder of the adapters alone, which are loaded beside the base
+ADAPTER_FOLDER = "adapter folder"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class SyncShape:
     width: int = 2
     num_sources: int = 1
     model_gpus: int = 0
+    adapter_bytes: int = 0  # of --lora-rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ class Transport:
     one_machine: bool = False  # all engines are on the machine of the trainer's first rank
     reaches_stages: bool = True  # engines of several pipeline stages
     reaches_spread: bool = True  # engines on several machines
+    digests: bool = True  # whether engines can be asked for digests of what they got
     best_rate: str | None = None  # what weight_sync/bounds.py measures for a receipt's share: memory, loopback or file
 
     def goes_with(self, *, colocate: bool) -> bool:
@@ -138,6 +142,13 @@ def _delta_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
     return (SyncBound(transport="delta", bytes=size, bound_s=size / shape.rates["network"], how=how),)
 
 
+def _adapter_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
+    size = shape.adapter_bytes
+    bound_s = size / shape.rates["disk"] * (1 if shape.same_node else 2)
+    how = "adapters alone: written once, then read by all engines"
+    return (SyncBound(transport="adapter", bytes=size, bound_s=bound_s, how=how, available=size > 0),)
+
+
 #: Name -> row. Of those that fit, the first one is the default.
 TRANSPORTS: dict[str, Transport] = {
     row.name: row
@@ -182,6 +193,17 @@ TRANSPORTS: dict[str, Transport] = {
             colocated=False,
             why_not_colocated="it is for slow links",
             reaches_spread=False,
+        ),
+        Transport(
+            name="adapter",
+            publisher="transports.adapter:AdapterPublisher",
+            bounds=_adapter_bounds,
+            is_mode=True,
+            needs_pause=False,
+            loads_from=ADAPTER_FOLDER,
+            every_gatherer_writes=True,
+            digests=False,
+            best_rate="file",
         ),
     )
 }

@@ -11,6 +11,7 @@ from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
 from slime_like.config.engine import EngineConfig
 from slime_like.config.evaluation import EvalConfig
+from slime_like.config.lora import LoraConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.observability import ObservabilityConfig
@@ -37,6 +38,7 @@ GROUPS = {
     "batch": BatchConfig,
     "loss": LossConfig,
     "optimizer": OptimizerConfig,
+    "lora": LoraConfig,
     "engine": EngineConfig,
     "sync": SyncConfig,
     "observability": ObservabilityConfig,
@@ -61,6 +63,7 @@ class ConfigTree:
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
@@ -73,6 +76,11 @@ class ConfigTree:
     def data_parallel_size(self) -> int:
         """Copies of the model that train on different samples."""
         return self.placement.actor_num_gpus // self.parallel.model_parallel_size
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """What this role trains over a frozen base: with --lora-rank the policy's adapters; None: the model itself."""
+        return self.lora if self.lora.enabled and self.role == "actor" else None
 
     @property
     def is_sft(self) -> bool:

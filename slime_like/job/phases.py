@@ -17,7 +17,7 @@ from slime_like.job.running import Job
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
 from slime_like.observability.tracing import PhaseTrace
-from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
+from slime_like.records import POLICY, SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.sample_log import SampleLog
 from slime_like.rollout.supervised import supervised_samples
@@ -54,6 +54,10 @@ class Phases:
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
+
+    def __post_init__(self) -> None:
+        if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
+            self.weights = POLICY
 
     @property
     def _trainer(self) -> Trainer:

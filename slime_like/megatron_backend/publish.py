@@ -7,14 +7,16 @@ folder: from several); to engines on the trainer's own cards every rank sends ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
 
 from slime_like.config.model import ModelConfig
+from slime_like.config.run import RunConfig
 from slime_like.megatron_backend.hf.names_and_shards import hf_names, num_export_ranks, rank_in_stage
 from slime_like.megatron_backend.hf.stages import of_every_stage
+from slime_like.megatron_backend.lora.peft_files import adapter_names, peft_config, stream_adapters
 from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering
 
@@ -49,4 +51,16 @@ def gathering(
         tensors=everything,
         names=frozenset(hf_names(model)),
         master_address=master_address,
+    )
+
+
+def gathering_of_adapters(stage: Sequence[torch.nn.Module], config: RunConfig, *, master_address: str) -> Gathering:
+    """What this rank has to send where only adapters travel: its pipeline stage's, under PEFT's names."""
+    assert config.adapters is not None, "the flags are checked: --lora-rank"
+    return Gathering(
+        place=rank_place(),
+        tensors=lambda: stream_adapters(stage),
+        names=adapter_names(config.adapters, config.model),
+        master_address=master_address,
+        adapter_config=peft_config(config.adapters, config.model, config.checkpoint.hf_checkpoint),
     )

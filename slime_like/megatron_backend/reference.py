@@ -111,6 +111,10 @@ class HeldWeights:
             put_weights(self._stage, back)
             self._in_model = before
 
+    def keep_start(self, target: WeightsRef) -> None:
+        """The weights that what is trained starts from are `target` from now on."""
+        self.copy(BASE, target)
+
     def copy(self, source: WeightsRef, target: WeightsRef) -> None:
         """Keep the present `source` as the frozen weights `target`."""
         assert target.name != BASE.name, "what is trained is loaded, with the optimizer's part of it"

@@ -20,8 +20,11 @@ from slime_like.megatron_backend.checkpoint.async_save import Saver
 from slime_like.megatron_backend.checkpoint.folder import find
 from slime_like.megatron_backend.hf import names_and_shards as hf_convert
 from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_down
+from slime_like.megatron_backend.lora.adapter import AdapterSwitch, dropping
+from slime_like.megatron_backend.lora.held import held_beside
+from slime_like.megatron_backend.lora.peft_files import first_adapters
 from slime_like.megatron_backend.model.provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
-from slime_like.megatron_backend.publish import gathering
+from slime_like.megatron_backend.publish import gathering, gathering_of_adapters
 from slime_like.megatron_backend.reference import HeldWeights
 from slime_like.megatron_backend.step.batch import Batch, StepCutter
 from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
@@ -40,7 +43,7 @@ from slime_like.megatron_backend.step.runner import StepRunner
 from slime_like.megatron_backend.verbs import Outputs
 from slime_like.observability.metrics import timed
 from slime_like.records import BASE, REFERENCE, SyncReceipt, WeightsRef
-from slime_like.weight_sync.sender import WeightSender
+from slime_like.weight_sync.sender import Gathering, WeightSender
 from slime_like.weight_sync.session import PublishOrder, run_session
 from slime_like.weight_sync.transports.slots import slot_bytes
 
@@ -80,6 +83,7 @@ class TrainWorker:
         self._sync: GradientSync  # where this role trains
         self._saver = Saver(in_background=config.checkpoint.async_save, seconds=config.parallel.train_timeout_s)
         self._trains = config.role in ("actor", "critic")
+        self._adapters = AdapterSwitch(config.adapters) if config.adapters else None
 
     # ------------------------------------------------------------------ start and end
 
@@ -105,10 +109,10 @@ class TrainWorker:
             set_seeds(config.observability.seed)
         with timed(seconds, "model"):
             self.model = (build_model if self._trains else build_frozen)(
-                config.model, config.parallel, config.optimizer, value_head=self._is_critic
+                config.model, config.parallel, config.optimizer, value_head=self._is_critic, adapters=self._adapters
             )
             self.stage = unwrap(self.model)
-            self._held = HeldWeights(self.stage)
+            self._held = held_beside(self.stage, self._adapters)
             offloads = config.offloads_train(on_gpu=device_of(self.stage).type == "cuda")
             self._card = CardMemory(self.stage, self.model if self._trains else (), offloads=offloads)
         source = start_weights.start_source(config.checkpoint)
@@ -118,12 +122,12 @@ class TrainWorker:
         if self._trains:
             with timed(seconds, "optimizer"):
                 self._sync = GradientSync(self.model)
-                self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel)
+                self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel, config.adapters)
                 self._card.add_optimizer(self.optimizer)
                 total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout
                 self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps=total_steps)
             with timed(seconds, "resume"):
-                resumed = self._resume(source)
+                resumed = self._resume()
         replay, device = RoutingReplay.for_policy(config, self.stage), device_of(self.stage)
         self.prepare = StepCutter(config, device=device, num_chunks=len(self.model), replay=replay)
         self.runner = (ValueRunner if self._is_critic else StepRunner)(config, self.model, replay=replay)
@@ -184,7 +188,7 @@ class TrainWorker:
         """
         self._check_trained(weights)
         prepared = self.prepare(batch)
-        with self._sync.held_back() if accumulates else contextlib.nullcontext():
+        with self._sync.held_back() if accumulates else contextlib.nullcontext(), dropping(self._adapters):
             return self.runner.forward_backward(prepared, loss)
 
     def optim_step(
@@ -256,16 +260,7 @@ class TrainWorker:
             self._sender.close()
             self._sender = None
         if self._sender is None:
-            self._sender = WeightSender(
-                self.config,
-                order,
-                gathering(
-                    self.config.model,
-                    lambda: self.export(BASE),
-                    master_address=self.master_address,
-                    whole_bytes=slot_bytes(self.config.sync.update_weight_buffer_size) if order.cards else None,
-                ),
-            )
+            self._sender = WeightSender(self.config, order, self._gathering(order))
         try:
             return run_session(order, self._sender)
         finally:
@@ -282,13 +277,7 @@ class TrainWorker:
         """
         self._check_trained(weights)
         options = self.config.checkpoint
-        state = checkpoint.TrainState(
-            model=self.model,
-            model_config=self.config.model,
-            optimizer=None if options.no_save_optim else self.optimizer,
-            scheduler=self.scheduler,
-            value_head=self._is_critic,
-        )
+        state = self._state_of(optimizer=not options.no_save_optim, schedule=True)
         draft = checkpoint.draft_of(
             folder,
             state,
@@ -325,24 +314,16 @@ class TrainWorker:
         self._card.need(*TRAIN_STATE)
         if weights.name != BASE.name:
             assert not (optimizer or schedule or rng), "frozen weights have no more than themselves"
-            self._held.keep(
-                weights, lambda: start_weights.load_weights(self.model, self.config.model, folder, step=step)
-            )
+            whole = checkpoint.TrainState(model=self.model, model_config=self.config.model)
+            self._held.keep(weights, lambda: start_weights.load_weights(whole, folder, step=step))
             return {}
         self._held.base_changes()
         saved: dict = {}
         if optimizer or schedule or rng:
-            state = checkpoint.TrainState(
-                model=self.model,
-                model_config=self.config.model,
-                optimizer=self.optimizer if optimizer else None,
-                scheduler=self.scheduler if schedule else None,
-                with_rng=rng,
-                value_head=self._is_critic,
-            )
+            state = self._state_of(optimizer=optimizer, schedule=schedule, rng=rng)
             saved = checkpoint.load(find(folder, step), state)
         else:
-            start_weights.load_weights(self.model, self.config.model, folder, step=step, value_head=self._is_critic)
+            start_weights.load_weights(self._state_of(), folder, step=step)
         if self._trains and not optimizer:
             # bf16 keeps fp32 main weights in the optimizer; they must follow the loaded ones.
             self.optimizer.reload_model_params()
@@ -353,23 +334,46 @@ class TrainWorker:
     def _load_first_weights(self, source: str) -> None:
         """The policy's or critic's first weights, and those of models that only score beside it."""
         step = start_weights.start_step(self.config.checkpoint)
-        start_weights.load_weights(self.model, self.config.model, source, step=step, value_head=self._is_critic)
+        start_weights.load_weights(self._state_of(), source, step=step)
+        if self._adapters is not None:
+            first_adapters(self.stage, self.config)
         for weights, folder, frozen_step in start_weights.frozen_sources(self.config):
             if os.path.realpath(source) == os.path.realpath(folder) and frozen_step == step:
-                self.copy_weights(BASE, weights)
+                self._held.keep_start(weights)
             else:
                 self.load_state(folder, weights=weights, step=frozen_step)
 
-    def _resume(self, source: str) -> dict:
+    def _gathering(self, order: PublishOrder) -> Gathering:
+        config, master_address = self.config, self.master_address
+        if config.sync.sends_adapters:
+            return gathering_of_adapters(self.stage, config, master_address=master_address)
+        whole_bytes = slot_bytes(config.sync.update_weight_buffer_size) if order.cards else None
+        return gathering(
+            config.model, lambda: self.export(BASE), master_address=master_address, whole_bytes=whole_bytes
+        )
+
+    def _state_of(self, *, optimizer: bool = False, schedule: bool = False, rng: bool = True) -> checkpoint.TrainState:
+        return checkpoint.TrainState(
+            model=self.model,
+            model_config=self.config.model,
+            optimizer=self.optimizer if optimizer else None,
+            scheduler=self.scheduler if schedule else None,
+            with_rng=rng,
+            value_head=self._is_critic,
+            lora=self.config.adapters,
+            base=self.config.checkpoint.hf_checkpoint,
+        )
+
+    def _resume(self) -> dict:
         """What start() says of a checkpoint to continue from.
 
         A reference that follows the policy is taken from it, too.
         """
         options, loss = self.config.checkpoint, self.config.loss
         resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
-        parts = start_weights.parts_to_continue(options, source)
+        parts = start_weights.parts_to_continue(self.config)
         if parts is not None:
-            saved = self.load_state(source, weights=BASE, step=options.ckpt_step, **parts)
+            saved = self.load_state(options.load or "", weights=BASE, step=options.ckpt_step, **parts)
             if not options.finetune:
                 resumed = {name: saved[name] for name in resumed}
         if loss.ref_update_interval and self.holds(REFERENCE):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import TRANSPORTS, SyncBound, SyncShape, transport_of
 from slime_like.planning.cards import cards_are_shared
 from slime_like.planning.hardware import bandwidths
+from slime_like.planning.memory.adapters import adapter_chunks
 from slime_like.planning.memory.parameters import model_parameters
 from slime_like.planning.memory.trainer_bytes import Precision
 from slime_like.planning.placement import PlacementPlan
@@ -49,9 +51,18 @@ def weight_bytes(config: RunConfig) -> int:
     return Precision.of(config.optimizer).weight * model_parameters(model) + routers
 
 
+def adapter_bytes(config: RunConfig) -> int:
+    """Bytes of all adapters, unsplit; 0 without any."""
+    if config.adapters is None:
+        return 0
+    chunks = adapter_chunks(config.model, ParallelConfig(), 0, config.adapters)
+    return Precision.of(config.optimizer).weight * sum(p.numel for chunk in chunks for p in chunk)
+
+
 def bounds(shape: SyncShape) -> dict[str, SyncBound]:
     """Every way's bound, by its name."""
-    return {bound.transport: bound for row in TRANSPORTS.values() for bound in row.bounds(shape)}
+    every = (bound for row in TRANSPORTS.values() for bound in row.bounds(shape))
+    return {bound.transport: bound for bound in every if bound.bytes}
 
 
 def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
@@ -71,6 +82,7 @@ def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
         engine_gpus=config.placement.rollout_num_gpus_per_engine,
         width=Precision.of(config.optimizer).weight,
         num_sources=pp_size,
+        adapter_bytes=adapter_bytes(config),
         model_gpus=tp_size * pp_size if cards_are_shared(plan, plan.engines) else 0,
     )
     every, own = bounds(shape), transport_of(plan.transport).bounds(shape)

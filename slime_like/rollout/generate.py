@@ -19,6 +19,7 @@ from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
+from slime_like.utils.activity import Activity
 
 #: What sglang-router's policy `manual` goes by (0.3.2); it knows nothing of X-Session-ID.
 SESSION_HEADER = "x-smg-routing-key"
@@ -125,6 +126,7 @@ class GenerationClient:
         *,
         concurrency: int,
         weight_version: Callable[[], int],
+        adapter: Callable[[], str] | None = None,
         routing: RoutingShape | None = None,
         engines: Sequence[EngineEndpoint] = (),
     ):
@@ -134,10 +136,11 @@ class GenerationClient:
         self._engines = dict.fromkeys(engines, 0) if routing else {}  # requests in flight
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
-        self._weight_version = weight_version
+        self._weight_version, self._adapter = weight_version, adapter
         self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _headers(api_key)
+        self.activity = Activity()
 
     @functools.cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -164,13 +167,17 @@ class GenerationClient:
         }
         if self.routing:
             body["return_routed_experts"] = True
+        version = self._weight_version()
+        if self._adapter is not None:
+            body["lora_path"] = self._adapter()
         try:
-            answer = await ask(
-                functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
-                slots=self._slots,
-                tries=self._tries,
-                timeout_s=self._timeout_s,
-            )
+            with self.activity.call():
+                answer = await ask(
+                    functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
+                    slots=self._slots,
+                    tries=self._tries,
+                    timeout_s=self._timeout_s,
+                )
         except NoAnswer as error:
             why = {
                 "deadline": (
@@ -181,7 +188,10 @@ class GenerationClient:
                 "refused": f"refused the request: {error.last}",
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
-        return self._read(answer, num_sent=len(tokens))
+        generation = self._read(answer, num_sent=len(tokens))
+        if self._adapter is not None:  # the engine tells the newest version, the request its own
+            return dataclasses.replace(generation, weight_version=version)
+        return generation
 
     async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
         """(the answer, its HTTP status), of the router or, where routed experts are asked for, of an engine."""

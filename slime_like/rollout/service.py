@@ -316,6 +316,7 @@ class RolloutService:
             "rollout": config.rollout,
             "concurrency": config.engine.sglang_server_concurrency * max(1, access.num_engines),
             "weight_version": lambda: self.policy.weights.version,
+            "adapter": (lambda: str(self.policy.weights)) if config.sync.sends_adapters else None,
             "routing": RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
             "engines": access.endpoints,
         }

@@ -64,17 +64,20 @@ class RolloutTools:
 
     async def group(self, prompt: Prompt, num_samples: int | None = None) -> SampleGroup:
         """Answers of one prompt, scored, as the flags say; requests that fail to the end leave "failed" samples."""
-        outcome = await self._maker.group(prompt, num_samples or self._group_size, self.sampling)
+        with self.engine.activity.call():
+            outcome = await self._maker.group(prompt, num_samples or self._group_size, self.sampling)
         self._outcomes[prompt.index] = outcome
         return outcome.group
 
     async def score(self, sample: Sample, prompt: Prompt) -> Sample:
         """A sample of one's own with its reward. Raises RewardError."""
-        return await self._scorer.score(sample, prompt)
+        with self.engine.activity.call():
+            return await self._scorer.score(sample, prompt)
 
     async def builtin(self, num_groups: int | None = None) -> list[SampleGroup]:
         """What would be trained on without this function, filters included."""
-        taken = await self._builtin(num_groups or self.num_groups)
+        with self.engine.activity.call():
+            taken = await self._builtin(num_groups or self.num_groups)
         self._outcomes |= {outcome.group.prompt.index: outcome for outcome in taken.outcomes}
         self._dropped += taken.dropped
         self._drawn |= {group.prompt.index for group in taken.groups}
@@ -83,7 +86,7 @@ class RolloutTools:
     async def run(self, hook: Hook, args: Any, step: int) -> tuple[Taken, dict[str, float]]:
         """The function's groups, accounted for, and its own metrics. If it fails, what it drew is put back."""
         try:
-            answer = await hook.awaited(args, step, self)
+            answer = await hook.awaited(args, step, self, activity=self.engine.activity)
             groups, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
             self._check(hook, groups)
             metrics = checked_metrics(hook, metrics)
@@ -150,16 +153,18 @@ class EvalTools:
 
     async def group(self, name: str, prompt: Prompt, num_samples: int | None = None) -> SampleGroup:
         """Answers of one prompt, scored, as the flags say for the set of this name."""
-        outcome = await self._maker.group(prompt, num_samples or self._num_samples(name), self.sampling(name))
+        with self.engine.activity.call():
+            outcome = await self._maker.group(prompt, num_samples or self._num_samples(name), self.sampling(name))
         return outcome.group
 
     async def score(self, sample: Sample, prompt: Prompt) -> Sample:
         """A sample of one's own with its reward in evaluations. Raises RewardError."""
-        return await self._scorer.score(sample, prompt, evaluation=True)
+        with self.engine.activity.call():
+            return await self._scorer.score(sample, prompt, evaluation=True)
 
     async def run(self, hook: Hook, args: Any, step: int) -> tuple[EvalSets, dict[str, float]]:
         """The function's groups by set, and its own metrics."""
-        answer = await hook.awaited(args, step, self)
+        answer = await hook.awaited(args, step, self, activity=self.engine.activity)
         sets, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
         if not isinstance(sets, Mapping) or not sets:
             raise hook.error(f"gave {str(answer)[:200]}; it must give {{name of a set: list of records.SampleGroup}}.")

@@ -102,9 +102,11 @@ class EngineClient:
         """POST /generate; returns SGLang's answer (a list of them for a list of prompts)."""
         return self._request("POST", "/generate", {"input_ids": input_ids, "sampling_params": sampling_params, **more})
 
-    def prompt_log_probs(self, prompts: list[list[int]], timeout_s: float | None = None) -> list[list[float]]:
+    def prompt_log_probs(
+        self, prompts: list[list[int]], timeout_s: float | None = None, adapter: str | None = None
+    ) -> list[list[float]]:
         """log p(tokens[t] | tokens[<t]) for t = 1 … T-1 of each prompt, at temperature 1, computed anew: no cached
-        prefix is used.
+        prefix is used. adapter: the name of those that count.
         """
         # Greedy, which SGLang computes at temperature 1: sampling would take a random number from those of the next
         # rollout.
@@ -113,7 +115,7 @@ class EngineClient:
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": 0,
-        }
+        } | ({"lora_path": adapter} if adapter else {})
         answers = self._request("POST", "/generate", body, timeout_s)
         return [[item[0] for item in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 

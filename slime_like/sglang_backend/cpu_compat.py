@@ -1,7 +1,7 @@
 """Lets an unmodified sglang 0.5.23 wheel be imported where there is no CUDA. Call `install()` before importing sglang.
 
 Each workaround names what it is for and when it can go. All are for sglang 0.5.23 with the CPU build of torch 2.13;
-none changes torch itself: replacing torch's constructors leaves transformers' rotary tables uninitialised and gives
+none changes torch's functions: replacing its constructors leaves transformers' rotary tables uninitialised and gives
 wrong log-probs.
 """
 
@@ -180,6 +180,61 @@ def keep_host_memory_pageable() -> None:
         return torch.empty(shape, dtype=dtype, device=device)
 
     common.ALLOC_MEMORY_FUNCS.setdefault("cpu", allocate)
+
+
+def keep_adapters_pageable() -> None:
+    """Let sglang.srt.lora make its host tensors without pinning them, which wants CUDA: its modules see a stand-in for
+    torch that drops `pin_memory`, and tensors that are asked for it (Tensor.pin_memory) stay as they are, in this
+    process.
+
+    Call before these modules are imported. Remove when sglang asks for CUDA before it pins (0.5.23: lora/mem_pool.py,
+    lora/utils.py, lora/backend/).
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        torch.Tensor.pin_memory = lambda self, device=None: self
+        sys.meta_path.insert(0, _PageableFinder())
+
+
+class _PageableFinder(importlib.abc.MetaPathFinder):
+    """Exchanges torch in each module of sglang's adapters once it was executed."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if not fullname.startswith("sglang.srt.lora."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            torch = sys.modules["torch"]
+            if getattr(module, "torch", None) is torch:
+                module.torch = _Unpinned(torch)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _Unpinned(types.ModuleType):
+    """torch whose constructors pin nothing."""
+
+    def __init__(self, torch):
+        super().__init__("torch[pageable]")
+        self._torch = torch
+
+    def __getattr__(self, name):
+        value = getattr(self._torch, name)
+        if name not in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
+            return value
+
+        def make(*args, **kwargs):
+            kwargs.pop("pin_memory", None)
+            return value(*args, **kwargs)
+
+        return make
 
 
 def _unavailable(name: str):

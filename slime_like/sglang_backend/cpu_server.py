@@ -89,6 +89,8 @@ def main(argv: list[str]) -> None:
             if os.path.isabs(model_path) and not os.path.exists(model_path):  # else it may be a hub's name
                 raise OSError(f"{model_path}: no such folder or file")
             import_only_needed_models(model_path)
+    if "--enable-lora" in argv:
+        cpu_compat.keep_adapters_pageable()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

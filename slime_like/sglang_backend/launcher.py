@@ -224,6 +224,8 @@ def _server_argv(spec: EngineSpec, port: int, cuda: bool) -> list[str]:
         assert spec.dist_init_addr, "an engine on several machines needs an address where its ranks meet"
         fixed |= {"nnodes": spec.nnodes, "node_rank": spec.node_rank, "dist_init_addr": spec.dist_init_addr}
     defaults: dict = _cuda_defaults() if cuda else _cpu_defaults(spec.context_length)
+    if "enable_lora" in spec.extra_flags and not cuda:
+        defaults["lora_backend"] = "torch_native"
     if spec.dtype is not None:
         defaults["dtype"] = spec.dtype
     if spec.log_level is not None:

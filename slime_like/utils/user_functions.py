@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import difflib
 import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
 from slime_like.errors import PluginError, RunError, UserError
+from slime_like.utils.activity import Activity
 
 #: How long a plain function of the user's may take over one call: those that look at groups, samples or rows.
 HOOK_TIMEOUT_S = 600.0
+#: How long a coroutine may take to end once it is cancelled.
+_CANCEL_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Hook:
     function: Callable
     flag: str
     path: str
-    timeout_s: float = HOOK_TIMEOUT_S  # of one call of a plain function
+    timeout_s: float = HOOK_TIMEOUT_S  # of one call of a plain function; of a coroutine's idling
 
     @classmethod
     def load(cls, path: str | None, num_positional: int, flag: str) -> Hook | None:
@@ -43,15 +48,32 @@ class Hook:
         except Exception as error:
             raise self.error(f"the function raised {type(error).__name__}: {error}") from error
 
-    async def awaited(self, *arguments: Any) -> Any:
-        """As a call, of a coroutine function or a plain one."""
+    async def awaited(self, *arguments: Any, activity: Activity) -> Any:
+        """As a call, of a coroutine function or a plain one.
+
+        A coroutine may take as long as it likes with what the run does for it, which has deadlines of its own; it is
+        ended when it has made nothing of that run for timeout_s.
+        """
         try:
             answer = self.function(*arguments)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await self._unless_idle(answer, activity) if inspect.isawaitable(answer) else answer
         except (RunError, UserError):
             raise
         except Exception as error:
             raise self.error(f"the function raised {type(error).__name__}: {error}") from error
+
+    async def _unless_idle(self, answer: Awaitable, activity: Activity) -> Any:
+        task, begin = asyncio.ensure_future(answer), time.monotonic()
+        try:
+            while not (await asyncio.wait({task}, timeout=min(1.0, self.timeout_s / 4)))[0]:
+                if activity.idle_s(begin) > self.timeout_s:
+                    what = "the function neither answered nor asked for anything"
+                    raise self.error(f"{what} for {self.timeout_s:.0f} s")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_CANCEL_S)
 
     def _in_time(self, arguments: tuple) -> Any:
         # In a daemon thread: one that is stuck neither holds up the run nor keeps the process alive.

@@ -49,6 +49,7 @@ class PublisherOptions:
     num_writers: int = 1
     keep_files: bool = False  # of the disk transport: older versions stay
     delta_encoding: str = "xor"  # of deltas: xor or overwrite
+    adapter_config: dict | None = None  # of adapters: PEFT's
     cards: tuple[tuple[int, ...], ...] = ()  # of each endpoint, of each of its ranks: the source on its card
 
     @property

@@ -38,13 +38,15 @@ class Gathering:
     """What a rank's source has to send. tensors: gathers them anew, under their HF names, collectively over the
     source's gatherers: its pipeline stage's, or with PublishOrder.cards everything.
 
-    names: of the whole model. master_address: of the trainer's first rank, as the other ranks know it.
+    names: of the whole model, or of all its adapters. master_address: of the trainer's first rank, as the other ranks
+    know it. adapter_config: PEFT's, where adapters are sent.
     """
 
     place: RankPlace
     tensors: Callable[[], Iterator[NamedTensor]]
     names: frozenset[str]
     master_address: str
+    adapter_config: dict | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,6 +236,7 @@ class WeightSender:
             num_writers=place.num_gatherers,
             keep_files=sync.update_weight_disk_keep_files,
             delta_encoding=sync.delta_encoding,
+            adapter_config=self._gathering.adapter_config,
         )
 
     def _connect(self, options: PublisherOptions) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slime_like.config.run import RunConfig
-from slime_like.config.transports import RECEIVER, SHARED_FOLDER, transport_of
+from slime_like.config.transports import ADAPTER_FOLDER, RECEIVER, SHARED_FOLDER, transport_of
 from slime_like.errors import SlimeLikeError, WaitTimeout, WeightSyncError
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
+from slime_like.sglang_backend.adapter_client import AdapterClient
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
 from slime_like.weight_sync.delta.receiver_client import ReceiverClient
 from slime_like.weight_sync.together import run_together
@@ -92,8 +93,8 @@ class PublishOrder:
             timeout_s=sync.update_weight_timeout_s,
             pause_mode=config.pause_mode,
             directory=os.path.abspath(directory) if directory else None,
-            compares_digests=sync.compares_digests,
-            finds_unsent=sync.verify_weight_sync == "full",
+            compares_digests=sync.compares_digests and transport_of(transport).digests,
+            finds_unsent=sync.verify_weight_sync == "full" and transport_of(transport).digests,
             cards=cards if transport_of(transport).by_card else (),
         )
 
@@ -182,7 +183,7 @@ class EngineSide:
     def __init__(self, order: PublishOrder):
         self._order = order
         self.transport = transport_of(order.transport)
-        self._clients = [EngineClient(endpoint, timeout_s=order.timeout_s) for endpoint in order.endpoints]
+        self._clients = [AdapterClient(endpoint, timeout_s=order.timeout_s) for endpoint in order.endpoints]
 
     def begin(self) -> None:
         """Stop generation and get every engine ready to receive."""
@@ -196,12 +197,13 @@ class EngineSide:
         order, loads_from = self._order, self.transport.loads_from
         if loads_from is None:
             return
-        if loads_from == SHARED_FOLDER:
+        if loads_from in (SHARED_FOLDER, ADAPTER_FOLDER):
             if order.directory is None:
                 raise WeightSyncError(
                     f"the {order.transport} transport needs its folder. Fix: --update-weight-disk-dir."
                 )
-            check_whole(version_directory(order.directory, order.weights.version))
+            if loads_from == SHARED_FOLDER:
+                check_whole(version_directory(order.directory, order.weights.version))
         self._on_all(self._load_one, "load weights from disk")
 
     def open(self) -> None:
@@ -250,8 +252,11 @@ class EngineSide:
                 ) from error
             client.abort_all()  # end what runs, and rely on nobody sending more
 
-    def _load_one(self, client: EngineClient) -> None:
+    def _load_one(self, client: AdapterClient) -> None:
         order, endpoint = self._order, client.endpoint
+        if self.transport.loads_from == ADAPTER_FOLDER:
+            self._load_adapter(client)
+            return
         if self.transport.loads_from == RECEIVER:
             assert endpoint.receiver_url is not None, "the trainer has sent to it"
             folder = ReceiverClient(endpoint.receiver_url, endpoint.receiver_key, order.timeout_s).folder_of(
@@ -261,7 +266,25 @@ class EngineSide:
             folder = version_directory(order.directory or "", order.weights.version)
         client.update_weights_from_disk(folder, timeout_s=order.timeout_s)
 
+    def _load_adapter(self, client: AdapterClient) -> None:
+        """Beside the base, under the weights' own name, and beside the version before, whose requests may still run.
+
+        The one before that goes, once its last request has ended.
+        """
+        order, weights = self._order, self._order.weights
+        versions = [dataclasses.replace(weights, version=weights.version - ago) for ago in (0, 1)]
+        kept = {str(version) for version in versions}
+        for name in client.adapters():
+            if name.startswith(f"{weights.name}@") and (name not in kept or name == str(weights)):
+                client.unload_adapter(name, timeout_s=order.timeout_s)
+        folder = version_directory(order.directory or "", weights.version)
+        client.load_adapter(str(weights), folder, timeout_s=order.timeout_s)
+
     def _finish_one(self, client: EngineClient) -> None:
+        if self.transport.loads_from == ADAPTER_FOLDER:
+            # Nothing to flush: SGLang keeps the cached prefixes of each adapter apart.
+            client.update_weight_version(str(self._order.weights.version))
+            return
         client.end_weight_update()
         # Flush before resuming: SGLang may serve cached prefixes computed with the old weights.
         self._flush(client)

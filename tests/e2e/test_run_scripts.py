@@ -22,6 +22,7 @@ SCRIPTS = {
     "run-disaggregated.sh": "broadcast",
     "run-async.sh": "broadcast",
     "run-env.sh": "ipc",
+    "run-lora.sh": "ipc",
     "run-served-agent.sh": "ipc",
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+from collections.abc import Callable
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -199,8 +200,18 @@ def _furthest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 
 
 def whole_gradients(worker) -> dict[str, np.ndarray]:
-    """Gradients accumulated by forward_backward, summed over the ranks: whole, under HF names, of this rank's pipeline
-    stage.
+    """See gradients_as: of the whole model, under HF names."""
+
+    def exported() -> dict[str, np.ndarray]:
+        tensors = worker.export(BASE)
+        return {name: x.float().numpy().copy() for name, x in tensors if not name.endswith(CHOOSING_BIAS)}
+
+    return gradients_as(worker, exported)
+
+
+def gradients_as(worker, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Gradients accumulated by forward_backward, summed over the ranks, as `read` gives this rank's weights: whole, of
+    its pipeline stage.
 
     Collective, and to be followed by an optimizer step or by clearing. They take the weights' place and are exported
     like weights, so what tensor and expert parallel ranks hold comes together as proven for weights.
@@ -224,11 +235,7 @@ def whole_gradients(worker) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
-        gradients = {
-            name: tensor.float().numpy().copy()
-            for name, tensor in worker.export(BASE)
-            if not name.endswith(CHOOSING_BIAS)
-        }
+        gradients = read()
         for parameter, weights in zip(parameters, kept, strict=True):
             parameter.copy_(weights)
     return gradients

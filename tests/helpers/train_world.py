@@ -15,6 +15,7 @@ from slime_like.config.batch import BatchConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
 from slime_like.config.hf_model import model_from_hf, read_hf_config
+from slime_like.config.lora import LoraConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.optimizer import OptimizerConfig
@@ -34,7 +35,8 @@ def make_config(
     parallel={"tensor_model_parallel_size": 2}.
     """
     options = {
-        name: dict(groups.get(name, {})) for name in ("parallel", "checkpoint", "batch", "loss", "optimizer", "rollout")
+        name: dict(groups.get(name, {}))
+        for name in ("parallel", "checkpoint", "batch", "loss", "optimizer", "rollout", "lora")
     }
     return RunConfig(
         placement=PlacementConfig(actor_num_gpus_per_node=num_ranks),
@@ -48,6 +50,7 @@ def make_config(
         batch=BatchConfig(**{"num_steps_per_rollout": num_steps} | options["batch"]),
         loss=LossConfig(**options["loss"]),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.0, "bf16": False} | options["optimizer"]),
+        lora=LoraConfig(**options["lora"]),
     )
 
 

@@ -18,7 +18,7 @@ SAID_ANYWAY: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "--rollout-data-transport": (("object-store",), "samples go to trainers by Ray's object store"),
     "--model-name": (None, "the family is read from config.json of --hf-checkpoint"),
     "--use-rollout-entropy": ((), "train/entropy is always reported"),
-    "--keep-old-actor": ((), "a rollout is trained against the weights that generated it"),
+    "--keep-old-actor": ((), "the weights that generated speak by the engine's own log-probs (docs/algorithms.md)"),
     "--recompute-loss-function": ((), "the probabilities of the loss are always computed again in backward"),
     "--no-check-for-nan-in-loss-and-grad": ((), "a loss or gradient that is not finite ends the run all the same"),
     "--enable-experimental": ((), "nothing here is behind it"),

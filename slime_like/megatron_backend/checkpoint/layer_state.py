@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint import FileSystemReader
 
 from slime_like.errors import CheckpointError
+from slime_like.megatron_backend.model.stage_weights import is_adapters
 
 _EXTRA_STATE = "_extra_state"
 
@@ -39,6 +40,6 @@ def load_weights(chunk: torch.nn.Module, state: dict) -> None:
         (result.missing_keys, "has no"),
         (result.unexpected_keys, "has, but the model has no place for,"),
     ):
-        weights = [name for name in names if _EXTRA_STATE not in name]
+        weights = [name for name in names if _EXTRA_STATE not in name and not is_adapters(name)]
         if weights:
             raise CheckpointError(f"the checkpoint {what} {weights[0]!r} ({len(weights)} of the tensors in all).")

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+import dataclasses
 
 from slime_like.config.checkpoint import CheckpointConfig
-from slime_like.config.model import ModelConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.checkpoint import state as checkpoint
 from slime_like.megatron_backend.checkpoint.folder import TRACKER, find, is_megatron_folder, read_client_state
 from slime_like.megatron_backend.hf.files import is_hf_folder
 from slime_like.megatron_backend.hf.names_and_shards import load_hf
+from slime_like.megatron_backend.lora.state import check_record
 from slime_like.megatron_backend.model.provider import unwrap
 from slime_like.records import REFERENCE, TEACHER, WeightsRef
 
 
 def start_source(options: CheckpointConfig) -> str:
-    """The folder of the trainer's first weights: --load if it holds any, else --ref-load, else --hf-checkpoint."""
+    """The folder of the trainer's first weights: --load if it holds any, else --ref-load, else --hf-checkpoint.
+
+    A checkpoint of adapters holds none: they are the base's.
+    """
     if options.load and (is_megatron_folder(options.load) or is_hf_folder(options.load)):
-        return options.load
+        if not holds_adapters(options):
+            return options.load
     source = options.ref_load or options.hf_checkpoint
     assert source, "--hf-checkpoint is checked before workers are built"
     return source
+
+
+def holds_adapters(options: CheckpointConfig) -> bool:
+    """Whether --load is a checkpoint of adapters, without their base."""
+    if not options.load or not is_megatron_folder(options.load):
+        return False
+    return read_client_state(find(options.load, options.ckpt_step)).get("lora") is not None
 
 
 def start_step(options: CheckpointConfig) -> int | None:
@@ -34,6 +43,8 @@ def start_step(options: CheckpointConfig) -> int | None:
     Raises CheckpointError if --ckpt-step asks for one of a folder without any.
     """
     source = start_source(options)
+    if holds_adapters(options):
+        return reference_step(options)
     if options.ckpt_step is not None and (source != options.load or not is_megatron_folder(source)):
         raise CheckpointError(
             f"--ckpt-step {options.ckpt_step}: --load {options.load} holds no Megatron checkpoint. Fix: another --load,"
@@ -57,22 +68,36 @@ def frozen_sources(config: RunConfig) -> list[tuple[WeightsRef, str, int | None]
     if config.role != "actor":
         return []
     options, loss = config.checkpoint, config.loss
+    # beside adapters the base is the reference, unless another is asked for
+    reference = options.ref_load or (start_source(options) if config.adapters else None)
     sources = (
-        (REFERENCE, options.ref_load if config.swaps_reference else None, reference_step(options)),
+        (REFERENCE, reference if config.swaps_reference else None, reference_step(options)),
         (TEACHER, loss.opd_teacher_load if loss.use_opd else None, loss.opd_teacher_ckpt_step),
     )
     return [(weights, folder, step) for weights, folder, step in sources if folder is not None]
 
 
-def parts_to_continue(options: CheckpointConfig, source: str) -> dict[str, bool] | None:
-    """What a run takes of the checkpoint in start_source() beside weights, by TrainWorker.load_state's names.
+def parts_to_continue(config: RunConfig) -> dict[str, bool] | None:
+    """What a run takes of the checkpoint in --load beside weights, by TrainWorker.load_state's names.
 
-    None: there is nothing to continue from but weights, which are loaded already.
+    None: there is nothing to continue from but weights, which are loaded already. Raises CheckpointError if the
+    checkpoint and the run differ in whether adapters are trained.
     """
-    is_checkpoint = options.load is not None and source == options.load and is_megatron_folder(source)
-    if not is_checkpoint or read_client_state(find(source, options.ckpt_step)).get("weights_only"):
+    options = config.checkpoint
+    if options.load is None or not is_megatron_folder(options.load):
+        return None
+    saved = read_client_state(find(options.load, options.ckpt_step))
+    has_adapters, wants_adapters = saved.get("lora") is not None, config.adapters is not None
+    if has_adapters and not wants_adapters:
+        check_record(options.load, saved["lora"], None, config.model)
+    if saved.get("weights_only"):
         return None
     fresh = options.finetune
+    if wants_adapters and not has_adapters and not fresh:
+        raise CheckpointError(
+            f"--load {options.load} was trained without --lora-rank: its optimizer and counters are not of adapters."
+            " Fix: --finetune, and its weights are the frozen base."
+        )
     return {
         "optimizer": not (options.no_load_optim or fresh),
         "schedule": not fresh,
@@ -80,24 +105,18 @@ def parts_to_continue(options: CheckpointConfig, source: str) -> dict[str, bool]
     }
 
 
-def load_weights(
-    model: Sequence[torch.nn.Module],
-    model_config: ModelConfig,
-    folder: str,
-    *,
-    step: int | None = None,
-    value_head: bool = False,
-) -> None:
-    """Fill the model from an HF folder, or from the newest Megatron checkpoint in a folder or the one of `step`.
+def load_weights(state: checkpoint.TrainState, folder: str, *, step: int | None = None) -> None:
+    """Fill the model of `state` from an HF folder or a Megatron checkpoint: the newest, or that of `step`.
 
-    value_head: the model is a critic; its head is filled from a critic's checkpoint only. Raises CheckpointError if the
-    folder is neither.
+    A critic's head is filled from a critic's checkpoint only; of a model with adapters these, where the checkpoint is
+    of adapters, else the base. Raises CheckpointError if the folder is neither.
     """
     if is_megatron_folder(folder):
-        state = checkpoint.TrainState(model=model, model_config=model_config, with_rng=False, value_head=value_head)
-        checkpoint.load(find(folder, step), state)
+        path = find(folder, step)
+        lora = state.lora if read_client_state(path).get("lora") is not None else None
+        checkpoint.load(path, dataclasses.replace(state, with_rng=False, lora=lora))
     elif is_hf_folder(folder):
-        load_hf(unwrap(model), model_config, folder)
+        load_hf(unwrap(state.model), state.model_config, folder)
     else:
         raise CheckpointError(
             f"{folder} is neither an HF folder (no config.json) nor a Megatron checkpoint (no {TRACKER})."

@@ -15,12 +15,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime_like.config.lora import LoraConfig
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError, SaveError
 from slime_like.megatron_backend.checkpoint.folder import Draft, read_client_state
 from slime_like.megatron_backend.checkpoint.layer_state import load_weights, without_absent_layer_state
 from slime_like.megatron_backend.checkpoint.reader import checked_copy
+from slime_like.megatron_backend.lora.peft_files import save_adapters
+from slime_like.megatron_backend.lora.state import adapter_record, check_record, sharded_adapters, take_adapters
 from slime_like.megatron_backend.model.provider import unwrap
+from slime_like.megatron_backend.model.stage_weights import is_adapters
 from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT
 from slime_like.megatron_backend.step.optimizer import fit_optimizer_state
 
@@ -75,6 +79,8 @@ class TrainState:
     scheduler: OptimizerParamScheduler | None = None  # None: take weights only
     with_rng: bool = True
     value_head: bool = False  # a critic; loading a policy's weights leaves its head as it is
+    lora: LoraConfig | None = None  # only adapters, which are also written as a PEFT folder; None: the model
+    base: str | None = None  # of adapters: the folder of the model that they are for
 
 
 def draft_of(
@@ -100,6 +106,8 @@ def draft_of(
         "weights_only": state.scheduler is None,
         "value_head": state.value_head,
     }
+    if state.lora is not None:
+        record["lora"] = adapter_record(state.lora, state.model_config)
     return Draft(
         folder=folder, number=num_rollouts_done, record=record, retain_interval=retain_interval, num_spared=num_spared
     )
@@ -128,6 +136,8 @@ def start_writing(draft: Draft, state: TrainState, *, in_background: bool) -> As
     request = dist_checkpointing.save(
         _sharded_state(state, is_loading=False), draft.path, async_sharded_save=in_background
     )
+    if state.lora is not None:
+        save_adapters(unwrap(state.model), draft.path, lora=state.lora, model=state.model_config, base=state.base)
     torch.distributed.barrier()
     return request
 
@@ -160,6 +170,7 @@ def load(path: str, state: TrainState) -> dict:
             f"{path} is a {'policy' if from_policy else 'critic'}'s and cannot continue as a"
             f" {'critic' if from_policy else 'policy'}."
         )
+    check_record(path, saved.get("lora"), state.lora, state.model_config)
     if state.optimizer is not None and not saved["has_optimizer"]:
         raise CheckpointError(
             f"{path} has no optimizer state (it was saved with --no-save-optim). Fix: --no-load-optim."
@@ -179,7 +190,9 @@ def load(path: str, state: TrainState) -> dict:
             ) from error
     if own_head is not None:
         loaded[last][OUTPUT_WEIGHT] = own_head.data
-    for name, chunk in chunks.items():
+    if state.lora is not None:
+        take_adapters(unwrap(state.model), loaded["adapters"])
+    for name, chunk in chunks.items() if state.lora is None else ():
         load_weights(chunk, loaded[name])
     if state.optimizer is not None:
         state.optimizer.load_state_dict(fit_optimizer_state(loaded["optimizer"], state.optimizer))
@@ -191,10 +204,7 @@ def load(path: str, state: TrainState) -> dict:
 
 
 def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
-    sharded: dict = {
-        name: chunk.sharded_state_dict()
-        for name, chunk in zip(_chunk_names(state.model), unwrap(state.model), strict=True)
-    }
+    sharded = _sharded_weights(state)
     if state.optimizer is not None:
         sharded["optimizer"] = state.optimizer.sharded_state_dict(
             dict(sharded), is_loading=is_loading, metadata=_METADATA
@@ -211,6 +221,16 @@ def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:
         copy = parallel_state.get_context_parallel_rank()
         sharded["rng_state"] = ShardedObject("rng_state", _get_rng(), (tensor, pipeline, data), place, replica_id=copy)
     return sharded
+
+
+def _sharded_weights(state: TrainState) -> dict:
+    """What is trained: the chunks' state, or their adapters'."""
+    if state.lora is not None:
+        return {"adapters": sharded_adapters(unwrap(state.model))}
+    return {
+        name: {key: tensor for key, tensor in chunk.sharded_state_dict().items() if not is_adapters(key)}
+        for name, chunk in zip(_chunk_names(state.model), unwrap(state.model), strict=True)
+    }
 
 
 def _chunk_names(model: Sequence[torch.nn.Module]) -> list[str]:

@@ -18,6 +18,8 @@ from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf.files import HfReader
 from slime_like.megatron_backend.hf.tables import table_for
 from slime_like.megatron_backend.hf.tables.row import GATE_UP, GATE_UP_JOINED, PLAIN, QKV, WeightRow
+from slime_like.megatron_backend.lora.adapter import LoraAdapter
+from slime_like.megatron_backend.lora.build import adapters_by_weight
 from slime_like.megatron_backend.model.stage_weights import named_weights
 from slime_like.megatron_backend.model.value_head import OUTPUT_WEIGHT, has_value_head
 from slime_like.planning.memory.parameters import model_parameters
@@ -42,6 +44,13 @@ class ParameterShard:
     is_tied_copy: bool  # the last stage's copy of the embedding
     expert: int | None = None  # place among the experts that one rank holds
     num_local_experts: int = 0
+    adapter: LoraAdapter | None = None
+
+    def merged(self) -> torch.Tensor:
+        """The tensor here with what its adapter adds, rounded once."""
+        if self.adapter is None or not self.adapter.counts:
+            return self.parameter.detach()
+        return (self.parameter.detach().float() + self.adapter.delta()).to(self.parameter.dtype)
 
     def hf_names(self, expert_rank: int) -> tuple[str, ...]:
         """The HF tensors behind this parameter on the rank `expert_rank` of the expert parallel group."""
@@ -68,7 +77,7 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[ParameterS
     Raises CheckpointError for one that the family's table does not know.
     """
     by_name = _rows(model)
-    tied = not model.untie_embeddings_and_output_weights
+    tied, adapters = not model.untie_embeddings_and_output_weights, adapters_by_weight(stage)
     for chunk, name, parameter in ((part, *named) for part in stage for named in named_weights(part)):
         if name == OUTPUT_WEIGHT and has_value_head(chunk):
             continue
@@ -87,6 +96,7 @@ def shards(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[ParameterS
             is_tied_copy=is_tied_copy,
             expert=int(expert[0]) if expert else None,
             num_local_experts=model.num_experts // parallel_state.get_expert_model_parallel_world_size(),
+            adapter=adapters.get(id(parameter)),
         )
 
 
@@ -125,9 +135,9 @@ def load_hf(stage: Sequence[GPTModel], model: ModelConfig, folder: str) -> None:
 
 @torch.no_grad()
 def export_hf(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """This pipeline stage's HF tensors, whole, those of experts on other ranks too. Collective: every rank with
-    joins_export() must iterate to the end, and no other rank needs to. Beside the model at most one tensor, gathered,
-    is alive.
+    """This pipeline stage's HF tensors, whole, adapters merged, those of experts on other ranks too. Collective:
+    every rank with joins_export() must iterate to the end, and no other rank needs to. Beside the model at most one
+    tensor, gathered, is alive.
 
     A tied output layer is not repeated: the first stage sends it as the embedding. Some tensors are views of the
     parameters: they hold until the next optimizer step or weight swap.
@@ -136,7 +146,7 @@ def export_hf(stage: Sequence[GPTModel], model: ModelConfig) -> Iterator[tuple[s
         if shard.is_tied_copy:
             continue
         # gloo silently corrupts tensors that are not contiguous (torch 2.13).
-        local = shard.parameter.detach().contiguous()
+        local = shard.merged().contiguous()
         parts = [local]
         if shard.dim is not None:
             parts = [torch.empty_like(local) for _ in range(shard.tensor_group.size())]

@@ -4,6 +4,7 @@ interleaved pipeline.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,6 +22,8 @@ from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
 from slime_like.megatron_backend.hf.names_and_shards import mark_duplicated
+from slime_like.megatron_backend.lora.adapter import AdapterSwitch
+from slime_like.megatron_backend.lora.build import put_adapters
 from slime_like.megatron_backend.model.attention import CausalAttention
 from slime_like.megatron_backend.model.layer_spec import block_spec
 from slime_like.megatron_backend.model.packed import take_packs_as_rows
@@ -156,13 +159,18 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict:
 
 
 def build_model(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    value_head: bool = False,
+    adapters: AdapterSwitch | None = None,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks with gradient buffers, first layers first; weights are random until loaded.
 
-    value_head: a critic.
+    value_head: a critic. adapters: of a policy that trains nothing else; they are zeros until filled.
     """
-    chunks = build_frozen(model, parallel, optimizer, value_head=value_head)
+    chunks = build_frozen(model, parallel, optimizer, value_head=value_head, adapters=adapters)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -179,21 +187,34 @@ def build_model(
 
 
 def build_frozen(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, *, value_head: bool = False
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    value_head: bool = False,
+    adapters: AdapterSwitch | None = None,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks without gradient buffers, for a role that only scores.
 
     Weights are random until loaded.
     """
+    if adapters is not None:  # routers learn their bias without gradients, and the base is to stay as it is
+        model = dataclasses.replace(model, moe_router_bias_update_rate=0.0)
     config = transformer_config(model, parallel, bf16=trains_in_bf16(optimizer))
     return [
-        _build_chunk(model, parallel, config, number, value_head)
+        _build_chunk(model, parallel, config, number, value_head=value_head, adapters=adapters)
         for number in range(parallel.virtual_pipeline_size(model.num_layers) or 1)
     ]
 
 
 def _build_chunk(
-    model: ModelConfig, parallel: ParallelConfig, config: TransformerConfig, number: int, value_head: bool
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    config: TransformerConfig,
+    number: int,
+    *,
+    value_head: bool,
+    adapters: AdapterSwitch | None,
 ) -> torch.nn.Module:
     """Chunk `number` of this rank, in bf16 inside its wrapper."""
     place = {"ignore_virtual": False, "vp_stage": number}
@@ -216,6 +237,8 @@ def _build_chunk(
     if value_head:
         put_value_head(stage)
     mark_duplicated(stage, model)
+    if adapters is not None:
+        put_adapters(stage, model, adapters)
     if any(isinstance(module, CausalAttention) for module in stage.modules()):
         take_packs_as_rows(stage)
     if torch.cuda.is_available():

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from slime_like.config.lora import LoraConfig
 from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.errors import CheckpointError
@@ -46,26 +47,32 @@ class AdamParams:
 
 
 def build_optimizer(
-    model: Sequence[DistributedDataParallel], optimizer: OptimizerConfig, parallel: ParallelConfig
+    model: Sequence[DistributedDataParallel],
+    optimizer: OptimizerConfig,
+    parallel: ParallelConfig,
+    lora: LoraConfig | None = None,
 ) -> MegatronOptimizer:
-    """AdamW over this rank's chunks, with gradient clipping over the whole model."""
+    """AdamW over this rank's chunks, with gradient clipping over the whole model. lora: of a model with adapters."""
     bf16 = trains_in_bf16(optimizer)
-    built = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer=optimizer.optimizer,
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.adam_beta1,
-            adam_beta2=optimizer.adam_beta2,
-            adam_eps=optimizer.adam_eps,
-            clip_grad=optimizer.clip_grad,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-        ),
-        list(model),
+    config = MegatronOptimizerConfig(
+        optimizer=optimizer.optimizer,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
+    overrides = None
+    if lora is not None and lora.lora_plus_lr_ratio != 1.0:
+        ratio = lora.lora_plus_lr_ratio  # also by itself: a checkpoint tells groups apart by it
+        of_b = {"max_lr": optimizer.lr * ratio, "min_lr": optimizer.min_lr * ratio, "lr_mult": ratio}
+        overrides = get_standard_config_overrides(config) | {ParamKey(name="*.lora_b"): of_b}
+    built = get_megatron_optimizer(config, list(model), overrides)
     get_model_config(model[0]).grad_scale_func = built.scale_loss
     return built
 
@@ -78,7 +85,8 @@ def stepping_with(built: MegatronOptimizer, params: AdamParams | None) -> Iterat
     if params is not None:
         for group in groups:
             decay = params.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms and biases
-            group |= {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": decay}
+            rate = params.lr * group.get("lr_mult", 1.0)  # --lora-plus-lr-ratio
+            group |= {"lr": rate, "betas": params.betas, "eps": params.eps, "weight_decay": decay}
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from slime_like.config.transports import transport_of
 from slime_like.planning.cards import cards_are_shared
 from slime_like.planning.hardware import PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
+from slime_like.planning.memory.adapters import adapter_chunks
 from slime_like.planning.memory.parameters import Variant, stage_buffer_bytes, stage_chunks
 from slime_like.planning.memory.trainer_bytes import Precision, StageBytes, TrainerBytes, bucket_elements
 from slime_like.planning.placement import PlacementPlan
@@ -51,6 +52,7 @@ class RoleBytes:
         self._trained = name in ("actor", "critic")
         self._offloads = name != "reward" and config.offloads_train(on_gpu=True)
         self._swapped = name == "ref" and not plan.has_processes("ref")
+        self._adapters = config.adapters if name == "actor" else None
         self._variant = Variant(value_head=name in ("critic", "reward"))
         parallel, model = config.parallel, config.model
         self._per_stage = max(1, self._role.num_gpus // parallel.pipeline_model_parallel_size)
@@ -79,10 +81,14 @@ class RoleBytes:
         if stage not in self._stages:
             chunks = stage_chunks(self._config.model, parallel, stage, self._variant)
             dp_size = max(1, self._per_stage // parallel.tensor_model_parallel_size)
+            trained, frozen = chunks, 0
+            if self._adapters is not None:
+                trained = adapter_chunks(self._config.model, parallel, stage, self._adapters)
+                frozen = sum(p.numel for chunk in chunks for p in chunk)
             self._stages[stage] = StageBytes(
-                chunks, parallel, self._precision, dp_size=dp_size,
+                trained, parallel, self._precision, dp_size=dp_size,
                 expert_dp_size=max(1, self._per_stage // self._experts),
-                bucket_elements=bucket_elements(parallel, stage=stage, dp_size=dp_size),
+                bucket_elements=bucket_elements(parallel, stage=stage, dp_size=dp_size), frozen_elements=frozen,
             )  # fmt: skip
             self._largest[stage] = (
                 max((p.numel for chunk in chunks for p in chunk), default=0)
@@ -105,7 +111,8 @@ class RoleBytes:
         """
         held, only_weights = key.held, key.held.num_parameters * self._precision.weight
         if self._swapped:
-            return 2 * only_weights
+            # Beside adapters the base itself is the reference.
+            return 0 if self._config.lora.enabled else 2 * only_weights
         offloaded = held.weights + held.optimizer if self._trained else only_weights
         return (offloaded if self._offloads else 0) + (held.host_optimizer if self._trained else 0)
 

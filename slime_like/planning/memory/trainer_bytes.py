@@ -156,11 +156,14 @@ class StageBytes:
         dp_size: int,
         expert_dp_size: int,
         bucket_elements: int | None = None,
+        frozen_elements: int = 0,
     ):
         """dp_size counts context parallel ranks too; both groups are Megatron's.
 
-        bucket_elements: of the first chunk, see bucket_elements().
+        chunks: what is trained. bucket_elements: of the first chunk, see bucket_elements(). frozen_elements: weights
+        beside, which have nothing but themselves.
         """
+        self._frozen = frozen_elements
         self._precision, self._sharded = precision, parallel.use_distributed_optimizer
         self._num_parameters = sum(p.numel for chunk in chunks for p in chunk)
         self._dense: list[_Buffer] = []
@@ -185,8 +188,9 @@ class StageBytes:
             owned = sum(buffer.owned(dp_rank, self._dp_size) for buffer in self._dense)
             owned += sum(buffer.owned(expert_dp_rank, self._expert_dp_size) for buffer in self._experts)
         return TrainerBytes(
-            num_parameters=self._num_parameters,
-            weights=precision.weight * (self.buffer_elements if self._sharded else self._num_parameters),
+            num_parameters=self._num_parameters + self._frozen,
+            weights=precision.weight
+            * (self._frozen + (self.buffer_elements if self._sharded else self._num_parameters)),
             gradients=precision.gradient * self.buffer_elements,
             optimizer=precision.state * owned,
             host_optimizer=precision.host_state * owned,

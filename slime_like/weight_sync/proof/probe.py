@@ -60,16 +60,18 @@ def compare_probe(
     *,
     version: int,
     bf16: bool,
+    adapter: str | None = None,
 ) -> float:
     """Largest mean |log-prob difference| of a prompt between any engine and the trainer.
 
-    trainer: [T] each, at temperature 1, entry 0 without meaning. bf16: whether it trains in it. Raises WeightSyncError
+    trainer: [T] each, at temperature 1, entry 0 without meaning. bf16: whether it trains in it. adapter: the name of
+    those that engines serve beside the base. Raises WeightSyncError
     naming the engine where it is above the tolerance, all of them.
     """
     timeout_s = config.sync.update_weight_timeout_s
     tasks = {
         f"engine {client.endpoint.index} at {client.url}": functools.partial(
-            client.prompt_log_probs, [sample.tokens.tolist() for sample in samples], timeout_s
+            client.prompt_log_probs, [sample.tokens.tolist() for sample in samples], timeout_s, adapter
         )
         for client in clients
     }

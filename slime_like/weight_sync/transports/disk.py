@@ -89,7 +89,7 @@ class DiskPublisher:
         if not self._is_first or (self._is_alone and not os.path.isdir(partial)):
             return
         with self._explaining("cannot be written to"):
-            _write_index(partial)
+            self._complete(partial)
             shutil.rmtree(final, ignore_errors=True)
             os.rename(partial, final)
         if not self._options.keep_files:
@@ -97,6 +97,10 @@ class DiskPublisher:
                 target=_remove_older, args=(self._root, final), name=f"remove versions before {version}", daemon=True
             )
             self._removal.start()
+
+    def _complete(self, folder: str) -> None:
+        """The last step before a version is visible, when all have written."""
+        _write_index(folder)
 
     def abandon(self, version: int) -> None:
         """Remove what was written of this version."""

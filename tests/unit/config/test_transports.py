@@ -17,11 +17,11 @@ from slime_like.planning.placement import make_plan
 def test_the_first_one_that_fits_is_the_default():
     assert fitting(colocate=True) == ("ipc", "disk") and fitting(colocate=False) == ("broadcast", "disk")
     assert fitting(colocate=True, several_machines=True) == ("disk",)
-    assert choices() == ("ipc", "broadcast", "disk") and modes() == ("delta",)
+    assert choices() == ("ipc", "broadcast", "disk") and modes() == ("delta", "adapter")
 
 
 def test_an_unknown_one_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="pigeon is unknown. Known: ipc, broadcast, disk, delta"):
+    with pytest.raises(ConfigError, match="pigeon is unknown. Known: ipc, broadcast, disk, delta, adapter"):
         transport_of("pigeon")
 
 

@@ -40,6 +40,25 @@ def ask(engine, *, sampling_params=None, api_key=None, num=1, concurrency=8, **o
     return asyncio.run(run())
 
 
+def test_a_request_names_the_adapters_of_its_version():
+    """The engine tells its newest version; the request's own counts, whatever came since."""
+
+    async def run(engine):
+        client = GenerationClient(
+            engine.url, None, RolloutConfig(), concurrency=1, weight_version=lambda: 3, adapter=lambda: "policy@3"
+        )
+        try:
+            return await client.generate(PROMPT.tokens, {"max_new_tokens": 8})
+        finally:
+            await client.close()
+
+    with ScriptedEngine(three_tokens) as engine:
+        engine.weight_version = "4"
+        generation = asyncio.run(run(engine))
+        assert [body["lora_path"] for body in engine.requests] == ["policy@3"]
+    assert generation.weight_version == 3
+
+
 def test_a_sample_is_prompt_and_response_in_flat_arrays():
     with ScriptedEngine(three_tokens) as engine:
         engine.weight_version = "4"

@@ -72,6 +72,7 @@ def test_the_host_chooses_the_attention(repo_root: Path, name: str):
         ("run-external.sh", "external"),
         ("run-env.sh", "colocate"),
         ("run-agent.sh", "colocate"),
+        ("run-lora.sh", "colocate"),
     ],
 )
 @pytest.mark.slow

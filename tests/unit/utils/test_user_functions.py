@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 
 from slime_like.errors import PluginError, RunError
+from slime_like.utils.activity import Activity
 from slime_like.utils.user_functions import Hook, load_function
 
 USER = "tests.unit.rollout.user_functions"
@@ -74,3 +76,49 @@ def test_what_a_function_raises_is_named_and_what_it_gives_comes_back():
     assert Hook(lambda number: number + 1, "--flag", "mine.add")(2) == 3
     with pytest.raises(RunError, match="^--flag mine.divide: the function raised ZeroDivisionError"):
         Hook(lambda: 1 / 0, "--flag", "mine.divide")()
+
+
+def test_a_coroutine_that_makes_nothing_of_the_run_is_ended_and_named():
+    activity, ended = Activity(), []
+
+    async def waits():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    hook = Hook(waits, "--rollout-function-path", "mine.waits", timeout_s=0.2)
+    with pytest.raises(RunError, match=r"--rollout-function-path mine.waits: the function neither answered nor asked"):
+        asyncio.run(hook.awaited(activity=activity))
+    assert ended == [True]
+
+
+def test_a_coroutine_may_take_as_long_as_what_it_asked_for():
+    activity = Activity()
+
+    async def asks():
+        for _ in range(3):
+            with activity.call():
+                await asyncio.sleep(0.4)
+        return "done"
+
+    hook = Hook(asks, "--rollout-function-path", "mine.asks", timeout_s=0.2)
+    assert asyncio.run(hook.awaited(activity=activity)) == "done" and activity.num_running == 0
+
+
+def test_who_waits_for_a_coroutine_and_is_cancelled_cancels_it():
+    ended = []
+
+    async def waits():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def main():
+        async with asyncio.timeout(0.1):
+            await Hook(waits, "--eval-function-path", "mine.waits").awaited(activity=Activity())
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert ended == [True]

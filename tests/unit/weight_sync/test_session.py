@@ -1,5 +1,7 @@
 """The order of a weight sync on every engine and every rank, and what stops it."""
 
+# Covers slime_like.sglang_backend.adapter_client too.
+
 from __future__ import annotations
 
 import contextlib
@@ -122,6 +124,31 @@ def test_a_folder_is_loaded_outside_of_a_session_and_compared_in_one():
         assert [body["model_path"] for _, path, body in servers[0].calls if path == "/update_weights_from_disk"] == [
             version_directory("/w", 7)
         ]
+
+
+def test_adapters_are_loaded_beside_the_base_and_the_version_before(tmp_path):
+    """Nothing pauses; what is two versions old goes, and so does what an earlier attempt left under this name."""
+    loaded = ["policy@5", "policy@6", "policy@7", "somebody@1"]
+    models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in loaded)]
+    answers = engine_answers() | {
+        "/v1/models": lambda body: (200, {"data": models}),
+        "/load_lora_adapter": OK,
+        "/unload_lora_adapter": OK,
+    }
+    with engines(answers) as servers:
+        steps: list[str] = []
+        adapters = dataclasses.replace(
+            order(servers, "adapter", directory=str(tmp_path), compares_digests=False), weights=WeightsRef("policy", 7)
+        )
+        receipt = run_session(adapters, OneRank(steps))
+        assert steps == ["begin", "connect", "send policy@7", "load", "finish"]
+        assert [(path, body) for _, path, body in servers[0].calls if "lora" in path] == [
+            ("/unload_lora_adapter", {"lora_name": "policy@5"}),
+            ("/unload_lora_adapter", {"lora_name": "policy@7"}),
+            ("/load_lora_adapter", {"lora_name": "policy@7", "lora_path": version_directory(str(tmp_path), 7)}),
+        ]
+        assert servers[0].paths[-2:] == ["/update_weight_version", "/model_info"]
+        assert receipt.engines_proven == 0
 
 
 def test_without_digests_a_folder_needs_no_session():

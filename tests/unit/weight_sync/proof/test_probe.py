@@ -38,7 +38,7 @@ class FakeClient:
     def url(self):
         return f"http://e{self.index}"
 
-    def prompt_log_probs(self, prompts, timeout_s):
+    def prompt_log_probs(self, prompts, timeout_s=None, adapter=None):
         assert [len(prompt) - 1 for prompt in prompts] == [len(row) - 1 for row in self.rows]
         return [[float(value) + self.off for value in row[1:]] for row in self.rows]
 

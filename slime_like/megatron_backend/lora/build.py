@@ -1,0 +1,186 @@
+"""Adapters on a model chunk: made, found again, started."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slime_like.config.lora import LoraConfig
+from slime_like.config.lora_targets import COLUMN, ROW, WHOLE, TargetMatrix, layer_targets
+from slime_like.config.model import ModelConfig
+from slime_like.errors import ConfigError
+from slime_like.megatron_backend.hf.tables import table_for
+from slime_like.megatron_backend.hf.tables.row import GATE_UP_JOINED, QKV
+from slime_like.megatron_backend.lora.adapter import AdapterPart, AdapterShape, AdapterSwitch, LoraAdapter, added
+from slime_like.megatron_backend.model.layer_spec import ReplicatedLinear
+from slime_like.megatron_backend.model.stage_weights import ADAPTER
+
+_LAYER_TYPES = {COLUMN: ColumnParallelLinear, ROW: RowParallelLinear, WHOLE: ReplicatedLinear}
+
+
+def put_adapters(chunk: GPTModel, model: ModelConfig, switch: AdapterSwitch) -> None:
+    """Freeze the chunk and give every targeted layer its adapter: zeros, until filled.
+
+    Raises ConfigError for layers that are not torch's.
+    """
+    lora = switch.config
+    for parameter in chunk.parameters():
+        parameter.requires_grad = False
+    layouts = {row.megatron: row.layout for row in table_for(model)}
+    offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+    for number, layer in enumerate(chunk.decoder.layers):
+        prefix = f"model.layers.{number + offset}."
+        for matrix in layer_targets(model, has_experts=model.expert_layers[number + offset]):
+            modules = [prefix + name for name in matrix.modules]
+            if not any(map(lora.targets, modules)):
+                continue
+            linear = layer.get_submodule(matrix.name)
+            _check_layer(linear, matrix)
+            layout = layouts[f"decoder.layers.{{layer}}.{matrix.name}.weight"]
+            shape = _shape_of(linear, matrix, layout, lora, chunk)
+            parts = {
+                place: AdapterPart(module, shape, shape.sizes[place], chunk.config)
+                for place, module in enumerate(modules)
+                if lora.targets(module)
+            }
+            adapter = LoraAdapter(shape, parts, chunk.config, switch)
+            linear.add_module(ADAPTER, adapter)
+            linear.register_forward_hook(added(adapter), with_kwargs=True)
+    if chunk.pre_process and chunk.config.recompute_granularity == "full":
+        # A layer that is computed again gets gradients only where its input asks for one, and the frozen embedding
+        # does not.
+        chunk.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
+
+
+def adapters(stage: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, LoraAdapter]]:
+    """(linear layer, its adapter) of every one in these chunks, in the model's order."""
+    for chunk in stage:
+        for module in chunk.modules():
+            adapter = module._modules.get(ADAPTER)
+            if isinstance(adapter, LoraAdapter):
+                yield module, adapter
+
+
+def parts(stage: Iterable[torch.nn.Module]) -> Iterator[tuple[LoraAdapter, AdapterPart]]:
+    """(adapter, its part) for every HF module with one."""
+    for _, adapter in adapters(stage):
+        for part in adapter.parts.values():
+            yield adapter, part
+
+
+def adapters_by_weight(stage: Iterable[torch.nn.Module]) -> dict[int, LoraAdapter]:
+    """id of a layer's weight -> its adapter."""
+    return {id(linear.weight): adapter for linear, adapter in adapters(stage)}
+
+
+@torch.no_grad()
+def start_adapters(stage: Iterable[torch.nn.Module], lora: LoraConfig, *, seed: int) -> None:
+    """Fill adapters as --lora-init says: the same numbers under every layout, others for each module."""
+    for adapter, part in parts(stage):
+        matrix_a, matrix_b = _first_matrices(adapter, part, lora, _generator(seed, part.module))
+        put_whole(adapter, part, matrix_a, matrix_b)
+
+
+@torch.no_grad()
+def put_whole(adapter: LoraAdapter, part: AdapterPart, matrix_a: torch.Tensor, matrix_b: torch.Tensor) -> None:
+    """Take this rank's share of a whole A [rank, inputs] and B [outputs, rank], of HF's rows."""
+    shape = adapter.shape
+    rank, size = shape.group.rank(), shape.group.size()
+    if shape.split == ROW:
+        matrix_a = matrix_a.chunk(size, 1)[rank]
+    if shape.split == COLUMN:
+        halves = matrix_b.chunk(2) if adapter.halves() else (matrix_b,)
+        matrix_b = torch.cat([half.chunk(size)[rank] for half in halves])
+    part.lora_a.copy_(matrix_a)
+    part.lora_b.copy_(matrix_b)
+
+
+@torch.no_grad()
+def gathered(adapter: LoraAdapter, part: AdapterPart) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole A and B of a part, the inverse of put_whole. Collective over the tensor parallel group."""
+    matrix_a, matrix_b = part.lora_a.detach(), part.lora_b.detach()
+    if adapter.shape.split == ROW:
+        matrix_a = torch.cat(_of_all_ranks(matrix_a, adapter.shape.group), 1)
+    if adapter.shape.split == COLUMN:
+        ranks = _of_all_ranks(matrix_b, adapter.shape.group)
+        if adapter.halves():
+            matrix_b = torch.cat([rows.chunk(2)[half] for half in (0, 1) for rows in ranks])
+        else:
+            matrix_b = torch.cat(ranks)
+    return matrix_a.contiguous(), matrix_b.contiguous()
+
+
+def _of_all_ranks(matrix: torch.Tensor, group: torch.distributed.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [matrix]
+    local = matrix.contiguous()
+    every = [torch.empty_like(local) for _ in range(group.size())]
+    torch.distributed.all_gather(every, local, group=group)
+    return every
+
+
+def _check_layer(linear: torch.nn.Module, matrix: TargetMatrix) -> None:
+    if not isinstance(linear, _LAYER_TYPES[matrix.split]):
+        kind = f"{matrix.name} is transformer-engine's {type(linear).__name__}"
+        raise ConfigError([f"--lora-rank: adapters are for torch's layers; {kind}. Fix: --attention-backend local."])
+
+
+def _shape_of(
+    linear: torch.nn.Module, matrix: TargetMatrix, layout: str, lora: LoraConfig, chunk: GPTModel
+) -> AdapterShape:
+    rows, num_inputs = linear.weight.shape
+    sizes: tuple[int, ...] = (rows,)
+    if layout == QKV:
+        config = chunk.config
+        queries = config.num_attention_heads // config.num_query_groups
+        group_rows = rows // (queries + 2)
+        sizes = (queries * group_rows, group_rows, group_rows)
+    elif layout != GATE_UP_JOINED and len(matrix.modules) == 2:
+        sizes = (rows // 2, rows // 2)
+    return AdapterShape(
+        split=matrix.split,
+        layout=layout,
+        sizes=sizes,
+        num_inputs=num_inputs,
+        rank=lora.lora_rank,
+        scale=lora.scale,
+        dropout=lora.lora_dropout,
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def _generator(seed: int, module: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} {module}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _first_matrices(
+    adapter: LoraAdapter, part: AdapterPart, lora: LoraConfig, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole A and B in fp32, drawn as PEFT's Linear draws them (peft 0.21, tuners/lora/layer.py)."""
+    size, rank = adapter.shape.group.size(), lora.lora_rank
+    num_inputs = part.lora_a.size(1) * (size if adapter.shape.split == ROW else 1)
+    num_outputs = part.lora_b.size(0) * (size if adapter.shape.split == COLUMN else 1)
+    if lora.lora_init == "orthogonal":
+        basis, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
+        matrix_a = (torch.randn(num_inputs, rank // 2, generator=generator) @ basis[0::2]).T / 10.0
+        return matrix_a, (torch.randn(num_outputs, rank // 2, generator=generator) @ basis[1::2]) / 10.0
+    if lora.lora_init == "gaussian":
+        matrix_a = torch.randn(rank, num_inputs, generator=generator) / rank
+    else:
+        matrix_a = _uniform(rank, num_inputs, generator)
+    if lora.lora_init == "false":
+        return matrix_a, _uniform(num_outputs, rank, generator)
+    return matrix_a, torch.zeros(num_outputs, rank)
+
+
+def _uniform(num_outputs: int, num_inputs: int, generator: torch.Generator) -> torch.Tensor:
+    """torch.nn.Linear's own start: kaiming_uniform_(a=sqrt(5)), which reaches 1 / sqrt(inputs)."""
+    return (2 * torch.rand(num_outputs, num_inputs, generator=generator) - 1) / math.sqrt(num_inputs)

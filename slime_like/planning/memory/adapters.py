@@ -1,0 +1,48 @@
+"""Every adapter of one trainer rank, by name and shape, without building the model (megatron_backend/lora)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.config.lora import LoraConfig
+from slime_like.config.lora_targets import TargetMatrix, layer_targets
+from slime_like.config.model import ModelConfig
+from slime_like.config.parallel import ParallelConfig
+from slime_like.planning.memory.parameters import Parameter, stage_chunks
+
+
+def adapter_chunks(model: ModelConfig, parallel: ParallelConfig, stage: int, lora: LoraConfig) -> list[list[Parameter]]:
+    """What a rank of pipeline stage `stage` trains with --lora-rank, for each chunk of layers, in the model's order."""
+    chunks, ranges = [], parallel.chunks_of_stage(model.num_layers, stage)
+    for layers, parameters in zip(ranges, stage_chunks(model, parallel, stage), strict=True):
+        shapes = {parameter.name: parameter.shape for parameter in parameters}
+        chunks.append(
+            [
+                parameter
+                for number, layer in enumerate(layers)
+                for matrix in layer_targets(model, has_experts=model.expert_layers[layer])
+                for parameter in _of_matrix(f"decoder.layers.{number}.", layer, matrix, shapes, (model, lora))
+            ]
+        )
+    return chunks
+
+
+def _of_matrix(
+    prefix: str,
+    layer: int,
+    matrix: TargetMatrix,
+    shapes: dict[str, tuple[int, ...]],
+    flags: tuple[ModelConfig, LoraConfig],
+) -> Iterator[Parameter]:
+    """A and B of each of its HF modules that has an adapter."""
+    model, lora = flags
+    rows, columns = shapes[f"{prefix}{matrix.name}.weight"]
+    sizes = [rows // len(matrix.modules)] * len(matrix.modules)
+    if len(matrix.modules) == 3:  # query, key, value
+        queries = model.num_attention_heads // model.num_kv_heads
+        sizes = [rows // (queries + 2) * queries, rows // (queries + 2), rows // (queries + 2)]
+    for module, size in zip(matrix.modules, sizes, strict=True):
+        if lora.targets(f"model.layers.{layer}.{module}"):
+            name = f"{prefix}{matrix.name}.adapter.{module.rsplit('.', 1)[-1]}."
+            yield Parameter(name + "lora_a", (lora.lora_rank, columns))
+            yield Parameter(name + "lora_b", (size, lora.lora_rank))

@@ -1,0 +1,22 @@
+"""The control requests of a SGLang server that are about adapters (--enable-lora)."""
+
+from __future__ import annotations
+
+from slime_like.sglang_backend.client import EngineClient
+
+
+class AdapterClient(EngineClient):
+    """One engine's control requests, those about adapters with them. Errors are EngineClient's."""
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        served = self.models().get("data", [])
+        return [model["id"] for model in served if model.get("parent")]
+
+    def load_adapter(self, name: str, folder: str, timeout_s: float | None = None) -> None:
+        """Serve the adapters of a PEFT folder that the server can see, under a name that is new."""
+        self._checked("/load_lora_adapter", {"lora_name": name, "lora_path": folder}, timeout_s)
+
+    def unload_adapter(self, name: str, timeout_s: float | None = None) -> None:
+        """Forget adapters, once the last request that names them has ended."""
+        self._checked("/unload_lora_adapter", {"lora_name": name}, timeout_s)

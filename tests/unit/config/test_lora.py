@@ -1,0 +1,154 @@
+"""Flags of adapters: which modules they name, as PEFT matches names; what is refused."""
+
+# Covers slime_like.config.adapter_rules too.
+
+import dataclasses
+import json
+
+import pytest
+from peft.tuners.tuners_utils import check_target_module_exists
+
+from slime_like.config.asynchrony import AsyncConfig
+from slime_like.config.lora import LoraConfig, adapter_flags
+from slime_like.config.lora_targets import expert_modules, layer_targets, target_modules
+from slime_like.config.model import ModelConfig
+from slime_like.config.placement import PlacementConfig
+from slime_like.config.run import RunConfig
+from slime_like.config.sync import SyncConfig
+from slime_like.sglang_backend.server_args import check_flags
+
+DENSE = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=11)
+EXPERTS = dataclasses.replace(DENSE, num_experts=4, moe_layer_freq="[0]*1+[1]*1")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["q_proj"], ["q_proj", "mlp.up_proj"], ["proj"], ["model.layers.1.self_attn.o_proj"], [r".*\.1\..*_proj"]],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("excluded", [None, ["v_proj", "1.mlp.up_proj"], [r".*\.0\..*"]])
+def test_names_match_as_pefts_do(given, excluded):
+    def as_peft(patterns):
+        """A pattern is one text there, names are a list."""
+        return patterns[0] if patterns and "*" in patterns[0] else patterns
+
+    peft_config = type(
+        "Config",
+        (),
+        {
+            "target_modules": as_peft(given),
+            "exclude_modules": as_peft(excluded),
+            "target_parameters": None,
+            "layers_to_transform": None,
+        },
+    )
+    ours = LoraConfig(lora_rank=4, lora_target_modules=given, lora_exclude_modules=excluded)
+    for module in target_modules(DENSE):
+        theirs = check_target_module_exists(peft_config, module)
+        assert ours.targets(module) == (bool(theirs) and type(theirs).__name__ != "_ExcludedModule"), module
+
+
+def test_the_scale():
+    assert LoraConfig(lora_rank=8).scale == 1.0
+    assert LoraConfig(lora_rank=4, lora_alpha=32).scale == 8.0
+    assert LoraConfig(lora_rank=4, lora_alpha=32, lora_use_rslora=True).scale == 16.0
+
+
+def test_modules_of_layers():
+    names = [name for matrix in layer_targets(DENSE, has_experts=False) for name in matrix.modules]
+    assert names == [
+        *("self_attn.o_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ]
+    assert len(target_modules(DENSE)) == 14
+    assert len(target_modules(EXPERTS)) == 11  # the second layer's MLP is made of experts
+    assert [name.split(".")[2] for name in expert_modules(EXPERTS)] == ["1", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_rank": -1}, "must not be negative"),
+        ({"lora_alpha": 4.0}, "--lora-alpha does nothing without --lora-rank"),
+        ({"lora_load": "x"}, "--lora-load does nothing without --lora-rank"),
+        ({"lora_rank": 4, "lora_alpha": 0.0}, "must be above 0"),
+        ({"lora_rank": 4, "lora_dropout": 1.0}, r"in \[0, 1\)"),
+        ({"lora_rank": 4, "lora_plus_lr_ratio": 0.0}, "must be above 0"),
+        ({"lora_rank": 3, "lora_init": "orthogonal"}, "even"),
+        ({"lora_rank": 4, "lora_init": "gaussian", "lora_load": "x"}, "does nothing with --lora-load"),
+        ({"lora_rank": 4, "lora_target_modules": ["all-linear", "q_proj"]}, "drop the others"),
+        ({"lora_rank": 4, "lora_target_modules": ["q_proj", "(k|v)_proj"]}, "stands alone"),
+        ({"lora_rank": 4, "lora_target_modules": ["(q_proj"]}, "no regular expression"),
+    ],
+)
+def test_what_is_impossible(options, message):
+    with pytest.raises(AssertionError, match=message):
+        assert LoraConfig(**options).problems() == []
+
+
+def test_the_default_and_plain_adapters_are_possible():
+    assert LoraConfig().problems() == [] and not LoraConfig().enabled
+    config = LoraConfig(lora_rank=4)
+    assert config.problems() == config.target_problems(DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "message"),
+    [
+        (DENSE, ["q_proj", "qkv"], "qkv: no linear layer has such a name. There are: down_proj, gate_proj, k_proj"),
+        (EXPERTS, ["all-linear"], "asks for adapters on model.layers.1.mlp.experts.0.gate_proj"),
+        (EXPERTS, ["down_proj"], "experts.0.down_proj, and experts cannot have any yet"),
+    ],
+)
+def test_modules_that_cannot_have_adapters(model, names, message):
+    (problem,) = LoraConfig(lora_rank=4, lora_target_modules=names).target_problems(model)
+    assert message in problem
+
+
+def test_attention_beside_experts_can():
+    names = ["q_proj", "o_proj"]
+    assert LoraConfig(lora_rank=4, lora_target_modules=names).target_problems(EXPERTS) == []
+    excluded = LoraConfig(lora_rank=4, lora_exclude_modules=names)
+    assert "exclude less" in dataclasses.replace(excluded, lora_target_modules=names).target_problems(DENSE)[0]
+
+
+def test_only_the_policy_has_adapters():
+    config = RunConfig(lora=LoraConfig(lora_rank=4))
+    assert config.adapters is config.lora
+    assert all(dataclasses.replace(config, role=role).adapters is None for role in ("critic", "ref"))
+
+
+def test_files_of_a_peft_folder(tmp_path):
+    config = LoraConfig(lora_rank=4, lora_load=str(tmp_path))
+    assert "adapter_config.json and no adapter_model.safetensors" in config.missing_files()[0]
+    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    assert config.missing_files() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"lora": LoraConfig()}, "needs adapters: --lora-rank"),
+        ({"placement": PlacementConfig(colocate=True)}, "--offload-rollout"),
+        ({"placement": PlacementConfig(debug_train_only=True)}, "sends no weights"),
+        ({"asynchrony": AsyncConfig(partial_rollout=True)}, "--partial-rollout"),
+    ],
+)
+def test_what_sending_adapters_needs(more, message):
+    config = RunConfig(**({"lora": LoraConfig(lora_rank=4), "sync": SyncConfig(update_weight_mode="adapter")} | more))
+    assert any("--update-weight-mode adapter" in problem and message in problem for problem in config.problems())
+    with_transport = SyncConfig(update_weight_mode="adapter", update_weight_transport="disk")
+    assert any("goes through --update-weight-disk-dir" in problem for problem in with_transport.problems())
+
+
+def test_adapters_are_probed_at_each_sync():
+    sync = SyncConfig(update_weight_mode="adapter")
+    assert sync.sends_adapters and not sync.sends_deltas
+    assert [sync.probes_at(number) for number in range(3)] == [True] * 3
+
+
+def test_an_engine_serves_this_version_and_the_one_before():
+    flags = adapter_flags(LoraConfig(lora_rank=4, lora_target_modules=["q_proj"]), DENSE)
+    assert (flags["enable_lora"], flags["max_lora_rank"], flags["lora_target_modules"]) == (True, "4", ["q_proj"])
+    assert check_flags(flags)[0] == []
