@@ -1,6 +1,6 @@
 """Seconds of a step in each async mode against the ideal: the longer of its two sides, as measured in the same run.
 
-usage: async_modes.py [--cases NAME…] [--modes NAME…] [--output benchmarks/results/async-modes]
+usage: python -m benchmarks.async_modes [--cases NAME…] [--modes NAME…] [--output benchmarks/results/async-modes]
 
 The rollout side, the loop and the HTTP between them are real; the scripted engine's tokens, the train step and the sync
 take their time as sleep, so both sides overlap on a host of two cores as they would on hardware of their own. A case is
@@ -31,9 +31,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from sleeping_runs import SleepCase, sleep_run
-from step_phases import cpu_name
 
+from benchmarks.sleeping_runs import SleepCase, sleep_run
+from benchmarks.step_phases import cpu_name
 from slime_like.planning.simulate.spread import Spread
 from slime_like.utils.files import RunDirectory, read_json_lines
 

@@ -1,7 +1,7 @@
 """What the simulator predicts against what runs took: a table, a line for each run, in whatever async mode it ran.
 
-usage: simulated_modes.py [--from RUN_DIR…] [--output benchmarks/results/NAME] RUN_DIR…
-       simulated_modes.py --sleep FOLDER [--output …]
+usage: python -m benchmarks.simulated_modes [--from RUN_DIR…] [--output benchmarks/results/NAME] RUN_DIR…
+       python -m benchmarks.simulated_modes --sleep FOLDER [--output …]
 
 Without --from a run is predicted from its own first half, and held against the second. With it, engines and trainer are
 as fast as in those runs (mode off, the same model and host, other batches or lengths), and the run gives only what it
@@ -17,8 +17,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from sleeping_runs import SleepCase, sleep_run
-
+from benchmarks.sleeping_runs import SleepCase, sleep_run
 from slime_like.planning.simulate.measured import MeasuredRun, read_run, scenario_of
 from slime_like.planning.simulate.simulation import simulate
 from slime_like.planning.simulate.spread import Spread

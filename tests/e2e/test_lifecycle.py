@@ -39,7 +39,14 @@ def with_rollouts(flags, count):
     return flags
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long_run),  # as SIGTERM; test_supervise.py tells them apart
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -9),
+    ],
+)
 def test_interrupted_run_leaves_nothing(base, tmp_path, number, status, files_left):
     before = our_processes()
     process = start_train(*with_rollouts(base, 1000), run_dir=tmp_path / "run")

@@ -125,6 +125,7 @@ def test_disaggregated_tp2_trainer_tp2_engine(submit, tiny_model_dir):
     assert_nothing_left(before)
 
 
+@pytest.mark.long_run
 def test_disaggregated_pp2_trainer_over_disk(submit, tiny_model_dir):
     before = our_processes()
     run = submit(

@@ -48,6 +48,8 @@ pytestmark = pytest.mark.slow  # each starts processes, and waits for their end
 
 def start(tmp_path: Path, ending: str, daemon: str = PLAIN, **options) -> tuple[subprocess.Popen, list[int]]:
     code = DRIVER.format(ending=ending, daemon=daemon)
+    # Who runs the tests with nohup ignores it, which would be inherited.
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],
         stderr=subprocess.PIPE,
