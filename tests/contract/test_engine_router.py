@@ -116,7 +116,7 @@ def test_all_turns_of_a_session_go_to_one_engine_and_stay_when_another_is_lost(t
     asked. Sessions that begin at a time are spread evenly, and engines answer them late enough for that.
     """
     router = launch_router(policy="manual", log_path=str(tmp_path / "router.log"), timeout_s=30)
-    late = [Fault(delay_s=2.0)] * 8
+    late = [Fault(delay_s=4.0)] * 8
     engines = [ScriptedEngine(lambda prompt: ([7, 2], [-0.1, -0.2]), faults=list(late)).start() for _ in range(3)]
 
     async def play(num_turns: int) -> None:

@@ -166,8 +166,9 @@ def test_every_prompt_is_trained_on_once_and_in_time(tmp_path, name: str):
     assert all(("async/staleness_max" in line) == (name != "off") for line in lines)
 
 
+@pytest.mark.long_run
 def test_what_overlaps_takes_no_time_of_its_own(tmp_path):
-    """Each rollout has an answer of 0.25 s; training takes 0.15 s."""
+    """Each rollout has an answer of 0.25 s; training takes 0.15 s. Long, because it compares times."""
     times = {}
     for mode in ("off", "one-step", "full"):
         (tmp_path / mode).mkdir()
