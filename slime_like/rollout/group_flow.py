@@ -58,7 +58,7 @@ class GroupFlow:
         self._limits, self._choose = limits, choose
         self._trained_on = self._step = 0
         self._num_drawn = 0  # since the last hand-out
-        self._begun = self._taking = False
+        self._begun = False
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -78,16 +78,9 @@ class GroupFlow:
         Raises RunError if the bound on draws is reached first, or if nothing can be generated any more. After a failure
         nothing is in flight, and what was is drawn again next.
         """
-        if self._taking:
-            raise RunError(f"{count} groups were asked for while others are still being taken")
-        self._taking = self._begun = True
-        try:
+        async with self._pool.taking(count, self.stop):
+            self._begun = True
             return await self._take(count, step)
-        except BaseException:
-            await self.stop()
-            raise
-        finally:
-            self._taking = False
 
     def policy_changed(self, steps: int) -> None:
         """The engines serve weights that were trained on so many rollouts: more may be begun."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+from slime_like.errors import RunError
 from slime_like.records import Prompt, SampleGroup
 from slime_like.rollout.groups import GroupOutcome
 from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN
@@ -71,6 +73,24 @@ class GroupPool:
         self._requeued = self._thrown_tokens = 0
         self._idle_s = self._held_s = 0.0
         self._busy: list[tuple[float, float]] = []
+        self._is_taking = False
+
+    @contextlib.asynccontextmanager
+    async def taking(self, count: int, stop: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """While somebody takes `count` groups; whatever goes wrong then, `stop` comes first.
+
+        Raises RunError if somebody does already.
+        """
+        if self._is_taking:
+            raise RunError(f"{count} groups were asked for while others are still being taken")
+        self._is_taking = True
+        try:
+            yield
+        except BaseException:
+            await stop()
+            raise
+        finally:
+            self._is_taking = False
 
     def begin(self, count: int, begun_with: int) -> int:
         """Draw prompts and begin their groups; how many."""

@@ -43,7 +43,6 @@ class GroupStream:
         self._pool = GroupPool(feed, make, judge, on_done=self._on_end)
         self._limits, self._choose = limits, choose
         self._trained_on = 0
-        self._taking = False
         self._ended: list[asyncio.Task] = []  # and not settled yet
         self._has_ended = asyncio.Event()
 
@@ -63,16 +62,8 @@ class GroupStream:
         Raises RunError if the bound on draws is reached first, or if nothing can be generated any more.
         After a failure nothing is in flight, and what was is drawn again next.
         """
-        if self._taking:
-            raise RunError(f"{count} groups were asked for while others are still being taken")
-        self._taking = True
-        try:
+        async with self._pool.taking(count, self.stop):
             return await self._take(count)
-        except BaseException:
-            await self.stop()
-            raise
-        finally:
-            self._taking = False
 
     def policy_changed(self, steps: int) -> None:
         """The engines serve weights that were trained on so many rollouts."""
