@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slime_like.records import PassResult, TenantPass
-from slime_like.tinker.records import AdamSettings, CallResult, Call, CallFailure, ModelSpec, SampleJob, SampleResult, StillWaiting
+from slime_like.tinker.records import (
+    AdamSettings,
+    CallResult,
+    Call,
+    CallFailure,
+    ModelSpec,
+    SampleJob,
+    SampleResult,
+    StillWaiting,
+)
 
 
 class Service(Protocol):
@@ -18,7 +27,9 @@ class Service(Protocol):
         Raises Refused (errors.py): the tenant has too much under way, or the model is not there.
         """
 
-    async def result(self, request_id: str, *, tenant: str, timeout_s: float) -> CallResult | CallFailure | StillWaiting | None:
+    async def result(
+        self, request_id: str, *, tenant: str, timeout_s: float
+    ) -> CallResult | CallFailure | StillWaiting | None:
         """What became of it, waited for up to timeout_s; None: no such request of this tenant's."""
 
     async def cancel(self, request_id: str, *, tenant: str) -> None:
