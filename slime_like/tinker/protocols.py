@@ -8,9 +8,9 @@ from typing import Protocol
 from slime_like.records import PassResult, TenantPass
 from slime_like.tinker.records import (
     AdamSettings,
-    CallResult,
     Call,
     CallFailure,
+    CallResult,
     ModelSpec,
     SampleJob,
     SampleResult,
