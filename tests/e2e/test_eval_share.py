@@ -27,7 +27,7 @@ def test_syncs_go_on_beside_an_evaluation_on_an_engine_of_its_own(tiny_model_dir
         *("--hf-checkpoint", tiny_model_dir, "--prompt-data", tiny_data_dir / "train.jsonl"),
         *("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 2, "--num-rollout", NUM_ROLLOUTS),
         *("--async-mode", mode, "--eval-async", "--eval-num-engines", 1, "--eval-interval", INTERVAL),
-        *("--eval-prompt-data", "few", f"{tiny_data_dir}/eval.jsonl@[0:16]", "--n-samples-per-eval-prompt", 8),
+        *("--eval-prompt-data", "few", f"{tiny_data_dir}/eval.jsonl@[0:8]", "--n-samples-per-eval-prompt", 8),
         *("--eval-max-response-len", 200, "--verify-weight-sync", "full", *WAYS[way]),
         *("--custom-eval-rollout-log-function-path", "tests.e2e.rewards.eval_versions"),
         run_dir=tmp_path / "run",
