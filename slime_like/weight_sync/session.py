@@ -114,6 +114,13 @@ class PublishOrder:
         return (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
 
 
+class Publishes(Protocol):
+    """The trainer, as whoever orders a sync sees it."""
+
+    def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
+        """One whole sync. watch: asked each second; what it raises ends the wait."""
+
+
 class Ranks(Protocol):
     """All ranks of the trainer, as a session sees them from one of them.
 
