@@ -162,7 +162,7 @@ class Bench:
         prefilled = sum(map(int, PREFILL.findall(log.read_text(errors="replace")[at:])))
         arrivals = requests.stop()
         self._client.abort_all()
-        seen = interruption(arrivals, begin, end, before_s=0.5)
+        seen = interruption(arrivals, begin, end, before_s=1.0)
         return Update(end - begin, prefilled, REQUESTS if mode == "abort" and way != "adapter" else 0, seen)
 
     def close(self) -> None:
