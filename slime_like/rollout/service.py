@@ -34,6 +34,7 @@ from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.rollout.serve.stage import ServeStage
 from slime_like.rollout.staleness import check_bound, staleness_metrics, without_older
 from slime_like.rollout.user_rollout import EvalTools, RolloutTools
+from slime_like.utils.files import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class RolloutService:
         self, config: RunConfig, access: EngineAccess, source: DataSource, reward_model: ScoresSamples | None = None
     ):
         self._config = config
-        self.feed = PromptFeed(source)
+        run_dir = config.observability.run_dir
+        self.feed = PromptFeed(source, RunDirectory(run_dir).dropped if run_dir else None)
         self.policy = Policy()
         self._taken_at: float | None = None
         self._trained_on = {self.policy.weights.version: 0}  # weight version -> rollouts that it was trained on
