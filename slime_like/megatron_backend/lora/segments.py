@@ -87,15 +87,18 @@ class TenantAdapters:
         )
 
     def show(self, segments: Sequence[Segment]) -> None:
-        """From now on these tenants' adapters count, for these tokens; none: the model is its base."""
-        self._shown = tuple(segments)
+        """From now on these tenants' adapters count, for these tokens; none, or of one that has none: the model alone
+        does.
+        """
+        self._shown = tuple(segments) if all(segment.tenant in self._of for segment in segments) else ()
 
     @contextlib.contextmanager
     def dropping(self, names: Sequence[str]) -> Iterator[None]:
         """Inside, as in train steps, these tenants' --lora-dropout counts."""
         with contextlib.ExitStack() as stack:
             for name in names:
-                stack.enter_context(self._of[name].switch.dropping())
+                if name in self._of:
+                    stack.enter_context(self._of[name].switch.dropping())
             yield
 
     def _apply(self, layer: torch.nn.Module, args: tuple, kwargs: dict, output):
