@@ -224,8 +224,9 @@ def benched(shape: Shape, ways: Sequence[str], log: Path) -> Iterator[Bench]:
         yield bench
 
 
-def measure(shape: Shape, ways: Sequence[str], repeats: int, folder: Path, output: Path | None) -> list[dict]:
+def measure(shape: Shape, args: argparse.Namespace, folder: Path) -> list[dict]:
     """A row for each way and mode, saved once it is there."""
+    ways, modes = args.ways.split(","), args.modes.split(",")
     rows: list[dict] = []
     for number, group in enumerate(
         [[way for way in ways if way != "adapter"], [way for way in ways if way == "adapter"]]
@@ -236,12 +237,12 @@ def measure(shape: Shape, ways: Sequence[str], repeats: int, folder: Path, outpu
         with benched(shape, group, log) as bench:
             for way in group:
                 bench.sync(way, MODES[0])  # connects; everything travels
-                for mode in MODES if way != "adapter" else MODES[:1]:
-                    updates = [bench.measure(way, mode, log) for _ in range(repeats + 1)][1:]
+                for mode in modes if way != "adapter" else MODES[:1]:
+                    updates = [bench.measure(way, mode, log) for _ in range(args.repeats + 1)][1:]
                     rows.append(row_of(shape.num_bytes, way, mode if way != "adapter" else "", updates))
                     print(table(rows).splitlines()[-1], flush=True)
-                    if output:
-                        save(output, rows)
+                    if args.output:
+                        save(args.output, rows)
     return rows
 
 
@@ -305,17 +306,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default="3,200", help="Megabytes of each model, separated by commas.")
     parser.add_argument("--ways", default=",".join(WAYS), help="Which, separated by commas.")
+    parser.add_argument("--modes", default=",".join(MODES), help="Ways of pausing, separated by commas.")
     parser.add_argument("--repeats", type=int, default=5, help="Syncs of each kind that count.")
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
-    ways = args.ways.split(",")
-    unknown = [way for way in ways if way not in WAYS]
-    if unknown:
-        parser.error(f"--ways {','.join(unknown)}: known are {', '.join(WAYS)}")
+    for flag_name, words, known in (("--ways", args.ways, WAYS), ("--modes", args.modes, MODES)):
+        unknown = [word for word in words.split(",") if word not in known]
+        if unknown:
+            parser.error(f"{flag_name} {','.join(unknown)}: known are {', '.join(known)}")
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="update-pauses-") as folder:
         for size in args.sizes.split(","):
-            rows += measure(Shape.of_bytes(float(size) * MEGABYTE), ways, args.repeats, Path(folder), args.output)
+            rows += measure(Shape.of_bytes(float(size) * MEGABYTE), args, Path(folder))
     print(table(rows))
 
 
