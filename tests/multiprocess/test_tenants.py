@@ -2,7 +2,7 @@
 to the bit; and on disk.
 """
 
-# Covers slime_like.megatron_backend.lora.segments, slime_like.megatron_backend.lora.tenant_files,
+# Covers slime_like.megatron_backend.lora.tenant_files,
 # slime_like.megatron_backend.lora.tenant_gradients, slime_like.megatron_backend.lora.tenant_runner,
 # slime_like.megatron_backend.lora.tenant_verbs, slime_like.megatron_backend.lora.tenants and
 # slime_like.megatron_backend.step.several_targets too.

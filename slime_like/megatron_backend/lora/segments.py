@@ -108,16 +108,21 @@ class TenantAdapters:
             return output
         hidden, whole = args[0] if args else kwargs["input_"], output[0]
         adapters_here = [self._of[segment.tenant].by_token.get(layer) for segment in self._shown]
-        gain = added_by_segments(adapters_here, hidden, self._sizes(len(hidden)), self._sizes(len(whole)))
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        input_sizes, output_sizes = (sizes_within(self._shown, len(rows), rank) for rows in (hidden, whole))
+        gain = added_by_segments(adapters_here, hidden, input_sizes, output_sizes)
         return output if gain is None else (whole + gain, *output[1:])
 
-    def _sizes(self, num_tokens: int) -> list[int]:
-        """Of the segments in this rank's row, or in its tensor parallel share of that many tokens."""
-        first, end = 0, self._shown[-1].end
-        if num_tokens < end:
-            first = num_tokens * parallel_state.get_tensor_model_parallel_rank()
-            end = first + num_tokens
-        return [max(0, min(segment.end, end) - max(segment.first, first)) for segment in self._shown]
+
+def sizes_within(segments: Sequence[Segment], num_tokens: int, rank: int) -> list[int]:
+    """Tokens of each segment in the whole row, or in the share of so many tokens that the tensor parallel rank `rank`
+    has. Example: segments of 3 and 5 tokens, 4 tokens -> [3, 1] on rank 0, [0, 4] on rank 1.
+    """
+    first, end = 0, segments[-1].end
+    if num_tokens < end:
+        first = num_tokens * rank
+        end = first + num_tokens
+    return [max(0, min(segment.end, end) - max(segment.first, first)) for segment in segments]
 
 
 def _lift(chunk: torch.nn.Module, model: ModelConfig, attached: Attached) -> None:
