@@ -1,8 +1,8 @@
 """Passes of several tenants in shared micro-batches against one after another, and how long one takes to the host and
 back.
 
-usage: python -m benchmarks.tenant_batches [--rounds 5] [--tenants 1 2 4 8] [--tokens 64 512] [--models tiny 100m]
-[--output benchmarks/results/tenant-batches]
+usage: python -m benchmarks.tenant_batches [--rounds 5] [--tenants 1 2 4 8] [--tokens 16 64 256] [--models tiny 100m]
+[--most-tokens 512] [--output benchmarks/results/tenant-batches]
 
 Each tenant has adapters of another rank (4 to 32, all linear layers) and a row of so many tokens; a pass is forward and
 backward. The bound is one tenant's pass over all the rows. All three take turns, in one process on one thread; seconds
@@ -108,7 +108,7 @@ def measure(model: str, args: argparse.Namespace) -> dict:
     """All cases of one model."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(model, folder)
-        worker = trainer(folder, max(args.tenants) * max(args.tokens))
+        worker = trainer(folder, args.most_tokens)
     names = [f"tenant {number}" for number in range(max(args.tenants))]
     for number, name in enumerate(names):
         worker.add_tenant(name, LoraConfig(lora_rank=RANKS[number % len(RANKS)], lora_init="false"), number)
@@ -116,7 +116,7 @@ def measure(model: str, args: argparse.Namespace) -> dict:
     generator, cases = np.random.default_rng(0), []
     for tokens in args.tokens:
         rows = [row_of(tokens, MODELS[model]["vocab_size"], generator) for _ in names]
-        for count in args.tenants:
+        for count in [count for count in args.tenants if count * tokens <= args.most_tokens]:
             passes = [
                 TenantPass(weights=name, rows=(row,), loss="cross_entropy")
                 for name, row in zip(names[:count], rows, strict=False)
@@ -184,7 +184,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="Turns that are measured.")
     parser.add_argument("--tenants", type=int, nargs="+", default=[1, 2, 4, 8], help="How many share a pass.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="Tokens of each one's row.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256], help="Tokens of each one's row.")
+    parser.add_argument("--most-tokens", type=int, default=512, help="Cases with more of them in all are left out.")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="Which models.")
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()

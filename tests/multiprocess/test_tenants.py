@@ -2,7 +2,7 @@
 to the bit; and on disk.
 """
 
-# Covers slime_like.megatron_backend.lora.segments, slime_like.megatron_backend.lora.tenant_files,
+# Covers slime_like.megatron_backend.lora.tenant_files,
 # slime_like.megatron_backend.lora.tenant_gradients, slime_like.megatron_backend.lora.tenant_runner,
 # slime_like.megatron_backend.lora.tenant_verbs, slime_like.megatron_backend.lora.tenants and
 # slime_like.megatron_backend.step.several_targets too.
@@ -214,10 +214,10 @@ def test_a_tenant_goes_on_under_another_layout(outcomes, layout):
 # ---------------------------------------------------------------------- apart from each other
 
 
-def trained(worker, names, *, together=False, spoil=None):
-    """Each tenant's losses and weights after three steps, and its weights; then all are dropped.
+def trained(worker, names, *, together=False, spoil=None, broken=None):
+    """The answers of three steps, and each tenant's weights after them; then all are dropped.
 
-    spoil: whose rows' weights are NaN.
+    spoil: whose rows weigh NaN. broken: whose adapters are NaN, and with them all that the model makes of its rows.
     """
     rows = {name: loss_rows(samples_of(name)) for name in names}
     if spoil is not None:
@@ -226,11 +226,13 @@ def trained(worker, names, *, together=False, spoil=None):
         rows[spoil] = (*rows[spoil][:2], bad, *rows[spoil][3:])
     for name in names:
         worker.add_tenant(name, lora_of(name), 1)
+        if name == broken:
+            worker._tenants._tenants[name].memory.master.fill_(float("nan"))
     answers = []
     for _ in range(3):
         answers.append(worker.run_passes([one_pass(name, rows[name]) for name in names], together))
         for name in names:
-            if name != spoil:
+            if name not in (spoil, broken):
                 worker.tenant_step(name, AdamParams(lr=1e-2), 1.0)
     weights = {name: whole_numbers(worker, name) for name in names}
     for name in names:
@@ -247,7 +249,7 @@ def side_by_side(place, base, layout, port):
         "beside": trained(worker, ["bob", "ada"]),
         "beside one that fails": trained(worker, ["bob", "ada"], spoil="bob"),
         "in one pack": trained(worker, ["bob", "ada"], together=True),
-        "in one pack with one that fails": trained(worker, ["bob", "ada"], together=True, spoil="bob"),
+        "in one pack with one that fails": trained(worker, ["bob", "ada"], together=True, broken="bob"),
     }
     worker.limit_tenants(1)
     result["in turn on the device"] = trained(worker, ["bob", "ada"])
@@ -296,14 +298,43 @@ def test_shared_micro_batches_round_otherwise_only(neighbours, setting):
 
 def test_what_fails_is_said_and_changes_nothing(neighbours):
     for of_rank in neighbours:
-        for setting in ("beside one that fails", "in one pack with one that fails"):
-            answers, weights = of_rank[setting]
-            assert all("'cross_entropy' is nan" in of_step[0] for of_step in answers)
-            assert all(not matrix.any() for key, matrix in weights["bob"].items() if "lora_B" in key)
+        answers, weights = of_rank["beside one that fails"]
+        assert all("'cross_entropy' is nan: all log-probs are finite" in of_step[0] for of_step in answers)
+        assert all(not matrix.any() for key, matrix in weights["bob"].items() if "lora_B" in key)
+        answers, _ = of_rank["in one pack with one that fails"]
+        assert all("log-probs of rows [0, 1, 2, 3, 4] are not finite" in of_step[0] for of_step in answers)
         assert "'eve' is not here" in of_rank["refused"][0] and "at least one row" in of_rank["refused"][1]
         assert "'dpo' is unknown" in of_rank["refused"][2]
         assert of_rank["refused"][3].log_probs[0].shape == loss_rows(samples_of("bob"))[0].targets.shape
         assert of_rank["resident"] == ("bob",) and of_rank["names"] == ("ada", "bob")
+
+
+def on_one_rank_and_interleaved(place, base, ports):
+    """Weights after three steps, on rank 0 alone and on an interleaved pipeline."""
+    results = {}
+    for name, ranks, parallel, port in zip(
+        ("alone", "interleaved"),
+        (1, 2),
+        ({}, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+        ports,
+        strict=True,
+    ):
+        if place["rank"] < ranks:
+            worker = trainer_of_tenants(place, base, parallel, num_ranks=ranks, port=port)
+            results[name] = trained(worker, list(TENANTS), together=True)[1]
+            worker.close()
+    return results
+
+
+@pytest.mark.long_run
+def test_an_interleaved_pipeline_leads_where_one_rank_leads(tmp_path):
+    base = make_tiny_model(str(tmp_path), "llama", num_layers=4)
+    results = run_ranks(on_one_rank_and_interleaved, 2, base, free_ports(2), timeout_s=120)
+    for name, whole in results[0]["alone"].items():
+        ours = results[0]["interleaved"][name] | results[1]["interleaved"][name]
+        assert set(ours) == set(whole)
+        for key, matrix in whole.items():
+            np.testing.assert_allclose(ours[key], matrix, atol=1e-4, rtol=0, err_msg=key)
 
 
 # ---------------------------------------------------------------------- several targets a position

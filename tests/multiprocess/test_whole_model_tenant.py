@@ -23,6 +23,7 @@ LAYOUTS = {
     "tp2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
+    "experts, ep2": (2, {"expert_model_parallel_size": 2}),
 }
 MARKED = [name if name == "one rank" else pytest.param(name, marks=pytest.mark.long_run) for name in LAYOUTS]
 LOG_PROB_BOUND = 1e-5
@@ -37,7 +38,7 @@ def whole_model(place, base, layout, port, saves):
     worker = trainer_of_tenants(place, base, parallel, num_ranks=ranks, port=port)
     rows = loss_rows(make_samples(8))
     worker.add_tenant("all", None, 0)
-    worker.add_tenant("ada", LoraConfig(lora_rank=4), 1)
+    worker.add_tenant("ada", LoraConfig(lora_rank=4, lora_target_modules=["q_proj", "o_proj"]), 1)
     result = {"norms": [], "base": [], "ada": []}
     for _ in range(2):
         whole, adapters = worker.run_passes([one_pass("all", rows), one_pass("ada", rows, forward_only=True)])
@@ -68,7 +69,7 @@ def whole_model(place, base, layout, port, saves):
 
 def whole_model_truth(base):
     """Gradient norms of two steps and log-probs afterwards, by HF's model and torch's AdamW in float64."""
-    model, samples = load_model(base).double(), make_samples(8)
+    model, samples = oracle(base), make_samples(8)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [{"params": [p for p in model.parameters() if p.dim() == 1], **SMOOTH, "weight_decay": 0.0}]
     adam, norms = torch.optim.AdamW([{"params": matrices, **SMOOTH}, *others]), []
@@ -81,14 +82,25 @@ def whole_model_truth(base):
         return norms, [row.numpy() for row in log_probs_of(model, samples)]
 
 
+def oracle(folder):
+    """HF's model in float64; experts' kernel has float32 only."""
+    model = load_model(folder)
+    return model if "qwen3_moe" in model.config.model_type else model.double()
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def bases(tmp_path_factory):
     """Embedding and output layer are one matrix, on two stages of a pipeline."""
-    return make_tiny_model(str(tmp_path_factory.mktemp("model") / "qwen3"), "qwen3", num_layers=2, tied=True)
+    root = tmp_path_factory.mktemp("models")
+    return {
+        family: make_tiny_model(str(root / family), family, num_layers=2, tied=True)
+        for family in ("qwen3", "qwen3_moe")
+    }
 
 
 @pytest.mark.parametrize("layout", MARKED)
-def test_a_client_may_train_the_whole_model(base, tmp_path, layout):
+def test_a_client_may_train_the_whole_model(bases, tmp_path, layout):
+    base = bases["qwen3_moe" if "experts" in layout else "qwen3"]
     norms, after = whole_model_truth(base)
     weights = load_file(f"{base}/model.safetensors")
     for of_rank in run_ranks(
@@ -107,6 +119,6 @@ def test_a_client_may_train_the_whole_model(base, tmp_path, layout):
         assert "'all' trains the whole model" in of_rank["refused"]
     for folder in (layout, f"engine's {layout}"):
         with torch.no_grad():
-            theirs = log_probs_of(load_model(str(tmp_path / folder)).double(), make_samples(8))
+            theirs = log_probs_of(oracle(str(tmp_path / folder)), make_samples(8))
         for mine, expected in zip(of_rank["after"], theirs, strict=True):
             np.testing.assert_allclose(mine, expected.numpy(), atol=LOG_PROB_BOUND, rtol=0)

@@ -109,7 +109,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.hf.save": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.lora.build": ("multiprocess/test_lora.py",),
     "megatron_backend.lora.state": ("multiprocess/test_lora.py",),
-    "megatron_backend.lora.segments": ("multiprocess/test_tenants.py",),
     "megatron_backend.lora.tenant_files": ("multiprocess/test_tenants.py",),
     "megatron_backend.lora.tenant_gradients": ("multiprocess/test_tenants.py",),
     "megatron_backend.lora.tenant_runner": ("multiprocess/test_tenants.py",),

@@ -191,3 +191,40 @@ def added(adapter: LoraAdapter):
         return output if gain is None else (output[0] + gain, *output[1:])
 
     return hook
+
+
+def added_by_segments(
+    adapters: Sequence[LoraAdapter | None],
+    hidden: torch.Tensor,
+    input_sizes: Sequence[int],
+    output_sizes: Sequence[int],
+) -> torch.Tensor | None:
+    """What one layer's output gains where its tokens (the first dimension) are segments with an adapter each; None
+    where no segment has one.
+
+    The sizes differ where tensor parallel ranks share the tokens on one side of the layer. A x of all segments goes
+    between the ranks at once, with ranks padded to the largest.
+    """
+    some = next((adapter for adapter in adapters if adapter is not None), None)
+    if some is None:
+        return None
+    widths = [0 if adapter is None else adapter.shape.rank * len(adapter.places) for adapter in adapters]
+    narrow = [
+        functional.pad(adapter._narrowed(part, list(adapter.parts.values())), (0, max(widths) - width))
+        if adapter is not None
+        else part.new_zeros(*part.shape[:-1], max(widths))
+        for adapter, part, width in zip(adapters, hidden.split(list(input_sizes)), widths, strict=True)
+    ]
+    pieces = some._between_ranks(torch.cat(narrow)).split(list(output_sizes))
+    rows = sum(some.shape.sizes)
+    gains = []
+    for adapter, piece, width in zip(adapters, pieces, widths, strict=True):
+        if adapter is None:
+            gains.append(piece.new_zeros(*piece.shape[:-1], rows))
+            continue
+        columns: list[torch.Tensor | None] = [None] * len(adapter.shape.sizes)
+        inner = piece[..., :width].split(adapter.shape.rank, -1)
+        for (place, part), own in zip(adapter.parts.items(), inner, strict=True):
+            columns[place] = functional.linear(own, part.lora_b) * adapter.shape.scale
+        gains.append(adapter._joined(columns, piece))
+    return torch.cat(gains)

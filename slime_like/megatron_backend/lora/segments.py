@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from slime_like.config.lora import LoraConfig
 from slime_like.config.model import ModelConfig
-from slime_like.megatron_backend.lora.adapter import AdapterSwitch, LoraAdapter
+from slime_like.megatron_backend.lora.adapter import AdapterSwitch, LoraAdapter, added_by_segments
 from slime_like.megatron_backend.lora.build import adapters, put_adapters
 from slime_like.megatron_backend.model.stage_weights import ADAPTER
 
@@ -50,7 +50,6 @@ class TenantAdapters:
         self._hooked: dict[torch.nn.Module, torch.utils.hooks.RemovableHandle] = {}
         self._shown: tuple[Segment, ...] = ()
         config = self._stage[0].config
-        self._shards_tokens = config.sequence_parallel
         for chunk in self._stage:
             chunk.requires_grad_(False)
             needs_input_gradients = (
@@ -82,9 +81,7 @@ class TenantAdapters:
 
     def can_share(self, names: Sequence[str]) -> bool:
         """Whether these tenants' rows may lie in one pack."""
-        return not self._shards_tokens and all(
-            set(self._of[name].hooks) == set(self._of[name].by_token) for name in names
-        )
+        return all(set(self._of[name].hooks) == set(self._of[name].by_token) for name in names)
 
     def show(self, segments: Sequence[Segment]) -> None:
         """From now on these tenants' adapters count, for these tokens; none, or of one that has none: the model alone
@@ -110,13 +107,22 @@ class TenantAdapters:
                 output = output if changed is None else changed
             return output
         hidden, whole = args[0] if args else kwargs["input_"], output[0]
-        sizes = [segment.end - segment.first for segment in self._shown]
-        gains = []
-        for segment, part in zip(self._shown, hidden.split(sizes), strict=True):
-            adapter = self._of[segment.tenant].by_token.get(layer)
-            gain = None if adapter is None else adapter(part)
-            gains.append(whole.new_zeros(len(part), *whole.shape[1:]) if gain is None else gain)
-        return whole + torch.cat(gains), *output[1:]
+        adapters_here = [self._of[segment.tenant].by_token.get(layer) for segment in self._shown]
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        input_sizes, output_sizes = (sizes_within(self._shown, len(rows), rank) for rows in (hidden, whole))
+        gain = added_by_segments(adapters_here, hidden, input_sizes, output_sizes)
+        return output if gain is None else (whole + gain, *output[1:])
+
+
+def sizes_within(segments: Sequence[Segment], num_tokens: int, rank: int) -> list[int]:
+    """Tokens of each segment in the whole row, or in the share of so many tokens that the tensor parallel rank `rank`
+    has. Example: segments of 3 and 5 tokens, 4 tokens -> [3, 1] on rank 0, [0, 4] on rank 1.
+    """
+    first, end = 0, segments[-1].end
+    if num_tokens < end:
+        first = num_tokens * rank
+        end = first + num_tokens
+    return [max(0, min(segment.end, end) - max(segment.first, first)) for segment in segments]
 
 
 def _lift(chunk: torch.nn.Module, model: ModelConfig, attached: Attached) -> None:
