@@ -14,13 +14,19 @@ def adapter_problems(config: ConfigTree) -> list[str]:
         return [f"{mode} needs adapters: --lora-rank. Fix: add it, or drop this."]
     wrong = {
         "this run sends no weights": not config.uses_engines or config.placement.debug_rollout_only,
-        "external engines are started without adapters": config.placement.rollout_external,
-        "engines that give their memory back (--offload-rollout) lose the base": config.offload_rollout,
         "--custom-weight-transform-path is for whole weights": bool(config.sync.custom_weight_transform_path),
         "--use-rollout-routing-replay asks engines around the router": config.loss.use_rollout_routing_replay,
-        "requests that run across syncs (--async-mode, --partial-rollout) were not tried with it": (
-            config.asynchrony.is_async or config.asynchrony.partial_rollout
+        "--update-weight-pause-mode does nothing, since requests go on with the version that they name": (
+            config.sync.update_weight_pause_mode is not None
         ),
         "engines with --sglang-dp-size take no adapters while they run": config.engine_dp_size > 1,
     }
     return [f"{mode}: {why}. Fix: leave it out." for why, applies in wrong.items() if applies]
+
+
+def versions_at_once(config: ConfigTree) -> int:
+    """Versions of the adapters that running requests name: the newest and the one before, and where generation never
+    stops those of as many rollout steps as a group may be late.
+    """
+    asynchrony = config.asynchrony
+    return 2 + (asynchrony.staleness_bound or 0 if asynchrony.is_full else 0)

@@ -54,8 +54,10 @@ class Rollouts(Protocol):
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights: what they abort now did not fail."""
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights: what they abort now did not fail. Adapters that requests under way
+        have named, which engines must serve on.
+        """
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these weights from now on. steps: rollouts that they were trained on."""
@@ -77,8 +79,11 @@ class Engines(Protocol):
     def num_members(self) -> int:
         """Engines that serve."""
 
-    def sync(self, weights: WeightsRef, trainer: Trainer) -> SyncReceipt:
-        """Every member gets the trainer's weights, proves that it holds them, and serves them as `weights`."""
+    def sync(self, weights: WeightsRef, trainer: Trainer, in_use: frozenset[WeightsRef] = frozenset()) -> SyncReceipt:
+        """Every member gets the trainer's weights, proves that it holds them, and serves them as `weights`.
+
+        in_use: adapters that it serves on beside them.
+        """
 
     def compare(
         self, samples: list[TrainSample], expected: list[np.ndarray], weights: WeightsRef, *, bf16: bool

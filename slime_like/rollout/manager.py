@@ -87,9 +87,11 @@ class RolloutManager:
         """Where agents play (--serve-rollout), or None."""
         return self._running().serving_url
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights; what they abort now did not fail."""
-        self._tell(self._running().policy_changing)
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights; what they abort now did not fail. Adapters that requests under way
+        have named.
+        """
+        return self._tell(self._running().policy_changing)
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these from now on: also what to record for those that do not tell their version.

@@ -58,7 +58,7 @@ class PublishOrder:
     the old weights left in the cache, which is then forgotten only where nothing runs. finds_unsent: look for
     parameters of the engine of which nothing was sent; needs compares_digests. cards: of each endpoint, of each of its
     ranks, the trainer rank on the same card, which then sends everything to it; empty: pipeline stages send their
-    shares to all.
+    shares to all. in_use: adapters that requests under way name, which engines serve on.
     """
 
     weights: WeightsRef
@@ -70,6 +70,7 @@ class PublishOrder:
     compares_digests: bool = True
     finds_unsent: bool = False
     cards: tuple[tuple[int, ...], ...] = ()
+    in_use: frozenset[WeightsRef] = frozenset()
 
     @staticmethod
     def of(
@@ -101,7 +102,7 @@ class PublishOrder:
     @property
     def route(self) -> PublishOrder:
         """The order without its weights: what a connection is made for and kept."""
-        return dataclasses.replace(self, weights=WeightsRef())
+        return dataclasses.replace(self, weights=WeightsRef(), in_use=frozenset())
 
     def longest_s(self, num_stages: int) -> float:
         """How long the driver waits for a rank: longer than all steps, since the rank itself says which engine is
@@ -267,13 +268,13 @@ class EngineSide:
         client.update_weights_from_disk(folder, timeout_s=order.timeout_s)
 
     def _load_adapter(self, client: AdapterClient) -> None:
-        """Beside the base, under the weights' own name, and beside the version before, whose requests may still run.
+        """Beside the base, under the weights' own name, and beside the version before and those in use.
 
-        The one before that goes, once its last request has ended.
+        The others go, whose last request has ended: while SGLang waits for one that runs, it loads nothing.
         """
         order, weights = self._order, self._order.weights
         versions = [dataclasses.replace(weights, version=weights.version - ago) for ago in (0, 1)]
-        kept = {str(version) for version in versions}
+        kept = {str(version) for version in (*versions, *order.in_use)}
         for name in client.adapters():
             if name.startswith(f"{weights.name}@") and (name not in kept or name == str(weights)):
                 client.unload_adapter(name, timeout_s=order.timeout_s)

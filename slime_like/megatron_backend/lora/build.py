@@ -168,19 +168,22 @@ def _first_matrices(
     size, rank = adapter.shape.group.size(), lora.lora_rank
     num_inputs = part.lora_a.size(1) * (size if adapter.shape.split == ROW else 1)
     num_outputs = part.lora_b.size(0) * (size if adapter.shape.split == COLUMN else 1)
-    if lora.lora_init == "orthogonal":
+    if lora.starts is None:  # orthogonal
         basis, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
         matrix_a = (torch.randn(num_inputs, rank // 2, generator=generator) @ basis[0::2]).T / 10.0
         return matrix_a, (torch.randn(num_outputs, rank // 2, generator=generator) @ basis[1::2]) / 10.0
-    if lora.lora_init == "gaussian":
-        matrix_a = torch.randn(rank, num_inputs, generator=generator) / rank
-    else:
-        matrix_a = _uniform(rank, num_inputs, generator)
-    if lora.lora_init == "false":
-        return matrix_a, _uniform(num_outputs, rank, generator)
-    return matrix_a, torch.zeros(num_outputs, rank)
+    start_a, start_b = lora.starts
+    return (
+        _started(start_a, (rank, num_inputs), rank, generator),
+        _started(start_b, (num_outputs, rank), rank, generator),
+    )
 
 
-def _uniform(num_outputs: int, num_inputs: int, generator: torch.Generator) -> torch.Tensor:
-    """torch.nn.Linear's own start: kaiming_uniform_(a=sqrt(5)), which reaches 1 / sqrt(inputs)."""
-    return (2 * torch.rand(num_outputs, num_inputs, generator=generator) - 1) / math.sqrt(num_inputs)
+def _started(start: str, shape: tuple[int, int], rank: int, generator: torch.Generator) -> torch.Tensor:
+    """One matrix [outputs, inputs] that starts as config.lora.STARTS names it."""
+    if start == "zeros":
+        return torch.zeros(shape)
+    if start == "gaussian":
+        return torch.randn(shape, generator=generator) / rank
+    # torch.nn.Linear's own: kaiming_uniform_(a=sqrt(5)), which reaches 1 / sqrt(inputs).
+    return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])

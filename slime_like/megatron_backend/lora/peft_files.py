@@ -161,6 +161,13 @@ def check_config(folder: str, lora: LoraConfig) -> None:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no configuration of LoRA adapters: {error!r}") from None
+    whole = config.get("modules_to_save")
+    if whole:
+        raise CheckpointError(
+            f"{path} is of adapters with whole copies of {', '.join(whole)} (modules_to_save) that were trained beside"
+            " its adapters, and --lora-rank trains adapters alone. Fix: merge it into a model of its own (PEFT's"
+            " merge_and_unload), and take that as --hf-checkpoint without --lora-load."
+        )
     odd = [name for name, values in _ONLY.items() if name in config and config[name] not in values]
     if config.get("peft_type", "LORA") != "LORA" or odd:
         what = ", ".join(f"{name} {config[name]!r}" for name in odd) or config["peft_type"]

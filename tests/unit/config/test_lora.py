@@ -8,6 +8,7 @@ import json
 import pytest
 from peft.tuners.tuners_utils import check_target_module_exists
 
+from slime_like.config.adapter_rules import versions_at_once
 from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.lora import LoraConfig, adapter_flags
 from slime_like.config.lora_targets import expert_modules, layer_targets, target_modules
@@ -76,6 +77,9 @@ def test_modules_of_layers():
         ({"lora_rank": 4, "lora_plus_lr_ratio": 0.0}, "must be above 0"),
         ({"lora_rank": 3, "lora_init": "orthogonal"}, "even"),
         ({"lora_rank": 4, "lora_init": "gaussian", "lora_load": "x"}, "does nothing with --lora-load"),
+        ({"lora_rank": 4, "lora_a_init": "gaussian", "lora_load": "x"}, "--lora-a-init gaussian does nothing with"),
+        ({"lora_rank": 4, "lora_b_init": "uniform", "lora_init": "orthogonal"}, "draws A and B together"),
+        ({"lora_rank": 4, "lora_a_init": "zeros"}, "no gradient"),
         ({"lora_rank": 4, "lora_target_modules": ["all-linear", "q_proj"]}, "drop the others"),
         ({"lora_rank": 4, "lora_target_modules": ["q_proj", "(k|v)_proj"]}, "stands alone"),
         ({"lora_rank": 4, "lora_target_modules": ["(q_proj"]}, "no regular expression"),
@@ -130,9 +134,11 @@ def test_files_of_a_peft_folder(tmp_path):
     ("more", "message"),
     [
         ({"lora": LoraConfig()}, "needs adapters: --lora-rank"),
-        ({"placement": PlacementConfig(colocate=True)}, "--offload-rollout"),
         ({"placement": PlacementConfig(debug_train_only=True)}, "sends no weights"),
-        ({"asynchrony": AsyncConfig(partial_rollout=True)}, "--partial-rollout"),
+        (
+            {"sync": SyncConfig(update_weight_mode="adapter", update_weight_pause_mode="retract")},
+            "--update-weight-pause-mode",
+        ),
     ],
 )
 def test_what_sending_adapters_needs(more, message):
@@ -148,7 +154,39 @@ def test_adapters_are_probed_at_each_sync():
     assert [sync.probes_at(number) for number in range(3)] == [True] * 3
 
 
-def test_an_engine_serves_this_version_and_the_one_before():
-    flags = adapter_flags(LoraConfig(lora_rank=4, lora_target_modules=["q_proj"]), DENSE)
-    assert (flags["enable_lora"], flags["max_lora_rank"], flags["lora_target_modules"]) == (True, "4", ["q_proj"])
-    assert check_flags(flags)[0] == []
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"asynchrony": AsyncConfig(async_mode="full")},
+        {"asynchrony": AsyncConfig(async_mode="one-step")},
+        {"asynchrony": AsyncConfig(partial_rollout=True), "placement": PlacementConfig(colocate=True)},
+        {"placement": PlacementConfig(rollout_external=True, rollout_external_engine_addrs=["http://far:1"])},
+    ],
+)
+def test_what_goes_with_sending_adapters(more):
+    config = RunConfig(**({"lora": LoraConfig(lora_rank=4), "sync": SyncConfig(update_weight_mode="adapter")} | more))
+    assert not [problem for problem in config.problems() if "adapter" in problem]
+
+
+def test_an_engine_serves_as_many_versions_as_requests_may_name():
+    lora = LoraConfig(lora_rank=4, lora_target_modules=["q_proj"])
+    for asynchrony, batch in (
+        (AsyncConfig(), "3"),
+        (AsyncConfig(async_mode="one-step"), "3"),
+        (AsyncConfig(partial_rollout=True, max_staleness=3), "3"),  # each part of an answer is a request of its own
+        (AsyncConfig(async_mode="full"), "4"),
+        (AsyncConfig(async_mode="full", max_staleness=3), "6"),
+    ):
+        versions = versions_at_once(RunConfig(asynchrony=asynchrony))
+        flags = adapter_flags(lora, DENSE, num_versions=versions)
+        assert (flags["enable_lora"], flags["max_lora_rank"], flags["lora_target_modules"]) == (True, "4", ["q_proj"])
+        assert flags["max_loras_per_batch"] == batch
+        assert check_flags(flags)[0] == []
+
+
+def test_engines_keep_the_base_of_adapters():
+    shared = PlacementConfig(colocate=True)
+    assert RunConfig(placement=shared).released_by_engines == ("kv_cache", "weights")
+    assert RunConfig().released_by_engines == ()
+    adapters = SyncConfig(update_weight_mode="adapter")
+    assert RunConfig(placement=shared, sync=adapters).released_by_engines == ("kv_cache",)
