@@ -305,9 +305,8 @@ class EngineClient:
         """POST; an answer that says `"success": false` is an error too."""
         answer = self._request("POST", path, body, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineHttpError(
-                f"engine {self.endpoint.index}: POST {self.url}{path} refused: {answer.get('message')}", 200
-            )
+            why = answer.get("message") or answer.get("error_message")  # the latter of adapters
+            raise EngineHttpError(f"engine {self.endpoint.index}: POST {self.url}{path} refused: {why}", 200)
         return answer if isinstance(answer, dict) else {}
 
     def _optional(self, path: str) -> bool:

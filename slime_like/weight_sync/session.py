@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slime_like.config.run import RunConfig
-from slime_like.config.transports import ADAPTER_FOLDER, RECEIVER, SHARED_FOLDER, transport_of
+from slime_like.config.transports import RECEIVER, SHARED_FOLDER, transport_of
 from slime_like.errors import SlimeLikeError, WaitTimeout, WeightSyncError
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.adapter_client import AdapterClient
@@ -150,6 +150,8 @@ def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
         raise WeightSyncError(f"weights {order.weights}: the trainer sent no tensor")
     if engines.transport.loads_from is not None:
         on_lead("load", engines.load)
+    if engines.transport.compared_by_engines:
+        receipt = dataclasses.replace(receipt, engines_proven=len(order.endpoints))
     if order.compares_digests:
         started = time.monotonic()
         if engines.transport.loads_from is not None:
@@ -198,12 +200,12 @@ class EngineSide:
         order, loads_from = self._order, self.transport.loads_from
         if loads_from is None:
             return
-        if loads_from in (SHARED_FOLDER, ADAPTER_FOLDER):
+        if loads_from == SHARED_FOLDER:
             if order.directory is None:
                 raise WeightSyncError(
                     f"the {order.transport} transport needs its folder. Fix: --update-weight-disk-dir."
                 )
-            if loads_from == SHARED_FOLDER:
+            if not self.transport.of_adapters:
                 check_whole(version_directory(order.directory, order.weights.version))
         self._on_all(self._load_one, "load weights from disk")
 
@@ -230,10 +232,12 @@ class EngineSide:
         if self.transport.needs_pause:
             self._on_all(lambda client: client.continue_generation(), "continue generation")
 
-    def _begin_one(self, client: EngineClient) -> None:
+    def _begin_one(self, client: AdapterClient) -> None:
         if self.transport.needs_pause:
             self._pause(client)
-        if self.transport.loads_from is None:
+        if self.transport.of_adapters:
+            self._unload_others(client)
+        elif self.transport.loads_from is None:
             client.begin_weight_update()
 
     def _pause(self, client: EngineClient) -> None:
@@ -255,8 +259,9 @@ class EngineSide:
 
     def _load_one(self, client: AdapterClient) -> None:
         order, endpoint = self._order, client.endpoint
-        if self.transport.loads_from == ADAPTER_FOLDER:
-            self._load_adapter(client)
+        if self.transport.of_adapters:
+            folder = version_directory(order.directory or "", order.weights.version)
+            client.load_adapter(str(order.weights), folder, timeout_s=order.timeout_s)
             return
         if self.transport.loads_from == RECEIVER:
             assert endpoint.receiver_url is not None, "the trainer has sent to it"
@@ -267,10 +272,10 @@ class EngineSide:
             folder = version_directory(order.directory or "", order.weights.version)
         client.update_weights_from_disk(folder, timeout_s=order.timeout_s)
 
-    def _load_adapter(self, client: AdapterClient) -> None:
-        """Beside the base, under the weights' own name, and beside the version before and those in use.
-
-        The others go, whose last request has ended: while SGLang waits for one that runs, it loads nothing.
+    def _unload_others(self, client: AdapterClient) -> None:
+        """Before adapters are loaded beside the base, under the weights' own name, and beside the version before and
+        those in use: the others go, whose last request has ended. While SGLang waits for one that runs, it loads
+        nothing.
         """
         order, weights = self._order, self._order.weights
         versions = [dataclasses.replace(weights, version=weights.version - ago) for ago in (0, 1)]
@@ -278,11 +283,9 @@ class EngineSide:
         for name in client.adapters():
             if name.startswith(f"{weights.name}@") and (name not in kept or name == str(weights)):
                 client.unload_adapter(name, timeout_s=order.timeout_s)
-        folder = version_directory(order.directory or "", weights.version)
-        client.load_adapter(str(weights), folder, timeout_s=order.timeout_s)
 
     def _finish_one(self, client: EngineClient) -> None:
-        if self.transport.loads_from == ADAPTER_FOLDER:
+        if self.transport.of_adapters:
             # Nothing to flush: SGLang keeps the cached prefixes of each adapter apart.
             client.update_weight_version(str(self._order.weights.version))
             return

@@ -36,7 +36,9 @@ def train(tiny_model_dir, tiny_data_dir, tmp_path):
         )
         assert finished.returncode == 0, finished.logs()
         assert_nothing_left(before)
-        assert {line["sync/transport"] for line in finished.metrics("sync")} == {"adapter"}
+        assert {line["sync/transport"] for line in finished.metrics("sync")} == {
+            "http" if "http" in flags else "adapter"
+        }
         return proven(finished, tiny_model_dir, f"{tmp_path}/", num_rollouts)
 
     return run
@@ -50,6 +52,21 @@ def test_an_answer_keeps_the_version_that_it_named(train):
     log = (run.run_dir / "logs/engine-0.log").read_text()
     assert "pause" not in log.lower(), "nothing was paused"
     assert max(line["train/logprob_abs_diff_max"] for line in run.metrics("train")) > 1e-3  # tokens of older adapters
+
+
+def test_by_http_no_folder_is_needed_and_engines_compare_digests(train):
+    """From two pipeline stages, to an engine on two ranks."""
+    run = train(
+        *("--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 2),
+        *("--rollout-num-gpus-per-engine", 2, "--async-mode", "one-step", "--update-weight-transport", "http"),
+        tokens=24,
+        num_rollouts=3,
+    )
+    assert run.worst(later=False) < 1e-4
+    sync = run.metrics("sync")
+    assert [line["sync/engines_proven"] for line in sync] == [1] * 4
+    assert ["sync/probe_logprob_abs_diff" in line for line in sync] == [True, False, False, False]
+    assert not (run.run_dir / "weights").exists()
 
 
 def test_one_step_off(train):
