@@ -8,7 +8,7 @@ import os
 import re
 
 from slime_like.config.base import flag
-from slime_like.config.lora_targets import expert_modules, target_modules
+from slime_like.config.lora_targets import OUTPUT, expert_of, target_modules
 from slime_like.config.model import ModelConfig
 
 #: PEFT's word for every linear layer but the output layer.
@@ -136,19 +136,40 @@ class LoraConfig:
         if not self.enabled:
             return []
         modules = target_modules(model)
-        ends = {module.rsplit(".", 1)[-1] for module in modules}
-        kinds = ", ".join(sorted(ends - {module.rsplit(".", 1)[-1] for module in expert_modules(model)}))
-        of_experts = [module for module in expert_modules(model) if self.targets(module)]
-        if of_experts:
-            asked = f"--lora-target-modules {' '.join(self.lora_target_modules)} asks for adapters on {of_experts[0]}"
-            return [f"{asked}, and experts cannot have any yet. Fix: name others: {kinds}."]
+        kinds = ", ".join(sorted({module.rsplit(".", 1)[-1] for module in modules}))
         names = self.lora_target_modules
         strangers = [name for name in names if not any(_matches([name], module) for module in modules)]
         if strangers:
             wrong = f"--lora-target-modules {' '.join(strangers)}: no linear layer has such a name"
+            if set(strangers) & set(OUTPUT.modules):
+                wrong = (
+                    f"--lora-target-modules {' '.join(strangers)}: this model's output layer is its embedding (tied)"
+                )
             return [f"{wrong}. There are: {kinds}."]
         if not any(self.targets(module) for module in modules):
             return ["--lora-exclude-modules leaves no module with an adapter. Fix: exclude less."]
+        return self._expert_problems(modules)
+
+    def _expert_problems(self, modules: tuple[str, ...]) -> list[str]:
+        """What experts' adapters cannot be, since PEFT (0.21.2) cannot compute them on HF's joined experts."""
+        kinds: dict[str, set[str]] = {"gate_proj": set(), "up_proj": set(), "down_proj": set()}
+        for module in modules:
+            if expert_of(module) is not None and self.targets(module):
+                expert, _, kind = module.rpartition(".")
+                kinds[kind].add(expert)
+        if not any(kinds.values()):
+            return []
+        asked = f"--lora-target-modules {' '.join(self.lora_target_modules)} asks for adapters on experts"
+        if self.lora_dropout:
+            return [f"{asked}, which cannot drop any of their input: --lora-dropout {self.lora_dropout}. Fix: drop it."]
+        if kinds["gate_proj"] != kinds["up_proj"]:
+            odd = min(kinds["gate_proj"] ^ kinds["up_proj"])
+            return [f"{asked}, but of {odd} on one of gate_proj and up_proj only, which PEFT cannot load. Fix: both."]
+        for kind, those in kinds.items():
+            whole = {module.rpartition(".")[0] for module in modules if expert_of(module) is not None}
+            if those and those != whole:
+                odd = min(whole - those)
+                return [f"{asked}, but not on {kind} of {odd}: PEFT has one of all experts or none. Fix: name all."]
         return []
 
     def missing_files(self) -> list[str]:
@@ -164,7 +185,7 @@ class LoraConfig:
 def _matches(patterns: list[str], module: str) -> bool:
     """PEFT's rule: one pattern is for the whole name, names are ends of it at a dot."""
     if patterns == [ALL_LINEAR]:
-        return True
+        return module not in OUTPUT.modules
     if len(patterns) == 1 and not _NAME.fullmatch(patterns[0]):
         return re.fullmatch(patterns[0], module) is not None
     return any(module == name or module.endswith("." + name) for name in patterns)
