@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,6 +188,44 @@ def per_token(value: float, loss_mask: np.ndarray, dtype: type[np.floating] = np
     values = np.zeros(trained.shape, dtype)
     np.copyto(values, value, where=trained)
     return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossRow:
+    """One datum of a client's loss: what the model reads, and what each position is scored on.
+
+    Unlike in TrainSample a position's target is given, and need not be the next token; K of them where targets are two-
+    dimensional. Example: LossRow(tokens=[11, 12], targets=[12, 2], inputs={"weights": [0., 1.]})
+    """
+
+    tokens: np.ndarray  # [T] int32
+    targets: np.ndarray  # [T] or [T, K] int64: position t is scored on log p(targets[t] | tokens[<=t])
+    #: what the loss reads of each target, by clients' names ("weights", "logprobs", "advantages"): float32, as targets
+    inputs: Mapping[str, np.ndarray]
+
+    def __post_init__(self):
+        shapes = {"targets": self.targets.shape} | {name: array.shape for name, array in self.inputs.items()}
+        if self.targets.shape[:1] != self.tokens.shape or any(s != self.targets.shape for s in shapes.values()):
+            raise ValueError(f"a datum of {self.tokens.shape} tokens has arrays of other shapes: {shapes}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TenantPass:
+    """A pass over a tenant's rows. loss: one of PLAIN_LOSSES, a sum over targets; config: its numbers."""
+
+    weights: str  # the tenant's
+    rows: tuple[LossRow, ...]
+    loss: str
+    config: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    forward_only: bool = False  # no gradients are added
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassResult:
+    """What a pass gave. metrics: "loss", summed over all targets, and what else the loss reports."""
+
+    log_probs: list[np.ndarray]  # of each row, float32, shaped as its targets
+    metrics: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

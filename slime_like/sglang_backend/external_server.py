@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from slime_like.config.hf_model import read_hf_config
-from slime_like.errors import EngineError, WaitTimeout
+from slime_like.errors import EngineError, RunError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
 
@@ -169,6 +169,15 @@ def adapter_disagreements(server: ExternalServer, *, rank: int, modules: Sequenc
             f"holds {adapters.max_loaded} adapters at most (--max-loaded-loras), and {num_versions + 1} may be in use"
         )
     return [f"{who} {problem}. Fix: start it with {flags}, and no --max-loaded-loras." for problem in problems]
+
+
+def answers(endpoint: EngineEndpoint, timeout_s: float = 2.0) -> bool:
+    """Whether an engine that is well, which answers at once, does so."""
+    try:
+        EngineClient(endpoint, timeout_s=timeout_s).model_info()
+    except RunError:
+        return False
+    return True
 
 
 class HealthWatch:

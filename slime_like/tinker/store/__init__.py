@@ -1,0 +1,1 @@
+"""What must outlive the server's process."""
