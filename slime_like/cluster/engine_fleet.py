@@ -223,17 +223,12 @@ class EngineFleet:
         return receipt
 
     def _publish(
-        self,
-        weights: WeightsRef,
-        members: Sequence[Member],
-        trainer: Publishes,
-        in_use: frozenset[WeightsRef] = frozenset(),
+        self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes, in_use: frozenset = frozenset()
     ) -> SyncReceipt:
         endpoints = [member.endpoint for member in members if member.endpoint is not None]
         assert self._plan.transport is not None, "a run with trainer and engines has a transport"
         cards = cards_of(self._plan, [self._plans.get(endpoint.index) for endpoint in endpoints])
-        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards)
-        order = dataclasses.replace(order, in_use=in_use)
+        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards, in_use=in_use)
         try:
             return trainer.publish(order, self.check_watch)
         except BaseException:

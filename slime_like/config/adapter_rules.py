@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime_like.config.lora_targets import expert_of, target_modules
 from slime_like.config.tree import ConfigTree
 
 
@@ -19,9 +20,17 @@ def adapter_problems(config: ConfigTree) -> list[str]:
         "--update-weight-pause-mode does nothing, since requests go on with the version that they name": (
             config.sync.update_weight_pause_mode is not None
         ),
+        # SGLang 0.5.23 computes them by Triton kernels; an engine on a CPU ends at the first such request.
+        "adapters on experts cannot be served, only merged (--update-weight-mode full)": _has_expert_adapters(config),
         "engines with --sglang-dp-size take no adapters while they run": config.engine_dp_size > 1,
     }
     return [f"{mode}: {why}. Fix: leave it out." for why, applies in wrong.items() if applies]
+
+
+def _has_expert_adapters(config: ConfigTree) -> bool:
+    if not config.model.is_known:
+        return False
+    return any(expert_of(name) is not None and config.lora.targets(name) for name in target_modules(config.model))
 
 
 def versions_at_once(config: ConfigTree) -> int:

@@ -21,11 +21,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import orjson
 
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.utils.net import certificates, wait_until
 
+_JSON = {"Content-Type": "application/json"}
 _BODY_HEAD_CHARS = 500
 _CONNECT_TIMEOUT_S = 10.0
 #: How long an idle connection is used again: uvicorn closes them after five seconds.
@@ -348,7 +350,8 @@ class EngineClient:
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s))
         try:
             with self._http() as http:
-                response = http.request(method, self.url + path, json=body, timeout=timeout)
+                content = None if body is None else orjson.dumps(body)  # megabytes of tensors, five times as fast
+                response = http.request(method, self.url + path, content=content, headers=_JSON, timeout=timeout)
         except httpx.TimeoutException as error:
             who = f"engine {self.endpoint.index} at {self.url}"
             raise WaitTimeout(

@@ -1,6 +1,7 @@
 """One weight sync, whole: begin -> send -> prove -> continue. No torch: the driver only gives the order.
 
-Where engines load a folder it is send -> begin -> load -> prove -> continue: they generate until all of it is there.
+Where engines load a folder it is send -> begin -> load -> prove -> continue: they generate until all of it is there;
+with PublishOrder.rolling one engine after the other does the rest, while the others serve.
 
     driver      receipt = trainer.publish(PublishOrder(...))  # one call; after a failure: abandon(order.endpoints)
     every rank  receipt = run_session(order, ranks)             # ranks: sender.WeightSender
@@ -61,7 +62,8 @@ class PublishOrder:
     the old weights left in the cache, which is then forgotten only where nothing runs. finds_unsent: look for
     parameters of the engine of which nothing was sent; needs compares_digests. cards: of each endpoint, of each of its
     ranks, the trainer rank on the same card, which then sends everything to it; empty: pipeline stages send their
-    shares to all. in_use: adapters that requests under way name, which engines serve on.
+    shares to all. in_use: adapters that requests under way name, which engines serve on. rolling: engines load the
+    folder one after another, each with its own proof, and only one is paused.
     """
 
     weights: WeightsRef
@@ -74,6 +76,7 @@ class PublishOrder:
     finds_unsent: bool = False
     cards: tuple[tuple[int, ...], ...] = ()
     in_use: frozenset[WeightsRef] = frozenset()
+    rolling: bool = False
 
     @staticmethod
     def of(
@@ -83,6 +86,7 @@ class PublishOrder:
         weights: WeightsRef,
         *,
         cards: tuple[tuple[int, ...], ...] = (),
+        in_use: frozenset[WeightsRef] = frozenset(),
     ) -> PublishOrder:
         """As the flags say. cards: where trainer and engines share GPUs; a transport that gains nothing by it leaves
         them out.
@@ -100,6 +104,8 @@ class PublishOrder:
             compares_digests=sync.compares_digests and transport_of(transport).digests,
             finds_unsent=sync.verify_weight_sync == "full" and transport_of(transport).digests,
             cards=cards if transport_of(transport).by_card else (),
+            in_use=in_use,
+            rolling=sync.update_weight_rolling,
         )
 
     @property
@@ -112,7 +118,8 @@ class PublishOrder:
         late in which step. num_stages: of the trainer's pipeline.
         """
         num_sources = len({source for ranks in self.cards for source in ranks}) or num_stages
-        return (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
+        num_turns = len(self.endpoints) if self.rolling else 1
+        return num_turns * (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
 
 
 class Publishes(Protocol):
@@ -137,8 +144,8 @@ class Ranks(Protocol):
     def send(self, weights: WeightsRef) -> SyncReceipt:
         """Every source sends its share; what was sent, by all."""
 
-    def prove(self) -> tuple[int, int]:
-        """Compare the engines' digests with what was sent: (engines compared, tensors of which it is not known where
+    def prove(self, endpoints: Sequence[EngineEndpoint]) -> tuple[int, int]:
+        """Compare these engines' digests with what was sent: (engines compared, tensors of which it is not known where
         an engine keeps them).
         """
 
@@ -161,21 +168,25 @@ def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
     receipt = ranks.send(order.weights)
     if receipt.num_tensors == 0:
         raise WeightSyncError(f"weights {order.weights}: the trainer sent no tensor")
-    if loads_folder:
-        # Only now: engines go on generating while what they will load is gathered, sent and written.
-        on_lead("begin", engines.begin)
-        on_lead("load", engines.load)
     if engines.transport.compared_by_engines:
         receipt = dataclasses.replace(receipt, engines_proven=len(order.endpoints))
-    if order.compares_digests:
-        started = time.monotonic()
+    for turn in engines.turns():
         if loads_folder:
-            on_lead("open for digests", engines.open)
-        proven, left_out = ranks.prove()
-        receipt = dataclasses.replace(
-            receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=time.monotonic() - started
-        )
-    on_lead("finish", engines.finish)
+            # Only now: engines go on generating while what they will load is gathered, sent and written.
+            on_lead("begin", turn.begin)
+            on_lead("load", turn.load)
+        if order.compares_digests:
+            started = time.monotonic()
+            if loads_folder:
+                on_lead("open for digests", turn.open)
+            proven, left_out = ranks.prove(turn.endpoints)
+            receipt = dataclasses.replace(
+                receipt,
+                engines_proven=receipt.engines_proven + proven,
+                tensors_unproven=left_out,
+                verify_seconds=receipt.verify_seconds + time.monotonic() - started,
+            )
+        on_lead("finish", turn.finish)
     return receipt
 
 
@@ -202,6 +213,17 @@ class EngineSide:
         self._order = order
         self.transport = transport_of(order.transport)
         self._clients = [AdapterClient(endpoint, timeout_s=order.timeout_s) for endpoint in order.endpoints]
+
+    @property
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        """The engines."""
+        return self._order.endpoints
+
+    def turns(self) -> list[EngineSide]:
+        """These engines as they take the weights up: all at the same time, or one behind the other."""
+        if not self._order.rolling:
+            return [self]
+        return [EngineSide(dataclasses.replace(self._order, endpoints=(endpoint,))) for endpoint in self.endpoints]
 
     def begin(self) -> None:
         """Stop generation and get every engine ready to receive."""

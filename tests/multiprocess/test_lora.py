@@ -39,7 +39,7 @@ LAYOUTS = {
     "ep2 and tp2": (2, SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
 }
 ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-ATTENTION = [f"{x}_proj" for x in "qkvo"]
+ATTENTION, OUTPUT = [f"{x}_proj" for x in "qkvo"], ["q_proj", "lm_head"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 #: adapters' name -> (family, PEFT's options, our flags)
 ADAPTERS = {
@@ -50,17 +50,13 @@ ADAPTERS = {
         {"lora_use_rslora": True, "lora_target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
     ),
     "llama": ("llama", ALL, {}),
-    "output": (
-        "llama",
-        ALL | {"target_modules": ["q_proj", "lm_head"]},
-        {"lora_target_modules": ["q_proj", "lm_head"]},
-    ),
+    "output": ("llama", ALL | {"target_modules": OUTPUT}, {"lora_target_modules": OUTPUT}),
     "glm4": ("glm4", ALL, {}),
     "qwen3_moe": ("qwen3_moe", ALL | {"target_modules": ATTENTION}, {"lora_target_modules": ATTENTION}),
     "experts": ("qwen3_moe", ALL | {"target_modules": ATTENTION, "experts": True}, {}),
     "deepseek_v3": ("deepseek_v3", ALL | {"target_modules": LATENT}, {"lora_target_modules": LATENT}),
 }
-ROWS = [("qwen3", layout) for layout in LAYOUTS if layout not in ("interleaved pp2", "ep2")]
+ROWS = [("qwen3", layout) for layout in LAYOUTS if layout != "interleaved pp2" and "ep2" not in layout]
 ROWS += [("some modules", "tp2 with sequence parallelism"), ("llama", "interleaved pp2"), ("glm4", "tp2")]
 ROWS += [(name, layout) for name in ("qwen3_moe", "experts") for layout in ("ep2", "ep2 and tp2")]
 ROWS += [("output", layout) for layout in ("tp2 with sequence parallelism", "pp2")]

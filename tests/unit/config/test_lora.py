@@ -144,6 +144,7 @@ def test_files_of_a_peft_folder(tmp_path):
     [
         ({"lora": LoraConfig()}, "needs adapters: --lora-rank"),
         ({"placement": PlacementConfig(debug_train_only=True)}, "sends no weights"),
+        ({"model": EXPERTS}, "adapters on experts cannot be served, only merged"),
         (
             {"sync": SyncConfig(update_weight_mode="adapter", update_weight_pause_mode="retract")},
             "--update-weight-pause-mode",
