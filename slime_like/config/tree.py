@@ -106,6 +106,17 @@ class ConfigTree:
         return self.placement.colocate if value is None else value
 
     @property
+    def released_by_engines(self) -> tuple[str, ...]:
+        """What engines give back around training, by SGLang's names; nothing without --offload-rollout.
+
+        Weights come back without their contents, which a sync sends again; of engines that are sent adapters only, the
+        base stays.
+        """
+        if not self.offload_rollout:
+            return ()
+        return ("kv_cache",) if self.sync.sends_adapters else ("kv_cache", "weights")
+
+    @property
     def shares_cards(self) -> bool:
         """Whether trainer and engines take turns on the same GPUs."""
         return self.placement.colocate and self.uses_engines and not self.placement.debug_rollout_only
