@@ -34,11 +34,16 @@ def test_any_order_of_arrival_gives_the_order_of_seq_id():
         assert order == list(range(1, 13)), seed
 
 
-def test_what_runs_is_not_next_again():
+def test_what_was_executed_is_not_next_again_while_its_answer_is_written():
     model = queue()
-    model.add(entry(1))
-    model.waiting[1].running = True
-    assert model.next() is None and model.missing() is None
+    for seq in (1, 2):
+        model.add(entry(seq))
+    model.executed_seq = 1
+    assert model.next().seq_id == 2 and model.missing() is None
+    model.executed_seq = 2
+    assert model.next() is None and model.missing() is None and model.done_seq == 0
+    model.done(1)
+    assert (model.done_seq, model.executed_seq) == (1, 2)
 
 
 def test_a_gap_and_what_waits_behind_it():
