@@ -37,7 +37,7 @@ END = 0
 #: A prompt that begins with it is never answered, but may be cancelled.
 HELD = VOCABULARY - 1
 BASE = "bigrams"
-_EMPTY = (0, -99999.0)
+_EMPTY = (0, np.nan)
 
 
 def base_table() -> np.ndarray:
@@ -191,7 +191,7 @@ class BigramService:
             )
             async with self._database.write() as session:
                 session.add(row)
-            return {"sampling_session_id": sampler_id}
+            return {"sampler_id": sampler_id}
         kind = "training" if call.kind == Kind.SAVE_WEIGHTS else "sampler"
         path = (
             f"tinker://{call.model_id}/{'weights' if kind == 'training' else 'sampler_weights'}/{call.fields['name']}"

@@ -10,25 +10,28 @@ from slime_like import __version__
 from slime_like.tinker.api.context import Context
 from slime_like.tinker.api.gate import Gate, failure, refusal
 from slime_like.tinker.api.identity import Identity
-from slime_like.tinker.api.routes import futures, sampling, sessions, training
+from slime_like.tinker.api.routes import downloads, futures, management, openai, page, sampling, sessions, training
 from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.protocols import Service
 from slime_like.tinker.store.rows import Rows
 
-ROUTERS = (sessions.router, training.router, sampling.router, futures.router)
+ROUTERS = tuple(
+    module.router for module in (sessions, training, sampling, futures, management, downloads, openai, page)
+)
 
 
 def make_app(service: Service, rows: Rows, settings: ApiSettings) -> FastAPI:
     """An ASGI app over a service and the database that both write in."""
     app = FastAPI(title="slime_like", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.context = Context(service=service, rows=rows, settings=settings)
+    context = Context(service=service, rows=rows, settings=settings)
+    app.state.context = context
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Gate, identity=Identity(rows, settings), settings=settings)
+    app.add_middleware(Gate, identity=Identity(rows, settings), settings=settings, observed=context.observed)
     return app
 
 

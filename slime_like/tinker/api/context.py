@@ -7,8 +7,12 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from slime_like.tinker.api.chat_bodies import Tokenizers
+from slime_like.tinker.api.links import Links
+from slime_like.tinker.api.observed import Observed
 from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.protocols import Service
+from slime_like.tinker.records import Call, CallFailure, CallResult, StillWaiting
 from slime_like.tinker.store.rows import Rows
 
 
@@ -19,6 +23,24 @@ class Context:
     service: Service
     rows: Rows
     settings: ApiSettings
+    links: Links = dataclasses.field(default_factory=Links)
+    tokenizers: Tokenizers = dataclasses.field(default_factory=Tokenizers)
+    observed: Observed = dataclasses.field(default_factory=Observed)
+
+    async def submit(self, call: Call) -> str:
+        """The request's id. Raises Refused."""
+        request_id = await self.service.submit(call)
+        self.observed.taken(request_id, call)
+        return request_id
+
+    async def result(
+        self, request_id: str, *, tenant: str, timeout_s: float
+    ) -> CallResult | CallFailure | StillWaiting | None:
+        """As Service's, counted."""
+        done = await self.service.result(request_id, tenant=tenant, timeout_s=timeout_s)
+        if isinstance(done, CallResult | CallFailure):
+            self.observed.answered(request_id, done)
+        return done
 
 
 def _context(request: Request) -> Context:

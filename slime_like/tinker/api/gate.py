@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from fastapi import Request
@@ -11,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slime_like.tinker.api.identity import Identity, Load
+from slime_like.tinker.api.observed import Observed
 from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.errors import Refused
 
@@ -41,32 +43,36 @@ def failure(message: str, status: int, path: str, headers: dict[str, str] | None
 class Gate:
     """ASGI middleware: a request goes on with its tenant in `request.state.tenant` and its body whole."""
 
-    def __init__(self, app: ASGIApp, *, identity: Identity, settings: ApiSettings):
-        self._app, self._identity, self._settings = app, identity, settings
+    def __init__(self, app: ASGIApp, *, identity: Identity, settings: ApiSettings, observed: Observed):
+        self._app, self._identity, self._settings, self._observed = app, identity, settings, observed
         self._load = Load(settings.quota)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
-        started = False
+        began, status = time.monotonic(), 0
 
         async def noting_send(message: Message) -> None:
-            nonlocal started
-            started = True
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
             await send(message)
 
+        self._observed.begin_http()
         try:
             await self._let_in(scope, receive, noting_send)
         except Refused as error:
-            await refusal(error, path)(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, noting_send)
         except Exception:
             # A defect of ours. The client is told nothing of it, and asks again.
-            log.exception("%s %s failed", scope["method"], path)
-            if started:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if status:
                 raise
-            await failure("the server failed; its log says why", 500, path)(scope, receive, send)
+            await failure("the server failed; its log says why", 500, scope["path"])(scope, receive, noting_send)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._observed.end_http(route, status, time.monotonic() - began)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]

@@ -48,6 +48,8 @@ class ApiSettings:
     announce_bytes: int = 4 * 2**20
     #: How long a verified key counts without asking the database: a revoked one ends after this.
     key_cache_s: float = 10.0
+    #: How long an OpenAI client's answer may take.
+    answer_s: float = 600.0
     #: How long a link to saved weights works.
     link_s: float = 3600.0
 

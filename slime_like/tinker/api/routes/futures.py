@@ -21,7 +21,7 @@ _PROTOBUF = "application/x-protobuf"
 @router.post("/retrieve_future")
 async def retrieve_future(body: RetrieveFuture, request: Request, api: Api, tenant: Who) -> Response:
     """What became of a request: its result, why it failed, or that it is still waiting and for what."""
-    done = await api.service.result(body.request_id, tenant=tenant, timeout_s=api.settings.poll_s)
+    done = await api.result(body.request_id, tenant=tenant, timeout_s=api.settings.poll_s)
     if done is None:
         raise missing(body.request_id)
     if isinstance(done, StillWaiting):

@@ -60,7 +60,7 @@ async def asample(body: bodies.Sample, api: Api, tenant: Who) -> dict[str, Any]:
         seq_id=body.seq_id,
         sample=job,
     )
-    request_id = await api.service.submit(call)
+    request_id = await api.submit(call)
     ids = [f"{request_id}:{place}" for place in range(body.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": ids}
 

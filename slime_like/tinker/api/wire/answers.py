@@ -18,6 +18,8 @@ REDUCTIONS = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
 #: What every datum's answer is called.
 _LOGPROBS = "logprobs"
 _RECORD = "ArrayRecord"
+#: The log-prob of a cell without a token, as clients know it; an engine's is NaN.
+_EMPTY = -99999.0
 
 
 def metric_names(metrics: dict[str, float]) -> dict[str, float]:
@@ -83,9 +85,10 @@ def _top_to_message(top: TopLogprobs | None) -> Any:
     if top is None:
         return None
     length, k = top.token_ids.shape
+    is_empty = np.isnan(top.logprobs)
     return MESSAGES["TopkLogprobs"](
-        token_ids=little_endian(top.token_ids.astype(np.int32, copy=False)),
-        logprobs=little_endian(top.logprobs.astype(np.float32, copy=False)),
+        token_ids=little_endian(np.where(is_empty, 0, top.token_ids).astype(np.int32)),
+        logprobs=little_endian(np.where(is_empty, _EMPTY, top.logprobs).astype(np.float32)),
         k=k,
         length=length,
     )
@@ -107,11 +110,12 @@ def sample_to_json(result: SampleResult) -> dict[str, Any]:
     if result.prompt_logprobs is not None:
         answer["prompt_logprobs"] = [None if np.isnan(value) else float(value) for value in result.prompt_logprobs]
     if result.topk_prompt is not None:
-        pairs = zip(result.topk_prompt.token_ids, finite(result.topk_prompt.logprobs), strict=True)
-        # The first position has nothing before it: its cells are empty.
+        # The first position has nothing before it.
         answer["topk_prompt_logprobs"] = [
-            list(zip(ids.tolist(), values.tolist(), strict=True)) if place else None
-            for place, (ids, values) in enumerate(pairs)
+            None
+            if np.isnan(values).all() or (values <= _EMPTY).all()
+            else list(zip(ids.tolist(), values.tolist(), strict=True))
+            for ids, values in zip(result.topk_prompt.token_ids, result.topk_prompt.logprobs, strict=True)
         ]
     return answer
 
@@ -133,5 +137,7 @@ def to_json_answer(done: CallResult) -> dict[str, Any]:
     """Any call's result as JSON; those of the kinds without arrays are what the service gave, with their type."""
     if done.kind in _TO_JSON:
         return _TO_JSON[done.kind](done.result)
+    if "sampler_id" in done.result:
+        return {"type": done.kind.value, "sampling_session_id": done.result["sampler_id"]}
     kind = Kind.LOAD_WEIGHTS if done.kind == Kind.CREATE_FROM_STATE else done.kind
     return {**done.result, "type": kind.value}
