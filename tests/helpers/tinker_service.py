@@ -60,7 +60,10 @@ class _Model:
 
 
 class BigramService:
-    """Calls in, answers out; a model's are executed by seq_id. num_runs: calls executed, by kind."""
+    """Calls in, answers out; a model's are executed by seq_id. num_runs: calls executed, by kind.
+
+    refusal: what every call is answered with while it is there.
+    """
 
     def __init__(self, database: Database, folder: Path):
         self._database, self._folder = database, folder
@@ -69,6 +72,7 @@ class BigramService:
         self._owners: dict[str, str] = {}
         self._outcomes: dict[str, asyncio.Future[CallResult | CallFailure]] = {}
         self.num_runs: dict[Kind, int] = {}
+        self.num_cancelled = 0
         self.refusal: Refused | None = None
 
     async def submit(self, call: Call) -> str:
@@ -113,6 +117,7 @@ class BigramService:
         outcome = self._outcomes.get(request_id)
         if outcome is not None and self._owners[request_id] == tenant and not outcome.done():
             outcome.set_result(CallFailure(kind=Kind.SAMPLE, category="user", message="cancelled"))
+            self.num_cancelled += 1
 
     async def _in_order(self, model_id: str, request_id: str, call: Call) -> None:
         model = self._models[model_id]

@@ -52,7 +52,7 @@ def read_pass(body: bytes, limits: BodyLimits) -> PassRequest:
 
 
 def read_json_pass(body: Mapping[str, Any], limits: BodyLimits) -> PassRequest:
-    """The same of bodies.JsonPass's fields."""
+    """The same of bodies.JsonPass's fields; forward has a route of its own there."""
     wanted = body["data"]
     if len(wanted["data"]) > limits.datums:
         raise Refused(f"more than {limits.datums} datums in one request", status=413)
@@ -63,7 +63,7 @@ def read_json_pass(body: Mapping[str, Any], limits: BodyLimits) -> PassRequest:
         inputs = {name: reader.from_json(tensor, name) for name, tensor in datum["loss_fn_inputs"].items()}
         rows.append(_row(chunks, inputs, place))
     config = wanted.get("loss_fn_config") or {}
-    return _checked(body["model_id"], body["seq_id"], rows, wanted["loss_fn"], config, body["forward_only"])
+    return _checked(body["model_id"], body["seq_id"], rows, wanted["loss_fn"], config, False)
 
 
 def read_prompt(chunks: Iterable[Mapping[str, Any]], limits: BodyLimits) -> np.ndarray:
