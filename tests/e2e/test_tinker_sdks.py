@@ -16,7 +16,7 @@ from slime_like.tinker.api.settings import ApiSettings
 from tests.e2e import tinker_old_client
 from tests.e2e.tinker_old_client import TARGETS, TOKENS, WEIGHTS
 from tests.helpers.tinker_app import MODEL, serve
-from tests.helpers.tinker_service import BASE, base_table, log_softmax
+from tests.helpers.tinker_bigrams import BASE, base_table, log_softmax
 
 pytestmark = [pytest.mark.long_run, pytest.mark.timeout(900)]
 

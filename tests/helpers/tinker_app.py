@@ -1,4 +1,4 @@
-"""The API over tests.helpers.tinker_service, served on a port of this machine from a thread."""
+"""The API over tests.helpers.tinker_bigrams, served on a port of this machine from a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import uvicorn
 from slime_like.tinker.api.app import make_app
 from slime_like.tinker.api.settings import ApiSettings, ServedModel
 from slime_like.tinker.store.database import Database
-from tests.helpers.tinker_service import BASE, BigramService
+from tests.helpers.tinker_bigrams import BASE, BigramService
 
 MODEL = ServedModel(name=BASE, context_length=128, tokenizer=BASE)
 _START_S = 30

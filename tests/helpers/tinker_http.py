@@ -13,7 +13,7 @@ from slime_like.tinker.api.app import make_app
 from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.store.database import Database
 from tests.helpers.tinker_app import MODEL
-from tests.helpers.tinker_service import BASE, BigramService
+from tests.helpers.tinker_bigrams import BASE, BigramService
 
 
 class World:

@@ -17,7 +17,7 @@ from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.records import Kind
 from tests.helpers.tinker_app import MODEL, Served, serve
-from tests.helpers.tinker_service import BASE, HELD, base_table, log_softmax
+from tests.helpers.tinker_bigrams import BASE, HELD, base_table, log_softmax
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -16,7 +16,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from slime_like.tinker.api.settings import ApiSettings, ServedModel
 from tests.helpers.tinker_app import Served, serve
-from tests.helpers.tinker_service import BASE, END, VOCABULARY, base_table, log_softmax
+from tests.helpers.tinker_bigrams import BASE, END, VOCABULARY, base_table, log_softmax
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
