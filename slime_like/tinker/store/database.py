@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from slime_like.errors import ConfigError
 MIGRATIONS = Path(__file__).parent / "migrations"
 #: How long a transaction waits for another process's (the keys' command writes too).
 BUSY_S = 30
+#: Names this program's lock among a PostgreSQL's.
+_LOCK = 7_433_001_547
 
 
 def database_url(text: str) -> URL:
@@ -51,6 +55,7 @@ class Database:
         self._reading = async_sessionmaker(self._engine, expire_on_commit=False)
         self._writing = async_sessionmaker(self._engine.execution_options(writes=True), expire_on_commit=False)
         self._writer = asyncio.Lock()
+        self._claim = contextlib.AsyncExitStack()
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
@@ -69,8 +74,39 @@ class Database:
         """Bring the tables to what this version wants."""
         await asyncio.to_thread(upgrade, str(self.url.render_as_string(hide_password=False)))
 
+    async def claim(self, wait_s: float = 10.0) -> None:
+        """Be the only server on this database until `close`, or the process's end.
+
+        Raises ConfigError where another one is and does not end within wait_s.
+        """
+        deadline = time.monotonic() + wait_s
+        while not await self._try_claim():
+            if time.monotonic() > deadline:
+                raise ConfigError([f"another server uses {self.url.render_as_string()}. Fix: end it, or another --db."])
+            await asyncio.sleep(0.1)
+
+    async def _try_claim(self) -> bool:
+        if self.is_sqlite:
+            file = open(f"{self.url.database}.lock", "w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                return False
+            self._claim.callback(file.close)
+            return True
+        connection = await self._engine.connect()
+        locked = (await connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})")).scalar()
+        await connection.commit()  # the lock is the connection's, not the transaction's
+        if locked:
+            self._claim.push_async_callback(connection.close)
+        else:
+            await connection.close()
+        return bool(locked)
+
     async def close(self) -> None:
         """Close all connections."""
+        await self._claim.aclose()
         await self._engine.dispose()
 
 

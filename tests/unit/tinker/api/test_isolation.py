@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 
 from slime_like.tinker.api.app import ROUTERS
 from slime_like.tinker.api.wire.messages import MESSAGES
-from tests.helpers.tinker_http import World, trained_model, world
 from tests.helpers.tinker_bigrams import BASE
+from tests.helpers.tinker_http import World, trained_model, world
 
 #: Routes that name nothing of a tenant's.
 WITHOUT_IDS = {

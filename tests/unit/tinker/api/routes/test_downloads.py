@@ -12,8 +12,8 @@ import time
 import numpy as np
 from safetensors.numpy import load
 
-from tests.helpers.tinker_http import trained_model, world
 from tests.helpers.tinker_bigrams import base_table
+from tests.helpers.tinker_http import trained_model, world
 
 
 def test_an_archive_is_the_folder_and_its_link_ends(tmp_path):
