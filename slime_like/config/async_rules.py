@@ -26,6 +26,7 @@ def async_problems(config: ConfigTree) -> list[str]:
     asynchrony = config.asynchrony
     return [
         *_mode_problems(config),
+        *_share_problems(config),
         *(_mixing_problems(config) if asynchrony.is_full or asynchrony.partial_rollout else []),
         *_pause_problems(config),
         *_over_sampling_problems(config),
@@ -60,6 +61,26 @@ def _mode_problems(config: ConfigTree) -> list[str]:
             problems.append(f"{flag_name} does not go with --colocate: {why}")
     if asynchrony.eval_async and not config.eval.eval_interval:
         problems.append("--eval-async does nothing without --eval-interval. Fix: add it, or drop this.")
+    return problems
+
+
+def _share_problems(config: ConfigTree) -> list[str]:
+    """--eval-num-engines where engines that were set aside would be asked for what they do not hold."""
+    asynchrony, interval = config.asynchrony, config.eval.eval_interval
+    flag_name, problems = f"--eval-num-engines {asynchrony.eval_num_engines}", []
+    if not (asynchrony.eval_async and asynchrony.eval_num_engines):
+        return []
+    if interval and interval % asynchrony.update_weights_interval:
+        problems.append(
+            f"{flag_name} needs a sync before each evaluation, which gives the engines of the last one the present"
+            f" weights: --eval-interval {interval} is no multiple of --update-weights-interval"
+            f" {asynchrony.update_weights_interval}. Fix: make it one, or leave --eval-num-engines out."
+        )
+    if config.serving.serve_rollout:
+        problems.append(
+            f"{flag_name} does not go with --serve-rollout: agents of training and evaluation ask the same endpoint,"
+            " which has one set of engines. Fix: drop one of them."
+        )
     return problems
 
 

@@ -19,7 +19,7 @@ from slime_like.records import DeltaCount, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import address_of_interface, is_own_address, own_address, url_host
 from slime_like.weight_sync.bounds import best_rate
-from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, WeightPublisher
+from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, Redirects, WeightPublisher
 from slime_like.weight_sync.proof.receipt import Receipt, never_sent, raise_different
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
 from slime_like.weight_sync.session import PublishOrder
@@ -97,6 +97,21 @@ class WeightSender:
         if self._transport.every_gatherer_writes:
             return True
         return place.is_source and (not cards or place.is_lead or any(place.source in ranks for ranks in cards))
+
+    def redirect(self, order: PublishOrder) -> bool:
+        """Go on with the engines of another order, and whether that is possible: with a transport that has no
+        connection to make anew. What it sent last stays known.
+        """
+        same_way = dataclasses.replace(order.route, endpoints=self.route.endpoints) == self.route
+        if not (self._transport.redirects and same_way and self.is_connected):
+            return False
+        self.route = order.route
+        publisher = self._publisher
+        if publisher is not None:
+            assert isinstance(publisher, Redirects), "its row says so"
+            publisher.redirect(order.endpoints)
+            self._watch_digests(self._options(None))
+        return True
 
     # ------------------------------------------------------------------ what a session asks for
 
@@ -241,12 +256,16 @@ class WeightSender:
 
     def _connect(self, options: PublisherOptions) -> None:
         self._publisher = make_publisher(options)
-        if self._place.is_source and self.route.compares_digests:
-            clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in self.route.endpoints]
-            self._receipt = Receipt(self._config.model, clients, self._who, options.readers)
+        self._watch_digests(options)
         self._publisher.connect()
         if self._place.is_source:
             self._best_rate = best_rate(options)
+
+    def _watch_digests(self, options: PublisherOptions) -> None:
+        """What is sent from now on is compared with what these engines hold."""
+        if self._place.is_source and self.route.compares_digests:
+            clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
+            self._receipt = Receipt(self._config.model, clients, self._who, options.readers)
 
     def _once(self, reports: list[_Report]) -> list[_Report]:
         """Those that together are the model once. Raises WeightSyncError where a tensor is missing or too many."""

@@ -1,10 +1,13 @@
 """One weight sync, whole: begin -> send -> prove -> continue. No torch: the driver only gives the order.
 
+Where engines load a folder it is send -> begin -> load -> prove -> continue: they generate until all of it is there.
+
     driver      receipt = trainer.publish(PublishOrder(...))  # one call; after a failure: abandon(order.endpoints)
     every rank  receipt = run_session(order, ranks)             # ranks: sender.WeightSender
 
 All ranks run the session together. Each source sends; the first one, the lead, also steers the engines for all.
-Whatever fails on one rank is raised on every rank, and engines stay paused: they may hold half of the weights.
+Whatever fails on one rank is raised on every rank, and engines that are paused stay so: they may hold half of the
+weights.
 """
 
 from __future__ import annotations
@@ -111,6 +114,13 @@ class PublishOrder:
         return (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
 
 
+class Publishes(Protocol):
+    """The trainer, as whoever orders a sync sees it."""
+
+    def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
+        """One whole sync. watch: asked each second; what it raises ends the wait."""
+
+
 class Ranks(Protocol):
     """All ranks of the trainer, as a session sees them from one of them.
 
@@ -135,23 +145,28 @@ class Ranks(Protocol):
 def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
     """One sync, on every rank of the trainer. Engines generate again when it returns.
 
-    Raises WeightSyncError, EngineError or WaitTimeout naming engine and phase; engines then stay paused (see abandon).
+    Raises WeightSyncError, EngineError or WaitTimeout naming engine and phase; engines that it has paused then stay so
+    (see abandon).
     """
     engines = EngineSide(order)
 
     def on_lead(phase: str, act: Callable[[], None]) -> None:
         ranks.on_lead(phase, act, longest_s=_LEAD_STEPS * order.timeout_s)
 
-    on_lead("begin", engines.begin)
+    loads_folder = engines.transport.loads_from is not None
+    if not loads_folder:
+        on_lead("begin", engines.begin)
     ranks.connect()
     receipt = ranks.send(order.weights)
     if receipt.num_tensors == 0:
         raise WeightSyncError(f"weights {order.weights}: the trainer sent no tensor")
-    if engines.transport.loads_from is not None:
+    if loads_folder:
+        # Only now: engines go on generating while what they will load is gathered, sent and written.
+        on_lead("begin", engines.begin)
         on_lead("load", engines.load)
     if order.compares_digests:
         started = time.monotonic()
-        if engines.transport.loads_from is not None:
+        if loads_folder:
             on_lead("open for digests", engines.open)
         proven, left_out = ranks.prove()
         receipt = dataclasses.replace(
