@@ -146,6 +146,8 @@ class BigramService:
             return sample(await self._sampler_table(call.sample.sampler_id), call.sample)
         assert call.model_id is not None, "all others are a model's"
         model = self._models[call.model_id]
+        if call.kind == Kind.REFUSED:
+            raise RunError(call.fields["message"])
         if call.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD):
             answer, gradient = bigram_pass(model.table, call.rows, call.fields["loss"])
             if call.kind == Kind.FORWARD_BACKWARD:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -13,14 +14,16 @@ from slime_like.tinker.api.app import make_app
 from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.store.database import Database
 from tests.helpers.tinker_app import MODEL
+from tests.helpers.tinker_backends import VectorTrainer
 from tests.helpers.tinker_bigrams import BASE, BigramService
+from tests.helpers.tinker_service import running_service
 
 
 class World:
-    """An app with its service and database, and a client for each tenant."""
+    """An app with its service and database, and a client for each tenant. executed: what was done so far."""
 
-    def __init__(self, app, service: BigramService, database: Database):
-        self.app, self.service, self.database = app, service, database
+    def __init__(self, app, service: Any, database: Database, executed: Callable[[], Any]):
+        self.app, self.service, self.database, self.executed = app, service, database, executed
 
     async def key(self, tenant: str, **limits: float) -> str:
         """A new key of a tenant."""
@@ -33,23 +36,34 @@ class World:
         return httpx.AsyncClient(transport=transport, base_url=f"http://{host}", headers=headers)
 
 
+def _settings(settings: dict[str, Any]) -> ApiSettings:
+    return ApiSettings(**{"models": (MODEL,), "poll_s": 0.2} | settings)
+
+
 @contextlib.asynccontextmanager
-async def world(folder: Path, **settings) -> AsyncIterator[World]:
-    """Until the block ends."""
+async def world(folder: Path, **settings: Any) -> AsyncIterator[World]:
+    """Over tables of bigrams, until the block ends."""
     database = Database(f"sqlite:///{folder}/tinker.db")
     await database.upgrade()
     service = BigramService(database, folder / "weights")
-    settings.setdefault("models", (MODEL,))
-    settings.setdefault("poll_s", 0.2)
-    yield World(make_app(service, database, ApiSettings(**settings)), service, database)
+    yield World(make_app(service, database, _settings(settings)), service, database, lambda: dict(service.num_runs))
     await database.close()
+
+
+@contextlib.asynccontextmanager
+async def real_world(folder: Path, **settings: Any) -> AsyncIterator[World]:
+    """Over the server's own service, with a trainer and engines of vectors."""
+    trainer = VectorTrainer()
+    async with running_service(folder, trainer) as service:
+        app = make_app(service, service.database, _settings(settings))
+        yield World(app, service, service.database, lambda: list(trainer.log))
 
 
 async def finished(http: httpx.AsyncClient, answer: httpx.Response) -> dict:
     """What a future becomes."""
     assert answer.status_code == 200, answer.text
     done = await http.post("/api/v1/retrieve_future", json={"request_id": answer.json()["request_id"]})
-    assert done.status_code == 200, done.text
+    assert done.status_code == 200 and "error" not in done.json(), done.text
     return done.json()
 
 

@@ -43,7 +43,7 @@ def failure(message: str, status: int, path: str, headers: dict[str, str] | None
 
 
 class Gate:
-    """ASGI middleware: a request goes on with its tenant in `request.state.tenant` and its body whole."""
+    """ASGI middleware: a request goes on with its tenant in `request.state.tenant` and its body, whole, in `.body`."""
 
     def __init__(self, app: ASGIApp, *, identity: Identity, settings: ApiSettings, observed: Observed):
         self._app, self._identity, self._settings, self._observed = app, identity, settings, observed
@@ -85,7 +85,7 @@ class Gate:
         with self._load.request(tenant) as take:
             limits = self._settings.limits
             body = await self._body(receive, take, limits.body_bytes if path in PASS_PATHS else limits.json_bytes)
-            scope.setdefault("state", {})["tenant"] = tenant.name
+            scope.setdefault("state", {}).update(tenant=tenant.name, body=body)
             await self._app(scope, _whole(body, receive), send)
 
     async def _body(self, receive: Receive, take: Callable[[int], None], limit: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Who is let in, and with how much."""
+"""Who is let in, and with how much: slime_like.tinker.api.gate and slime_like.tinker.api.identity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The client library, unmodified, against the app over HTTP; its numbers are those of the bigrams' own formulas."""
+"""The client library, unmodified, against the app over HTTP; its numbers are those of the bigrams' own formulas.
+
+It is what tests slime_like.tinker.api.routes, slime_like.tinker.api.context,
+slime_like.tinker.api.skipped and slime_like.tinker.store.listings.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from slime_like.tinker.errors import Refused
 from slime_like.tinker.records import Kind
 from tests.helpers.tinker_app import MODEL, Served, serve
 from tests.helpers.tinker_bigrams import BASE, HELD, base_table, log_softmax
+from tests.helpers.tinker_service import plain_losses, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -204,6 +209,57 @@ def test_mistakes_of_users_are_told_at_once(client):
     with pytest.raises(tinker.NotFoundError):
         client.create_sampling_client(model_path=f"tinker://{training.model_id}/sampler_weights/none").get_base_model()
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["bigrams", "service"])
+def test_what_comes_after_a_refused_step_does_not_wait_for_it(tmp_path, real: bool):
+    with (
+        serve(tmp_path, real=real) as served,
+        tinker.ServiceClient(base_url=served.url, api_key="tml-local") as client,
+    ):
+        training = client.create_lora_training_client(base_model=BASE, rank=2)
+        before = training.forward([supervised()], "cross_entropy").result().metrics
+        began = time.monotonic()
+        nothing = datum(target_tokens=TARGETS, weights=[0.0, float("nan"), 0.0])
+        with pytest.raises(tinker.BadRequestError, match="weights has a value that is not finite"):
+            training.forward_backward([nothing], "cross_entropy").result()
+        with pytest.raises(tinker.UnprocessableEntityError, match="learning_rate"):
+            training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+        with pytest.raises(tinker.UnprocessableEntityError, match="path"):
+            training.save_state("../up").result()
+        with pytest.raises(tinker.NotFoundError):
+            training.load_state("tinker://another:train:0/weights/none").result()
+        after = training.forward([supervised()], "cross_entropy").result(timeout=20).metrics
+        assert after == before and time.monotonic() - began < 15
+
+
+def test_the_servers_own_service_gives_the_numbers_of_a_plain_loop(tmp_path):
+    seeds = [1, 2, 3]
+    with (
+        serve(tmp_path, real=True) as served,
+        tinker.ServiceClient(base_url=served.url, api_key="tml-local") as client,
+    ):
+        training = client.create_lora_training_client(base_model=BASE, rank=8, seed=0)
+        losses = []
+        for seed in seeds:
+            data = [
+                types.Datum(
+                    model_input=types.ModelInput.from_ints(row.tokens.tolist()),
+                    loss_fn_inputs={"target_tokens": row.targets.tolist(), "weights": row.inputs["weights"].tolist()},
+                )
+                for row in rows(seed)
+            ]
+            step = training.forward_backward(data, "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=0.05))
+            losses.append(step.result().metrics["loss:sum"])
+        assert losses == pytest.approx(plain_losses(seeds), abs=1e-9)
+        path = training.save_state("end").result().path
+        again = client.create_training_client_from_state_with_optimizer(path)
+        assert again.get_info().lora_rank == 8
+        sampler = training.save_weights_and_get_sampling_client()
+        params = types.SamplingParams(max_tokens=3, seed=1)
+        answer = sampler.sample(types.ModelInput.from_ints([1, 2]), num_samples=2, sampling_params=params).result()
+        assert len(answer.sequences) == 2
 
 
 def test_too_much_at_once_is_asked_again(client, served):

@@ -1,4 +1,4 @@
-"""Saved weights as files."""
+"""Saved weights as files, by links (slime_like.tinker.api.links)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's client, unmodified, on the same samplers."""
+"""OpenAI's client, unmodified, on the same samplers (slime_like.tinker.api.chat_bodies)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page, its numbers, and the metrics."""
+"""The page, its numbers, and the metrics (slime_like.tinker.api.observed)."""
 
 from __future__ import annotations
 
