@@ -89,6 +89,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tinker.api.bodies": ("unit/tinker/api/wire/test_requests.py",),
     "tinker.api.chat_bodies": ("unit/tinker/api/routes/test_openai.py",),
     "tinker.api.context": ("unit/tinker/api/test_sdk.py",),
+    "tinker.api.external": ("unit/tinker/api/test_sdk.py",),
     "tinker.api.identity": ("unit/tinker/api/test_gate.py",),
     "tinker.api.links": ("unit/tinker/api/routes/test_downloads.py",),
     "tinker.api.observed": ("unit/tinker/api/routes/test_page.py",),

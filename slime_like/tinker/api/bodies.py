@@ -112,6 +112,12 @@ class SaveForSampler(SaveWeights):
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
+class SaveExternal(SaveWeights):
+    """As files for elsewhere."""
+
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeights(ClientBody):
     """Into a model (model_id), or as a new one (session_id and model_seq_id)."""
 

@@ -17,7 +17,8 @@ from slime_like.tinker.store import clients
 #: Refusals that no repetition changes; after any other the same request comes again.
 _FINAL = (400, 404, 413, 422)
 _PREFIX = "/api/v1/"
-_STEPS = ("forward_backward", "forward", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+_SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+_STEPS = ("forward_backward", "forward", "optim_step", "load_weights", *_SAVES)
 
 
 async def skip_refused(request: Request, error: Exception, message: str, status: int) -> None:

@@ -75,8 +75,8 @@ async def archive(model_id: str, folder: str, name: str, request: Request, api: 
 
 @router.get("/training_runs/{model_id}/checkpoints/{folder}/{name}/external_weights_urls")
 async def file_urls(model_id: str, folder: str, name: str, request: Request, api: Api, tenant: Who) -> dict[str, Any]:
-    """A link to each file. What clients call external weights are those saved for samplers: PEFT's folders already."""
-    path = path_of(model_id, "sampler_weights" if folder == "external_weights" else folder, name)
+    """A link to each file; of external weights those of the sampler's, PEFT's folder or HF's."""
+    path = path_of(model_id, folder, name)
     files = await _files(api, path, tenant)
     expires = time.time() + api.settings.link_s
     token = api.links.make(DownloadLink(path, tenant, expires))

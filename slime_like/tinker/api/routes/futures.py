@@ -7,6 +7,7 @@ import asyncio
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from slime_like.tinker.api import external
 from slime_like.tinker.api.bodies import CancelFuture, RetrieveFuture
 from slime_like.tinker.api.context import Api, Who
 from slime_like.tinker.api.wire.answers import TO_PROTOBUF, to_json_answer
@@ -21,7 +22,8 @@ _PROTOBUF = "application/x-protobuf"
 @router.post("/retrieve_future")
 async def retrieve_future(body: RetrieveFuture, request: Request, api: Api, tenant: Who) -> Response:
     """What became of a request: its result, why it failed, or that it is still waiting and for what."""
-    done = await api.result(body.request_id, tenant=tenant, timeout_s=api.settings.poll_s)
+    request_id, is_external = external.unmark(body.request_id)
+    done = await api.result(request_id, tenant=tenant, timeout_s=api.settings.poll_s)
     if done is None:
         raise missing(body.request_id)
     if isinstance(done, StillWaiting):
@@ -35,6 +37,8 @@ async def retrieve_future(body: RetrieveFuture, request: Request, api: Api, tena
         )
     if isinstance(done, CallFailure):
         return _json({"error": done.message, "category": done.category})
+    if is_external:
+        return _json(external.answer(done.result))
     wants_protobuf = _PROTOBUF in request.headers.get("accept", "") and done.kind in TO_PROTOBUF
     payload = await asyncio.to_thread(_encode, done, wants_protobuf)
     if body.allow_metadata_only and len(payload) > api.settings.announce_bytes:
@@ -53,5 +57,5 @@ def _json(body: dict[str, object]) -> Response:
 @router.post("/cancel_future", status_code=204)
 async def cancel_future(body: CancelFuture, api: Api, tenant: Who) -> Response:
     """A sample that nobody wants any more. Another tenant's, or one that is done, stays as it is, without a word."""
-    await api.service.cancel(body.request_id, tenant=tenant)
+    await api.service.cancel(external.unmark(body.request_id)[0], tenant=tenant)
     return Response(status_code=204)

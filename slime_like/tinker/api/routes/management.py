@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
+from slime_like.tinker.api import external
 from slime_like.tinker.api.bodies import SetTimeToLive, TinkerPath
 from slime_like.tinker.api.context import Api, Who
 from slime_like.tinker.store import clients, listings
@@ -100,7 +101,7 @@ async def checkpoints(api: Api, tenant: Who, limit: Limit = 100, offset: Offset 
 
 def path_of(model_id: str, folder: str, name: str) -> str:
     """`tinker://…` of a checkpoint that a route names. Raises Refused (400) if there are no such folders."""
-    path = f"{clients.PREFIX}{model_id}/{folder}/{name}"
+    path = f"{clients.PREFIX}{model_id}/{external.SAME_AS if folder == external.FOLDER else folder}/{name}"
     clients.read_path(path)
     return path
 

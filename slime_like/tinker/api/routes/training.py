@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from slime_like.tinker.api import bodies
+from slime_like.tinker.api import bodies, external
 from slime_like.tinker.api.context import Api, Context, Who
 from slime_like.tinker.api.settings import ServedModel
 from slime_like.tinker.api.wire.bounds import inflate
@@ -181,6 +181,16 @@ async def save_weights_for_sampler(body: bodies.SaveForSampler, api: Api, tenant
     else:
         fields["name"] = _name(body)
     return await _submit(api, _step(Kind.SAVE_FOR_SAMPLER, tenant, body, fields))
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(body: bodies.SaveExternal, api: Api, tenant: Who) -> dict[str, str]:
+    """Weights as files for elsewhere: what samplers load is PEFT's folder, or HF's, already."""
+    if body.age_encryption_recipients:
+        raise Refused("this server does not encrypt files; serve it by TLS", status=400)
+    fields = {"name": _name(body), **_saving(body)}
+    taken = await _submit(api, _step(Kind.SAVE_FOR_SAMPLER, tenant, body, fields))
+    return {**taken, "request_id": external.mark(taken["request_id"])}
 
 
 @router.post("/load_weights")

@@ -86,6 +86,7 @@ def attempts(ids: dict[str, str]) -> dict[str, list[tuple[str, str, dict[str, An
             post("save_weights_for_sampler", **step, path="x"),
             post("save_weights_for_sampler", **step, sampling_session_seq_id=9),
         ],
+        "POST /api/v1/save_weights_external": [post("save_weights_external", **step, path="x")],
         "POST /api/v1/load_weights": [
             post("load_weights", **step, path=ids["state"], optimizer=False),
             post("load_weights", **from_state, path=ids["state"]),

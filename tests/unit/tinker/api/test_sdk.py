@@ -1,7 +1,7 @@
 """The client library, unmodified, against the app over HTTP; its numbers are those of the bigrams' own formulas.
 
 It is what tests slime_like.tinker.api.routes, slime_like.tinker.api.context,
-slime_like.tinker.api.skipped and slime_like.tinker.store.listings.
+slime_like.tinker.api.skipped, slime_like.tinker.api.external and slime_like.tinker.store.listings.
 """
 
 from __future__ import annotations
@@ -339,11 +339,18 @@ def test_what_a_tenant_has_is_listed_and_changed(client):
 
 def test_files_of_weights_by_links(client):
     training = client.create_lora_training_client(base_model=BASE, rank=4)
-    path = training.save_weights_for_sampler("files").result().path
+    path = training.save_weights_external("files").result().path
+    assert path == f"tinker://{training.model_id}/external_weights/files"
     rest = client.create_rest_client()
-    links = rest.get_external_weights_urls(path.replace("sampler_weights", "external_weights")).result()
+    links = rest.get_external_weights_urls(path).result()
     assert set(links.urls) == {"adapter_config.json", "adapter_model.safetensors"}
     assert httpx.get(links.urls["adapter_config.json"]).json() == {"peft_type": "LORA"}
+    assert (np.frombuffer(httpx.get(links.urls["adapter_model.safetensors"]).content, np.uint8) > 0).any()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.NotFoundError):
+        rest.get_external_weights_urls(path).result()
+    with pytest.raises(tinker.BadRequestError, match="does not encrypt"):
+        training.save_weights_external("more", age_encryption_recipients=["age1"]).result()
 
 
 def test_a_session_that_has_ended_takes_nothing(served):
