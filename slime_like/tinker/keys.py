@@ -29,7 +29,7 @@ _SALT_BYTES = 16
 _KEY_FORM = re.compile(r"(tml-[0-9a-f]{12})-[A-Za-z0-9_-]{43}")
 _TENANT_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 #: What a key may say of its tenant's share (ApiKeyRow.limits), beside the server's own settings.
-LIMITS = ("requests", "body_bytes", "weight")
+LIMITS = ("requests", "body_bytes")
 
 
 def new_key() -> str:

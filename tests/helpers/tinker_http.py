@@ -62,7 +62,9 @@ async def real_world(folder: Path, **settings: Any) -> AsyncIterator[World]:
 async def finished(http: httpx.AsyncClient, answer: httpx.Response) -> dict:
     """What a future becomes."""
     assert answer.status_code == 200, answer.text
-    done = await http.post("/api/v1/retrieve_future", json={"request_id": answer.json()["request_id"]})
+    done = None
+    while done is None or done.json().get("type") == "try_again":
+        done = await http.post("/api/v1/retrieve_future", json={"request_id": answer.json()["request_id"]})
     assert done.status_code == 200 and "error" not in done.json(), done.text
     return done.json()
 

@@ -7,19 +7,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
-_MAX_METADATA_CHARACTERS = 16 * 1024
+_MAX_METADATA_BYTES = 16 * 1024
 _YEAR_S = 365 * 24 * 3600
 
 
 def _small(metadata: dict[str, Any]) -> dict[str, Any]:
-    size = len(json.dumps(metadata))
-    if size > _MAX_METADATA_CHARACTERS:
-        raise ValueError(f"metadata of {size} characters; {_MAX_METADATA_CHARACTERS} are taken")
+    # In UTF-8, as it is answered later: half a surrogate pair has none, and raises a ValueError here.
+    size = len(json.dumps(metadata, ensure_ascii=False).encode())
+    if size > _MAX_METADATA_BYTES:
+        raise ValueError(f"metadata of {size} bytes; {_MAX_METADATA_BYTES} are taken")
     return metadata
 
 
-Id = Annotated[str, Field(min_length=1, max_length=128)]
-Path = Annotated[str, Field(min_length=1, max_length=512)]
+#: No control characters: PostgreSQL's texts have no NUL.
+_PRINTED = r"^[^\x00-\x1f\x7f]*$"
+Id = Annotated[str, Field(min_length=1, max_length=128, pattern=_PRINTED)]
+Path = Annotated[str, Field(min_length=1, max_length=512, pattern=_PRINTED)]
 #: Of a checkpoint: it becomes a folder's name.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 Counter = Annotated[int, Field(ge=0, lt=2**31)]
@@ -36,11 +39,11 @@ class ClientBody(BaseModel):
 
 
 class CreateSession(ClientBody):
-    tags: list[Annotated[str, Field(max_length=256)]] = Field(default=[], max_length=64)
+    tags: list[Annotated[str, Field(max_length=256, pattern=_PRINTED)]] = Field(default=[], max_length=64)
     user_metadata: Metadata = {}
-    sdk_version: Annotated[str, Field(max_length=32)] | None = None
-    project_id: Annotated[str, Field(max_length=128)] | None = None
-    display_name: Annotated[str, Field(max_length=256)] | None = None
+    sdk_version: Annotated[str, Field(max_length=32, pattern=_PRINTED)] | None = None
+    project_id: Annotated[str, Field(max_length=128, pattern=_PRINTED)] | None = None
+    display_name: Annotated[str, Field(max_length=256, pattern=_PRINTED)] | None = None
 
 
 class Heartbeat(ClientBody):

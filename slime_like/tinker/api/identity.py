@@ -11,6 +11,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import Request
 
@@ -130,7 +131,11 @@ def _local(request: Request) -> Tenant:
     told that the page's host is here.
     """
     host = request.client.host if request.client else ""
-    if not _is_loopback(host) or not _is_loopback(request.url.hostname or ""):
+    try:
+        called = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:  # a Host header that is no host
+        called = ""
+    if not _is_loopback(host) or not _is_loopback(called):
         raise Refused(
             "no API key was given out yet, so only this machine is served. Fix: python -m slime_like.tinker.keys add",
             status=401,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.store.rows import Rows, missing, now, own
+from slime_like.tinker.store.rows import Rows, is_text, missing, now, own
 from slime_like.tinker.store.tables import CheckpointRow, ModelRow, SamplerRow, SessionRow
 
 PREFIX = "tinker://"
@@ -51,12 +53,13 @@ def read_path(path: str) -> SavedPath:
 
 async def begin_session(rows: Rows, session_id: str, tenant: str, fields: Mapping[str, Any]) -> None:
     """Write a client's session; a request that is repeated finds it there."""
-    async with rows.write() as session:
-        if (row := await session.get(SessionRow, session_id)) is not None:
-            if row.tenant != tenant:
-                raise missing(session_id)
-            return
-        session.add(SessionRow(id=session_id, tenant=tenant, created=now(), last_heartbeat=now(), **fields))
+    with contextlib.suppress(IntegrityError):  # the same request, at the same moment
+        async with rows.write() as session:
+            if await session.get(SessionRow, session_id) is None:
+                row = SessionRow(id=session_id, tenant=tenant, created=now(), last_heartbeat=now(), **fields)
+                session.add(row)
+    async with rows.read() as session:
+        await own(session, SessionRow, session_id, tenant)
 
 
 async def beat(rows: Rows, session_id: str, tenant: str) -> None:
@@ -94,6 +97,11 @@ async def begin_sampler(rows: Rows, sampler_id: str, tenant: str, *, base_model:
 
     Raises Refused (404, 400) if there are no such weights, or they are for training only.
     """
+    with contextlib.suppress(IntegrityError):  # the same request, at the same moment
+        await _begin_sampler(rows, sampler_id, tenant, base_model, model_path)
+
+
+async def _begin_sampler(rows: Rows, sampler_id: str, tenant: str, base_model: str, model_path: str | None) -> None:
     async with rows.write() as session:
         owner = await own(session, SessionRow, session_of(sampler_id), tenant)
         _refuse_finished(owner)
@@ -154,9 +162,8 @@ async def is_own(rows: Rows, path: str, tenant: str) -> bool:
 
 
 async def _readable(session: Any, path: str, tenant: str) -> CheckpointRow:
-    row = await session.get(CheckpointRow, path)
-    is_there = row is not None and (row.expires is None or row.expires > now())
-    if not is_there or (row.tenant != tenant and not row.public):
+    row: CheckpointRow | None = await session.get(CheckpointRow, path) if is_text(path) else None
+    if row is None or (row.expires is not None and row.expires <= now()) or (row.tenant != tenant and not row.public):
         raise missing(path)
     return row
 

@@ -30,6 +30,8 @@ router = APIRouter(prefix="/v1")
 _TAG = "openai"
 #: How soon it is noticed that a client has gone.
 _GLANCE_S = 1.0
+#: How often a client that waits keeps its session alive; clients with sessions of their own do so every 10 s.
+_BEAT_S = 10.0
 
 
 @router.get("/models")
@@ -112,7 +114,7 @@ async def _sample(request: Request, api: Context, sampler: SamplerRow, wanted: W
             )
             ids.append(await api.submit(call))
         deadline = time.monotonic() + api.settings.answer_s
-        results = [await _wait(request, api, sampler.tenant, request_id, deadline) for request_id in ids]
+        results = [await _wait(request, api, sampler, request_id, deadline) for request_id in ids]
         is_answered = True
         return results
     finally:
@@ -121,12 +123,15 @@ async def _sample(request: Request, api: Context, sampler: SamplerRow, wanted: W
                 await api.service.cancel(request_id, tenant=sampler.tenant)
 
 
-async def _wait(request: Request, api: Context, tenant: str, request_id: str, deadline: float) -> SampleResult:
-    reason = ""
+async def _wait(request: Request, api: Context, sampler: SamplerRow, request_id: str, deadline: float) -> SampleResult:
+    reason, beaten = "", time.monotonic()
     while time.monotonic() < deadline:
+        if time.monotonic() - beaten > _BEAT_S:
+            await clients.beat(api.rows, sampler.session_id, sampler.tenant)
+            beaten = time.monotonic()
         if await request.is_disconnected():
             raise Refused("the client went away", status=400)
-        done = await api.result(request_id, tenant=tenant, timeout_s=_GLANCE_S)
+        done = await api.result(request_id, tenant=sampler.tenant, timeout_s=_GLANCE_S)
         if isinstance(done, CallResult):
             return done.result
         if isinstance(done, CallFailure):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 
@@ -37,6 +38,9 @@ def test_without_keys_this_machine_alone_is_served(tmp_path):
             assert await status(there, key, address="::1", host="[::1]") == 200
             assert await status(there, key, address="10.0.0.5") == 401
             assert await status(there, key, host="evil.example") == 401, "a page of elsewhere, resolved to this host"
+        async with there.http("tml-x") as http:
+            for host in ("[::1", "127.0.0.1@evil.example", ""):
+                assert (await http.get(CAPABILITIES, headers={"Host": host})).status_code == 401
         async with there.http("tml-x") as http:
             assert (await http.get("/api/v1/overview")).json()["tenant"] == "local"
 
@@ -136,7 +140,8 @@ def test_bytes_of_bodies_are_counted_per_tenant(tmp_path):
         async with there.http(await there.key("ann")) as ann, there.http(await there.key("bob")) as bob:
 
             async def send(http: httpx.AsyncClient) -> int:
-                body = slowly([b"x" * 1000] * 3, 0.05)
+                await http.get(CAPABILITIES)  # its key is known then, and both send at the same time
+                body = slowly([b"x" * 1000] * 3, 0.4)
                 return (await http.post("/api/v1/forward_backward", content=body)).status_code
 
             codes = await asyncio.gather(send(ann), send(ann), send(bob))
@@ -177,6 +182,21 @@ def test_a_defect_is_told_to_the_log_and_not_to_the_client(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG):
         run_in(tmp_path, check)
     assert "secret detail" in caplog.text
+
+
+def test_texts_that_a_database_or_an_answer_cannot_hold_are_refused(tmp_path):
+    async def check(there: World) -> None:
+        async with there.http("tml-x") as http:
+            for body in ({"user_metadata": {"a": "\ud800"}}, {"display_name": "\ud800"}, {"tags": ["a\0b"]}):
+                assert (await http.post("/api/v1/create_session", content=json.dumps(body))).status_code == 422, body
+            assert (await http.post("/api/v1/get_info", json={"model_id": "a\0:train:0"})).status_code == 422
+            for path in ("sessions/a%00b", "training_runs/a%00b", "samplers/a%00b", "sessions/%ED%A0%80"):
+                assert (await http.get(f"/api/v1/{path}")).status_code == 404
+            saved = "/api/v1/training_runs/a%00/checkpoints/weights/b"
+            assert (await http.delete(saved)).status_code == 404
+            assert (await http.get(f"{saved}/archive")).status_code == 404
+
+    run_in(tmp_path, check)
 
 
 @pytest.mark.parametrize("number", range(3))
