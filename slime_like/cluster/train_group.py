@@ -22,6 +22,7 @@ from slime_like.cluster.gpu_environment import device_number, nccl_environment
 from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.cluster.sample_batch import SampleBatch, merged
 from slime_like.config.run import RunConfig
+from slime_like.config.tree import TENANTS
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import StepReport, SyncReceipt, TrainSample
 from slime_like.utils.logs import start_logging
@@ -118,7 +119,7 @@ class TrainActor:
 #: How long ranks may take to leave.
 _LEAVE_S = 2.0
 #: Roles that run as a TrainGroup, in the words of messages.
-_WHO = {"actor": "trainer", "critic": "critic", "ref": "reference"}
+_WHO = {"actor": "trainer", "critic": "critic", "ref": "reference", TENANTS: "trainer"}
 
 
 def role_config(config: RunConfig, role: str) -> RunConfig:

@@ -45,6 +45,10 @@ GROUPS = {
 }
 
 
+#: The role of a trainer whose base is frozen and whose clients each bring what they train.
+TENANTS = "tenants"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigTree:
     """All groups, and values derived from them; RunConfig is this with its rules."""
@@ -67,7 +71,7 @@ class ConfigTree:
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
-    #: whose config this is: "actor", "critic", or "ref" in the processes of a reference on GPUs of its own
+    #: whose config this is: "actor", "critic", "ref" in the processes of a reference on GPUs of its own, or TENANTS
     role: str = "actor"
     #: what --custom-config-path holds: args.<key> of the user's functions
     custom: dict = dataclasses.field(default_factory=dict)

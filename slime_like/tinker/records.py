@@ -127,7 +127,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """What became of a call. Of passes and samples `result` is a PassResult or SampleResult, of the others a dict."""
+    """What became of a call. Of passes and samples `result` is a PassResult or SampleResult, of the others a dict.
+
+    CREATE_MODEL, CREATE_FROM_STATE, UNLOAD_MODEL {"model_id"}, LOAD_WEIGHTS {"path", "model_id"}; OPTIM_STEP
+    {"metrics"}; SAVE_WEIGHTS and SAVE_FOR_SAMPLER {"path", "size_bytes"}, for a sampler of its own {"sampler_id"}.
+    """
 
     kind: Kind
     result: Any

@@ -153,21 +153,24 @@ class SyncWorld:
         return EngineClient(self.engines[tp].endpoint, timeout_s=TIMEOUT_S)
 
     def rank_call(self, rank: int, function: Callable, *args):
-        """function(worker, *args) in one trainer rank's process."""
+        """function(worker, *args) in one trainer rank's process.
+
+        The first call there imports this file, which takes a rank on a busy host as long as its start.
+        """
         ref = self.train.actors[rank].__ray_call__.remote(
             lambda actor, *values: function(actor._worker, *values), *args
         )
-        return Wait(TIMEOUT_S, whom=f"trainer rank {rank}", phase="test").gather({f"trainer rank {rank}": ref})[0]
+        return Wait(START_S, whom=f"trainer rank {rank}", phase="test").gather({f"trainer rank {rank}": ref})[0]
 
     def each_rank(self, function: Callable, *args) -> list:
-        """The same on both at once, as collectives need."""
+        """The same on both at once, as collectives need; see rank_call."""
         refs = {
             f"trainer rank {rank}": actor.__ray_call__.remote(
                 lambda actor, *values: function(actor._worker, *values), *args
             )
             for rank, actor in enumerate(self.train.actors)
         }
-        return Wait(TIMEOUT_S, whom="the trainer", phase="test").gather(refs)
+        return Wait(START_S, whom="the trainer", phase="test").gather(refs)
 
     def use(self, transport: str, mode: str = "digest", directory: Path | None = None) -> None:
         """Sync by this transport, proof and, if given, folder from now on."""
