@@ -22,7 +22,7 @@ from slime_like.tinker.errors import BackendLost
 from slime_like.tinker.records import SampleJob
 from tests.contract.engines import hf_logprobs, make_model, prompt
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANKS = {"four": 4, "eight": 8, "two": 2, "sixteen": 16}
 LIMITS = EngineLimits(context_length=1024, vocab_size=320, takes_seeds=True)
 FLAGS = {

@@ -36,7 +36,9 @@ def check_job(job: SampleJob, limits: EngineLimits) -> int:
         raise RunError(f"the prompt has {length} tokens, and the context {limits.context_length}: nothing can follow.")
     low, high = int(job.prompt.min()), int(job.prompt.max())
     if low < 0 or high >= limits.vocab_size:
-        raise RunError(f"the prompt has the token {low if low < 0 else high}; the model's are 0 to {limits.vocab_size - 1}.")
+        raise RunError(
+            f"the prompt has the token {low if low < 0 else high}; the model's are 0 to {limits.vocab_size - 1}."
+        )
     if job.num_samples < 1:
         raise RunError(f"num_samples {job.num_samples}: must be at least 1.")
     if job.max_tokens is not None and job.max_tokens < 1:
@@ -80,9 +82,7 @@ def request_body(job: SampleJob, max_tokens: int, adapter: str | None, limits: E
         "sampling_params": parameters,
         "return_logprob": [True] * count,
         "logprob_start_len": starts,
-        "top_logprobs_num": [
-            likeliest if index == 0 else job.topk_sample_logprobs for index in range(count)
-        ],
+        "top_logprobs_num": [likeliest if index == 0 else job.topk_sample_logprobs for index in range(count)],
     }
     return body | ({"lora_path": [adapter] * count} if adapter else {})
 

@@ -39,8 +39,8 @@ class Sampler:
 
 
 class EngineSeat:
-    """One engine's weights. An adapter that does not fit takes the place of the one that was used longest ago, and comes
-    back when it is asked for; whole weights take the place of the base model's once nothing else runs.
+    """One engine's weights. An adapter that does not fit takes the place of the one that was used longest ago, which
+    comes back when it is asked for; whole weights take the place of the base model's once nothing else runs.
 
     capacity: adapters that the engine holds; deadline_s: for room, and for one load.
     """
@@ -58,7 +58,7 @@ class EngineSeat:
         self._freed = asyncio.Condition()
 
     def cost(self, sampler: Sampler) -> int:
-        """How much a request of this sampler's would wait here, in requests: what runs, and what must be loaded first."""
+        """How long a request of this sampler's would wait here, in requests: what runs, what must be loaded first."""
         loads = 4 * (sampler.has_adapter and sampler.id not in self._names)
         return self.requests + loads + 16 * (sampler.base != self._base)
 
