@@ -57,6 +57,9 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `--plan | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("interrupted; everything that was started has been ended", file=sys.stderr)
         return 130

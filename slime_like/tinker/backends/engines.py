@@ -113,7 +113,9 @@ class EngineSampling:
             raise RunError(f"sampler {job.sampler_id} is not open.")
         max_tokens = check_job(job, self._options.limits)
         round_before = self._round
-        seat = self._seat_for(sampler)
+        if not self._seats:
+            raise await self._lost(EngineError("no engine is up"), round_before)
+        seat = min(self._seats.values(), key=lambda one: one.cost(sampler))
         try:
             async with seat.serving(sampler) as adapter:
                 body = request_body(job, max_tokens, adapter, self._options.limits)
@@ -152,11 +154,6 @@ class EngineSampling:
         except RunError as error:  # it makes room by itself, or the engine is gone
             logger.warning("engine %d keeps sampler %s: %s", seat.endpoint.index, sampler.id, error)
 
-    def _seat_for(self, sampler: Sampler) -> EngineSeat:
-        if not self._seats:
-            raise BackendLost("no engine is up: those that have died could not be started anew.")
-        return min(self._seats.values(), key=lambda seat: seat.cost(sampler))
-
     async def _asked(self, seat: EngineSeat, body: dict[str, Any]) -> Any:
         endpoint = seat.endpoint
         headers = {"Content-Type": "application/json"}
@@ -184,6 +181,8 @@ class EngineSampling:
             if self._round == round_before:
                 try:
                     deaths = await asyncio.to_thread(self._fleet.revive)
+                except RunError as failure:
+                    return BackendLost(f"an engine died, and none could be started in its place: {failure}")
                 finally:
                     self._take_seats()
                 if not deaths:

@@ -130,7 +130,10 @@ class GroupTraining:
     async def _in_turn(self, method: str, *args: Any) -> Any:
         async with self._turn:
             if self._group is None:  # those before could not be started anew
-                await self._begin()
+                try:
+                    await self._begin()
+                except SlimeLikeError as error:
+                    raise BackendLost(f"the trainer does not start: {error}") from error
                 raise BackendLost("the trainer was started anew: nothing that was not saved is there.")
             group = self._group
             try:
@@ -157,7 +160,11 @@ class GroupTraining:
         group, self._first = self._first, None
         if group is None:
             group = await asyncio.to_thread(self._start)
-        await asyncio.to_thread(group.tenants, "limit_tenants", self._options.max_resident)
+        try:
+            await asyncio.to_thread(group.tenants, "limit_tenants", self._options.max_resident)
+        except BaseException:
+            await asyncio.to_thread(group.close)
+            raise
         self._group = group
 
 

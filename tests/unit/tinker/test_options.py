@@ -115,7 +115,7 @@ def test_the_plan_is_printed_and_nothing_heavy_is_imported():
     assert plan["num_gpus"] == 8 and plan["server"]["max_loras"] == 3 and plan["problems"] == []
     assert run.stderr.strip().endswith("[]")
     wrong = subprocess.run(
-        [sys.executable, "-m", "slime_like.tinker.server", "--base-model", "models/tiny-qwen3", "--backend-config", "{"],
+        [sys.executable, "-m", "slime_like.tinker", "--base-model", "models/tiny-qwen3", "--backend-config", "{"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert wrong.returncode == 2 and "no JSON" in wrong.stderr and "Traceback" not in wrong.stderr
