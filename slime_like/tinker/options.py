@@ -177,7 +177,7 @@ def read_command(argv: Sequence[str]) -> ServerCommand:
     server, plain = _server_flags(argv)
     keys = read_keys(server.backend_config, _both(server, plain, argv))
     own, passed = _own_keys(keys.argv)
-    server = dataclasses.replace(server, **own)
+    server = dataclasses.replace(server, **own)  # type: ignore[arg-type]  # names and types are those of the fields
     if problems := server.problems() + _typed_problems(plain):
         raise ConfigError(problems)
     command = parse_args([*_implied(server, [*plain, *passed]), *plain, *passed], has_data=False)

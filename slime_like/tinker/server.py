@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from slime_like.errors import ConfigError, RunError, UserError
@@ -24,7 +23,6 @@ from slime_like.utils.supervise import fork_driver
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
 
     from slime_like.tinker.backends.start import Cluster
 
@@ -88,8 +86,10 @@ async def _serve(command: ServerCommand, cluster: Cluster) -> None:
     """Until a signal."""
     import uvicorn
 
+    from slime_like.tinker.assemble import running_app
+
     server = command.server
-    async with _app(command, cluster) as app:
+    async with running_app(command, cluster) as app:
         config = uvicorn.Config(
             app,
             host=server.host,
@@ -101,7 +101,7 @@ async def _serve(command: ServerCommand, cluster: Cluster) -> None:
             lifespan="off",
         )
         web = uvicorn.Server(config)
-        web.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # it would raise them again at the end
+        web.capture_signals = contextlib.nullcontext  # type: ignore  # uvicorn would raise them again at the end
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, _stop, web)
         serving = asyncio.create_task(web.serve())
@@ -117,90 +117,6 @@ async def _serve(command: ServerCommand, cluster: Cluster) -> None:
 def _stop(web: uvicorn.Server) -> None:
     web.force_exit = web.should_exit  # the second signal does not wait for clients
     web.should_exit = True
-
-
-@contextlib.asynccontextmanager
-async def _app(command: ServerCommand, cluster: Cluster) -> AsyncIterator[FastAPI]:
-    """The whole server but its socket; what was started of it ends with the block."""
-    from slime_like.tinker.api.app import make_app
-    from slime_like.tinker.api.settings import ApiSettings, ServedModel
-    from slime_like.tinker.backends.engines import EngineSampling, SamplingOptions
-    from slime_like.tinker.backends.sample_bodies import EngineLimits
-    from slime_like.tinker.backends.trainer import GroupTraining, TrainerOptions
-    from slime_like.tinker.execution.settings import ServiceSettings
-    from slime_like.tinker.service import CallService
-    from slime_like.tinker.store.database import Database
-
-    server, config = command.server, command.config
-    base_folder = os.path.abspath(server.base_model)
-    trainer = GroupTraining(
-        cluster.start_trainer,
-        TrainerOptions(
-            base_model=server.name,
-            model=config.model,
-            context_length=command.context_length,
-            lora_alpha=server.default_lora_alpha,
-            max_rank=server.max_lora_rank,
-            max_resident=server.max_adapters_resident,
-        ),
-        first=cluster.first_trainer,
-    )
-    limits = EngineLimits(
-        context_length=command.context_length,
-        vocab_size=config.model.vocab_size,
-        takes_seeds=command.takes_seeds,
-    )
-    engines = EngineSampling(
-        cluster.fleet,
-        SamplingOptions(
-            base_folder=base_folder,
-            limits=limits,
-            max_adapters=server.max_cpu_loras,
-            max_rank=server.max_lora_rank,
-            concurrency=config.engine.sglang_server_concurrency,
-            request_timeout_s=config.rollout.rollout_request_timeout_s,
-        ),
-    )
-    database = Database(server.database)
-    state = os.path.abspath(server.state_folder)
-    service = CallService(
-        database,
-        trainer,
-        engines,
-        ServiceSettings(
-            state_folder=os.path.join(state, "state"),
-            weights_folder=server.weights,
-            batch_tokens=server.batch_tokens,
-            max_adapters_resident=server.max_models,
-            max_samples_running=server.max_samples_running,
-            max_samples_running_a_tenant=server.max_samples_a_tenant,
-            snapshot_every_steps=server.snapshot_every_steps,
-            session_timeout_s=server.session_timeout_s,
-        ),
-        staging=os.path.join(state, "staging"),
-    )
-    model = ServedModel(
-        name=server.name,
-        context_length=command.context_length,
-        tokenizer=base_folder,
-        architecture=architecture_of(base_folder),
-        max_lora_rank=server.max_lora_rank,
-    )
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(database.close)
-        stack.push_async_callback(engines.close)
-        stack.push_async_callback(trainer.close)
-        await database.upgrade()
-        await trainer.begin()
-        await service.start()
-        stack.push_async_callback(service.close)
-        yield make_app(service, database, ApiSettings(models=(model,)))
-
-
-def architecture_of(folder: str) -> str:
-    """HF's name of what the folder holds."""
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        return str((json.load(file).get("architectures") or [""])[0])
 
 
 def _terminate(signum, frame):

@@ -1,5 +1,7 @@
 """Clients' adapters on real engines: what is sampled is of the sampler's weights, whatever came and went meanwhile."""
 
+# Covers slime_like.tinker.backends.seat too.
+
 from __future__ import annotations
 
 import asyncio

@@ -2,7 +2,7 @@
 the HF model gives the same numbers.
 """
 
-# Covers slime_like.tinker.backends.start too.
+# Covers slime_like.tinker.assemble, slime_like.tinker.server and slime_like.tinker.backends.start.
 
 from __future__ import annotations
 

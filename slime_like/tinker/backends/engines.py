@@ -68,7 +68,6 @@ class EngineSampling:
         self._fleet, self._options = fleet, options
         self._samplers: dict[str, Sampler] = {}
         self._seats: dict[EngineEndpoint, EngineSeat] = {}
-        self._slots: dict[EngineEndpoint, asyncio.Semaphore] = {}
         self._reviving = asyncio.Lock()
         self._round = 0  # of revivals
         self._releasing: set[asyncio.Task] = set()
@@ -87,11 +86,9 @@ class EngineSampling:
                 base_folder=options.base_folder,
                 capacity=options.max_adapters,
                 deadline_s=options.load_deadline_s,
+                concurrency=options.concurrency,
             )
             for endpoint in endpoints
-        }
-        self._slots = {
-            endpoint: self._slots.get(endpoint) or asyncio.Semaphore(options.concurrency) for endpoint in endpoints
         }
 
     async def open(self, sampler_id: str, folder: str | None) -> None:
@@ -165,9 +162,7 @@ class EngineSampling:
             async with self._session.post(f"{endpoint.url}/generate", data=data, headers=headers) as answer:
                 return await answer.read(), answer.status
 
-        answer = await ask(
-            exchange, slots=self._slots[endpoint], tries=_TRIES, timeout_s=self._options.request_timeout_s
-        )
+        answer = await ask(exchange, slots=seat.slots, tries=_TRIES, timeout_s=self._options.request_timeout_s)
         try:
             return orjson.loads(answer)
         except orjson.JSONDecodeError:

@@ -95,7 +95,7 @@ def _stops(stop: tuple[str, ...] | tuple[int, ...] | None) -> dict[str, Any]:
         return {"ignore_eos": True}
     if isinstance(stop[0], str):
         return {"stop": list(stop)}
-    return {"stop_token_ids": [int(token) for token in stop]}  # type: ignore[arg-type]
+    return {"stop_token_ids": [int(token) for token in stop]}
 
 
 def read_answers(job: SampleJob, answers: Any, weights: str) -> SampleResult:

@@ -42,11 +42,20 @@ class EngineSeat:
     """One engine's weights. An adapter that does not fit takes the place of the one that was used longest ago, which
     comes back when it is asked for; whole weights take the place of the base model's once nothing else runs.
 
-    capacity: adapters that the engine holds; deadline_s: for room, and for one load.
+    capacity: adapters that the engine holds; deadline_s: for room, and for one load; concurrency: requests in flight.
     """
 
-    def __init__(self, endpoint: EngineEndpoint, *, base_folder: str, capacity: int, deadline_s: float):
+    def __init__(
+        self,
+        endpoint: EngineEndpoint,
+        *,
+        base_folder: str,
+        capacity: int,
+        deadline_s: float,
+        concurrency: int,
+    ):
         self.endpoint = endpoint
+        self.slots = asyncio.Semaphore(concurrency)
         self.requests = 0  # in flight
         self._client = AdapterClient(endpoint, timeout_s=deadline_s)
         self._base_folder, self._capacity, self._deadline_s = base_folder, capacity, deadline_s

@@ -1,5 +1,7 @@
 """Which adapters an engine holds while many clients sample: an engine that refuses what SGLang would, and remembers."""
 
+# Covers slime_like.tinker.backends.seat too.
+
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The trainer's verbs as the service calls them: in turn, and what becomes of ranks that are lost."""
 
-# Covers slime_like.tinker.backends.start too.
-
 import asyncio
 import threading
 import time
