@@ -10,7 +10,9 @@ import os
 from slime_like.cluster.ray_session import running_cluster
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
+from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan, cannot_run_yet
+from slime_like.records import EngineEndpoint
 from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.sglang_backend.external_server import ExternalServer, disagreements, inspect_server
 from slime_like.sglang_backend.launcher import host_has_cuda
@@ -53,6 +55,13 @@ def with_servers(config: RunConfig, plan: PlacementPlan, data: DataSource | None
     return dataclasses.replace(config, placement=placement), dataclasses.replace(
         plan, engines=engines, roles=plan.roles | {"rollout": rollout}
     )
+
+
+def external_endpoint(config: RunConfig, engine: EnginePlan) -> EngineEndpoint:
+    """Where an external engine answers, with the sizes that it told before the start."""
+    assert engine.external_url is not None, "it runs elsewhere"
+    key = os.environ.get(config.placement.rollout_external_api_key_env)
+    return EngineEndpoint(index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True)
 
 
 def _problems(config: RunConfig, server: ExternalServer, data: DataSource | None) -> list[str]:

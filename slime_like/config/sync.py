@@ -75,6 +75,13 @@ class SyncConfig:
             " --async-mode full retract, and there abort keeps what was answered and goes on from it."
         ),
     )
+    update_weight_rolling: bool = flag(
+        False,
+        help=(
+            "With --async-mode full, and weights by disk or delta: engines load one after another while the others"
+            " serve. For engines that share one slow link to the folder; the trainer waits for all of them."
+        ),
+    )
     custom_weight_transform_path: str | None = flag(
         None,
         help=(

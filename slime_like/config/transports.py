@@ -73,6 +73,8 @@ class Transport:
     sources_meet: bool = False
     #: where trainer and engines share every card, each trainer rank serves the engine ranks on its own one
     by_card: bool = False
+    #: keeps what it sent last, and no connection: goes on with other engines as it is (redirect() of its publisher)
+    redirects: bool = False
     files_outlive_a_kill: bool = False  # of shared memory, say: given back before the process is killed
     takes_interface: bool = False  # --update-weight-interface
     colocated: bool | None = None  # True: only with --colocate; False: never with it
@@ -190,6 +192,7 @@ TRANSPORTS: dict[str, Transport] = {
             bounds=_delta_bounds,
             is_mode=True,
             loads_from=RECEIVER,
+            redirects=True,
             colocated=False,
             why_not_colocated="it is for slow links",
             reaches_spread=False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
+from slime_like.records import EngineEndpoint, SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
 from slime_like.weight_sync.session import PublishOrder
 
 if TYPE_CHECKING:  # a handle that is passed on and never opened here
@@ -48,11 +48,19 @@ class Rollouts(Protocol):
     def generate(self, step: int, watch: Watch | None = None) -> Rollout:
         """The groups of rollout `step`. Nothing is in flight afterwards, but for --async-mode full."""
 
-    def begin_evaluate(self, step: int) -> None:
-        """Begin the evaluation after `step` rollouts, whose metrics `evaluate` gives later."""
+    def begin_evaluate(self, step: int, engines: Sequence[EngineEndpoint] = ()) -> None:
+        """Begin the evaluation after `step` rollouts, whose metrics `evaluate` gives later. engines: only these are
+        asked; (): all.
+        """
+
+    def evaluation_is_over(self, step: int) -> bool:
+        """Whether `evaluate` gives what was begun at once."""
 
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
+
+    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
+        """These engines take the training's requests from now on, and no others."""
 
     def policy_changing(self) -> None:
         """Engines are about to get other weights: what they abort now did not fail."""
@@ -77,8 +85,20 @@ class Engines(Protocol):
     def num_members(self) -> int:
         """Engines that serve."""
 
+    @property
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        """Of those that serve."""
+
     def sync(self, weights: WeightsRef, trainer: Trainer) -> SyncReceipt:
-        """Every member gets the trainer's weights, proves that it holds them, and serves them as `weights`."""
+        """Every member that is not set aside gets the trainer's weights, proves that it holds them, and serves them as
+        `weights`.
+        """
+
+    def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
+        """So many members keep their weights, for an evaluation that alone asks them, until `take_back`."""
+
+    def take_back(self) -> None:
+        """They serve again once they hold what the others do. Raises EngineError if a member has died."""
 
     def compare(
         self, samples: list[TrainSample], expected: list[np.ndarray], weights: WeightsRef, *, bf16: bool

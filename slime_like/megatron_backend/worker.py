@@ -258,8 +258,9 @@ class TrainWorker(TenantVerbs):
         The connection is made at the first call and kept; it is made anew when the order's route is another.
         """
         self._card.need("weights")
-        if self._sender is not None and self._sender.route != order.route:
-            self._sender.close()
+        sender = self._sender
+        if sender is not None and sender.route != order.route and not sender.redirect(order):
+            sender.close()
             self._sender = None
         if self._sender is None:
             self._sender = WeightSender(self.config, order, self._gathering(order))

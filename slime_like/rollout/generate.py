@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,8 +115,9 @@ class GenerationClient:
 
     Create and use it inside one running event loop. concurrency: requests in flight at most. weight_version: gives the
     version to record when an engine does not tell one.
-    routing: ask for the experts of every token; then requests go to `engines` themselves, to the one with the fewest in
-    flight, because sglang-router (0.3.2) drops fields that it does not know, `return_routed_experts` among them.
+    engines: requests go to these themselves, to the one with the fewest in flight; (): by way of the router. routing:
+    ask for the experts of every token, which needs `engines`, because sglang-router (0.3.2) drops fields that it does
+    not know, `return_routed_experts` among them.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class GenerationClient:
         self.url = url.rstrip("/")
         self.routing = routing
         assert not routing or engines, "routed experts are asked of the engines themselves"
-        self._engines = dict.fromkeys(engines, 0) if routing else {}  # requests in flight
+        self._engines, self._in_flight = tuple(engines), Counter[EngineEndpoint]()
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
         self._weight_version, self._adapter = weight_version, adapter
@@ -151,6 +153,10 @@ class GenerationClient:
         """Close all connections."""
         if "_session" in vars(self):
             await self._session.close()
+
+    def ask_only(self, engines: Sequence[EngineEndpoint]) -> None:
+        """New requests go to these engines themselves."""
+        self._engines = tuple(engines)
 
     async def generate(
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None
@@ -194,17 +200,17 @@ class GenerationClient:
         return generation
 
     async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
-        """(the answer, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
+        """(the answer, its HTTP status), of the router or of an engine."""
         if not self._engines:
             headers = self._headers | {SESSION_HEADER: session} if session else self._headers
             return await self._post(f"{self.url}/generate", body, headers)
-        engine = min(self._engines, key=lambda one: self._engines[one])
-        self._engines[engine] += 1
+        engine = min(self._engines, key=lambda one: self._in_flight[one])
+        self._in_flight[engine] += 1
         try:
             # Whatever the session says is the router's key, not an engine's.
             return await self._post(f"{engine.url.rstrip('/')}/generate", body, _headers(engine.api_key))
         finally:
-            self._engines[engine] -= 1
+            self._in_flight[engine] -= 1
 
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[bytes, int]:
         async with self._session.post(url, data=body, headers=headers) as answer:

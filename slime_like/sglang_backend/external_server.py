@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from slime_like.config.hf_model import read_hf_config
-from slime_like.errors import EngineError, WaitTimeout
+from slime_like.errors import EngineError, RunError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
 
@@ -137,6 +137,15 @@ def disagreements(
             " with --enable-return-routed-experts (on a GPU host), or drop the flag."
         )
     return differences
+
+
+def answers(endpoint: EngineEndpoint, timeout_s: float = 2.0) -> bool:
+    """Whether an engine that is well, which answers at once, does so."""
+    try:
+        EngineClient(endpoint, timeout_s=timeout_s).model_info()
+    except RunError:
+        return False
+    return True
 
 
 class HealthWatch:

@@ -1,10 +1,14 @@
 """One weight sync, whole: begin -> send -> prove -> continue. No torch: the driver only gives the order.
 
+Where engines load a folder it is send -> begin -> load -> prove -> continue: they generate until all of it is there;
+with PublishOrder.rolling one engine after the other does the rest, while the others serve.
+
     driver      receipt = trainer.publish(PublishOrder(...))  # one call; after a failure: abandon(order.endpoints)
     every rank  receipt = run_session(order, ranks)             # ranks: sender.WeightSender
 
 All ranks run the session together. Each source sends; the first one, the lead, also steers the engines for all.
-Whatever fails on one rank is raised on every rank, and engines stay paused: they may hold half of the weights.
+Whatever fails on one rank is raised on every rank, and engines that are paused stay so: they may hold half of the
+weights.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class PublishOrder:
     the old weights left in the cache, which is then forgotten only where nothing runs. finds_unsent: look for
     parameters of the engine of which nothing was sent; needs compares_digests. cards: of each endpoint, of each of its
     ranks, the trainer rank on the same card, which then sends everything to it; empty: pipeline stages send their
-    shares to all.
+    shares to all. rolling: engines load the folder one after another, each with its own proof, and only one is paused.
     """
 
     weights: WeightsRef
@@ -70,6 +74,7 @@ class PublishOrder:
     compares_digests: bool = True
     finds_unsent: bool = False
     cards: tuple[tuple[int, ...], ...] = ()
+    rolling: bool = False
 
     @staticmethod
     def of(
@@ -96,6 +101,7 @@ class PublishOrder:
             compares_digests=sync.compares_digests and transport_of(transport).digests,
             finds_unsent=sync.verify_weight_sync == "full" and transport_of(transport).digests,
             cards=cards if transport_of(transport).by_card else (),
+            rolling=sync.update_weight_rolling,
         )
 
     @property
@@ -108,7 +114,15 @@ class PublishOrder:
         late in which step. num_stages: of the trainer's pipeline.
         """
         num_sources = len({source for ranks in self.cards for source in ranks}) or num_stages
-        return (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
+        num_turns = len(self.endpoints) if self.rolling else 1
+        return num_turns * (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
+
+
+class Publishes(Protocol):
+    """The trainer, as whoever orders a sync sees it."""
+
+    def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
+        """One whole sync. watch: asked each second; what it raises ends the wait."""
 
 
 class Ranks(Protocol):
@@ -126,8 +140,8 @@ class Ranks(Protocol):
     def send(self, weights: WeightsRef) -> SyncReceipt:
         """Every source sends its share; what was sent, by all."""
 
-    def prove(self) -> tuple[int, int]:
-        """Compare the engines' digests with what was sent: (engines compared, tensors of which it is not known where
+    def prove(self, endpoints: Sequence[EngineEndpoint]) -> tuple[int, int]:
+        """Compare these engines' digests with what was sent: (engines compared, tensors of which it is not known where
         an engine keeps them).
         """
 
@@ -135,29 +149,38 @@ class Ranks(Protocol):
 def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
     """One sync, on every rank of the trainer. Engines generate again when it returns.
 
-    Raises WeightSyncError, EngineError or WaitTimeout naming engine and phase; engines then stay paused (see abandon).
+    Raises WeightSyncError, EngineError or WaitTimeout naming engine and phase; engines that it has paused then stay so
+    (see abandon).
     """
     engines = EngineSide(order)
 
     def on_lead(phase: str, act: Callable[[], None]) -> None:
         ranks.on_lead(phase, act, longest_s=_LEAD_STEPS * order.timeout_s)
 
-    on_lead("begin", engines.begin)
+    loads_folder = engines.transport.loads_from is not None
+    if not loads_folder:
+        on_lead("begin", engines.begin)
     ranks.connect()
     receipt = ranks.send(order.weights)
     if receipt.num_tensors == 0:
         raise WeightSyncError(f"weights {order.weights}: the trainer sent no tensor")
-    if engines.transport.loads_from is not None:
-        on_lead("load", engines.load)
-    if order.compares_digests:
-        started = time.monotonic()
-        if engines.transport.loads_from is not None:
-            on_lead("open for digests", engines.open)
-        proven, left_out = ranks.prove()
-        receipt = dataclasses.replace(
-            receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=time.monotonic() - started
-        )
-    on_lead("finish", engines.finish)
+    for turn in engines.turns():
+        if loads_folder:
+            # Only now: engines go on generating while what they will load is gathered, sent and written.
+            on_lead("begin", turn.begin)
+            on_lead("load", turn.load)
+        if order.compares_digests:
+            started = time.monotonic()
+            if loads_folder:
+                on_lead("open for digests", turn.open)
+            proven, left_out = ranks.prove(turn.endpoints)
+            receipt = dataclasses.replace(
+                receipt,
+                engines_proven=receipt.engines_proven + proven,
+                tensors_unproven=left_out,
+                verify_seconds=receipt.verify_seconds + time.monotonic() - started,
+            )
+        on_lead("finish", turn.finish)
     return receipt
 
 
@@ -184,6 +207,17 @@ class EngineSide:
         self._order = order
         self.transport = transport_of(order.transport)
         self._clients = [AdapterClient(endpoint, timeout_s=order.timeout_s) for endpoint in order.endpoints]
+
+    @property
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        """The engines."""
+        return self._order.endpoints
+
+    def turns(self) -> list[EngineSide]:
+        """These engines as they take the weights up: all at the same time, or one behind the other."""
+        if not self._order.rolling:
+            return [self]
+        return [EngineSide(dataclasses.replace(self._order, endpoints=(endpoint,))) for endpoint in self.endpoints]
 
     def begin(self) -> None:
         """Stop generation and get every engine ready to receive."""

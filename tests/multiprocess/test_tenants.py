@@ -2,7 +2,12 @@
 to the bit; and on disk.
 """
 
-# Covers slime_like.megatron_backend.lora.tenants, tenant_files, tenant_gradients, tenant_runner and segments too.
+# Covers slime_like.megatron_backend.lora.segments, slime_like.megatron_backend.lora.tenant_files,
+# slime_like.megatron_backend.lora.tenant_gradients, slime_like.megatron_backend.lora.tenant_runner,
+# slime_like.megatron_backend.lora.tenant_verbs, slime_like.megatron_backend.lora.tenants and
+# slime_like.megatron_backend.step.several_targets too.
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ import torch
 
 from slime_like.config.lora import LoraConfig
 from slime_like.megatron_backend.step.optimizer import AdamParams
+from slime_like.records import LossRow
 from tests.helpers.peft_truth import STEPS, load_peft, log_probs_of, make_peft_folder, peft_truth
 from tests.helpers.tenants import loss_rows, one_pass, trainer_of_tenants, whole_numbers
 from tests.helpers.tiny_models import make_tiny_model
@@ -54,7 +60,7 @@ def samples_of(name):
     return make_samples(8, seed=list(TENANTS).index(name))
 
 
-def one_layout(worker, folders, saves):
+def one_layout(worker, folders, layout, saves):
     """What this rank says of each tenant: both train in turns."""
     result = {name: {} for name in TENANTS}
     rows = {name: loss_rows(samples_of(name)) for name in TENANTS}
@@ -78,12 +84,21 @@ def one_layout(worker, folders, saves):
         result[name]["stepped"] = whole_numbers(worker, name)
         (answer,) = worker.run_passes([one_pass(name, rows[name], forward_only=True)])
         result[name]["after"] = answer.log_probs
-        worker.save_tenant(name, f"{saves}/{name}", True)
-        worker.export_tenant(name, f"{saves}/engine's {name}")
-    return result
+        worker.save_tenant(name, f"{saves}/{layout}/{name}", True)
+        worker.export_tenant(name, f"{saves}/{layout}/engine's {name}")
+    return result | {"third": third_step(worker, rows)}
+
+
+def third_step(worker, rows):
+    """The tenants' weights after one more step, taken with shared micro-batches."""
+    worker.run_passes([one_pass(name, rows[name]) for name in TENANTS], together=True)
+    for name in TENANTS:
+        worker.tenant_step(name, AdamParams(lr=3e-3), 1.0)
+    return {name: whole_numbers(worker, name) for name in TENANTS}
 
 
 def in_world(place, layouts, base, folders, ports, saves):
+    """Each layout, and in each again the third step of tenants that the first one saved."""
     results = {}
     for layout, port in zip(layouts, ports, strict=True):
         ranks, parallel = LAYOUTS[layout]
@@ -91,7 +106,10 @@ def in_world(place, layouts, base, folders, ports, saves):
             continue
         worker = trainer_of_tenants(place, base, parallel, num_ranks=ranks, port=port)
         try:
-            results[layout] = one_layout(worker, folders, f"{saves}/{layout}")
+            results[layout] = one_layout(worker, folders, layout, saves)
+            for name in TENANTS:
+                worker.load_tenant(name, f"{saves}/{layouts[0]}/{name}", True)
+            results[layout]["resumed"] = third_step(worker, {name: loss_rows(samples_of(name)) for name in TENANTS})
         except Exception as error:
             raise RuntimeError(f"{layout}: {error}") from error
         worker.close()
@@ -179,3 +197,157 @@ def test_peft_loads_what_was_saved_and_what_engines_get(outcomes, base, saves, l
                 theirs = log_probs_of(load_peft(base, folder), samples_of(name))
             for mine, expected in zip(outcomes[0][layout][name]["after"], theirs, strict=True):
                 np.testing.assert_allclose(mine, expected.numpy(), atol=LOG_PROB_BOUND, rtol=0)
+
+
+@each_layout
+def test_a_tenant_goes_on_under_another_layout(outcomes, layout):
+    """Adam's moments came along: after a fresh start the third step would be ten times as long."""
+    first = next(iter(outcomes[0]))
+    for name in TENANTS:
+        expected = [of_rank["third"][name] for of_rank in ranks_of(outcomes, first)]
+        whole = {key: matrix for of_rank in expected for key, matrix in of_rank.items()}
+        for of_rank in ranks_of(outcomes, layout):
+            for key, matrix in of_rank["resumed"][name].items():
+                np.testing.assert_allclose(matrix, whole[key], atol=2e-5, rtol=0, err_msg=key)
+
+
+# ---------------------------------------------------------------------- apart from each other
+
+
+def trained(worker, names, *, together=False, spoil=None):
+    """Each tenant's losses and weights after three steps, and its weights; then all are dropped.
+
+    spoil: whose rows' weights are NaN.
+    """
+    rows = {name: loss_rows(samples_of(name)) for name in names}
+    if spoil is not None:
+        wrong = {"weights": np.full_like(rows[spoil][2].inputs["weights"], np.nan)}
+        bad = dataclasses.replace(rows[spoil][2], inputs={**rows[spoil][2].inputs, **wrong})
+        rows[spoil] = (*rows[spoil][:2], bad, *rows[spoil][3:])
+    for name in names:
+        worker.add_tenant(name, lora_of(name), 1)
+    answers = []
+    for _ in range(3):
+        answers.append(worker.run_passes([one_pass(name, rows[name]) for name in names], together))
+        for name in names:
+            if name != spoil:
+                worker.tenant_step(name, AdamParams(lr=1e-2), 1.0)
+    weights = {name: whole_numbers(worker, name) for name in names}
+    for name in names:
+        worker.drop_tenant(name)
+    return answers, weights
+
+
+def side_by_side(place, base, layout, port):
+    """What one trainer's tenants end with, alone, beside others, and with too little room."""
+    ranks, parallel = LAYOUTS[layout]
+    worker = trainer_of_tenants(place, base, parallel, num_ranks=ranks, port=port)
+    result = {
+        "alone": trained(worker, ["ada"]),
+        "beside": trained(worker, ["bob", "ada"]),
+        "beside one that fails": trained(worker, ["bob", "ada"], spoil="bob"),
+        "in one pack": trained(worker, ["bob", "ada"], together=True),
+        "in one pack with one that fails": trained(worker, ["bob", "ada"], together=True, spoil="bob"),
+    }
+    worker.limit_tenants(1)
+    result["in turn on the device"] = trained(worker, ["bob", "ada"])
+    worker.add_tenant("ada", lora_of("ada"), 1)
+    worker.add_tenant("bob", lora_of("bob"), 1)
+    result["resident"] = worker._tenants.resident
+    result["names"] = worker.tenants()
+    result["refused"] = worker.run_passes(
+        [
+            one_pass("eve", loss_rows(samples_of("ada"))),
+            one_pass("ada", ()),
+            one_pass("ada", loss_rows(samples_of("ada")), loss="dpo"),
+            one_pass("bob", loss_rows(samples_of("bob"))[:1], forward_only=True),
+        ]
+    )
+    worker.close()
+    return result
+
+
+@pytest.fixture(scope="module", params=["one rank", pytest.param("pp2", marks=pytest.mark.long_run)])
+def neighbours(request, base):
+    return run_ranks(side_by_side, LAYOUTS[request.param][0], base, request.param, free_ports(1)[0], timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["beside", "beside one that fails", "in turn on the device"],
+)
+def test_a_tenants_numbers_are_those_it_has_alone_to_the_bit(neighbours, setting):
+    for of_rank in neighbours:
+        alone, weights = of_rank["alone"], of_rank[setting][1]["ada"]
+        for step in range(3):
+            assert of_rank[setting][0][step][-1].metrics == alone[0][step][0].metrics
+        for key, matrix in alone[1]["ada"].items():
+            np.testing.assert_array_equal(weights[key], matrix, err_msg=key)
+    assert alone[0][0][0].metrics["loss"] > alone[0][2][0].metrics["loss"] + 1.0
+
+
+@pytest.mark.parametrize("setting", ["in one pack", "in one pack with one that fails"])
+def test_shared_micro_batches_round_otherwise_only(neighbours, setting):
+    for of_rank in neighbours:
+        for name in ("ada",) if "fails" in setting else ("ada", "bob"):
+            for key, matrix in of_rank["beside"][1][name].items():
+                np.testing.assert_allclose(of_rank[setting][1][name][key], matrix, atol=1e-6, rtol=0, err_msg=key)
+
+
+def test_what_fails_is_said_and_changes_nothing(neighbours):
+    for of_rank in neighbours:
+        for setting in ("beside one that fails", "in one pack with one that fails"):
+            answers, weights = of_rank[setting]
+            assert all("'cross_entropy' is nan" in of_step[0] for of_step in answers)
+            assert all(not matrix.any() for key, matrix in weights["bob"].items() if "lora_B" in key)
+        assert "'eve' is not here" in of_rank["refused"][0] and "at least one row" in of_rank["refused"][1]
+        assert "'dpo' is unknown" in of_rank["refused"][2]
+        assert of_rank["refused"][3].log_probs[0].shape == loss_rows(samples_of("bob"))[0].targets.shape
+        assert of_rank["resident"] == ("bob",) and of_rank["names"] == ("ada", "bob")
+
+
+# ---------------------------------------------------------------------- several targets a position
+
+
+def several_targets(place, base, layout, port):
+    """Log-probs, losses and gradients of rows with three targets a position, and of each target by itself."""
+    ranks, parallel = LAYOUTS[layout]
+    worker = trainer_of_tenants(place, base, parallel, num_ranks=ranks, port=port)
+    worker.add_tenant("ada", dataclasses.replace(lora_of("ada"), lora_init="gaussian"), 1)
+    generator = np.random.default_rng(3)
+    rows = []
+    for row in loss_rows(samples_of("ada")):
+        targets = generator.integers(0, 101, (len(row.tokens), 3))
+        inputs = {name: generator.normal(size=targets.shape).astype(np.float32) for name in ("weights", "advantages")}
+        inputs["logprobs"] = -4.0 - generator.random(targets.shape, dtype=np.float32)
+        rows.append(LossRow(tokens=row.tokens, targets=targets, inputs=inputs))
+    by_column = [
+        [
+            LossRow(tokens=r.tokens, targets=r.targets[:, k], inputs={n: x[:, k] for n, x in r.inputs.items()})
+            for r in rows
+        ]
+        for k in range(3)
+    ]
+    result = {}
+    for loss in ("cross_entropy", "importance_sampling"):
+        (whole,) = worker.run_passes([one_pass("ada", tuple(rows), loss)])
+        gradients = whole_numbers(worker, "ada", "gradient")
+        worker._tenants._tenants["ada"].memory.clear_gradient()
+        each = worker.run_passes([one_pass("ada", tuple(column), loss) for column in by_column])
+        result[loss] = (whole, gradients), (each, whole_numbers(worker, "ada", "gradient"))
+        worker._tenants._tenants["ada"].memory.clear_gradient()
+    worker.close()
+    return result
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("cp2", marks=pytest.mark.long_run)])
+def test_several_targets_a_position_are_each_by_itself(base, layout):
+    for of_rank in run_ranks(several_targets, 2, base, layout, free_ports(1)[0], timeout_s=120):
+        for (whole, gradients), (each, summed) in of_rank.values():
+            for number, mine in enumerate(whole.log_probs):
+                theirs = np.stack([answer.log_probs[number] for answer in each], 1)
+                np.testing.assert_allclose(mine, theirs, atol=2e-6, rtol=0)
+            assert whole.metrics["loss"] == pytest.approx(sum(a.metrics["loss"] for a in each), abs=1e-3)
+            most = largest(summed.values())
+            for key, gradient in summed.items():
+                np.testing.assert_allclose(gradients[key], gradient, atol=1e-5 * most, rtol=0, err_msg=key)

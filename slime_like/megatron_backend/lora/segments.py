@@ -87,15 +87,18 @@ class TenantAdapters:
         )
 
     def show(self, segments: Sequence[Segment]) -> None:
-        """From now on these tenants' adapters count, for these tokens; none: the model is its base."""
-        self._shown = tuple(segments)
+        """From now on these tenants' adapters count, for these tokens; none, or of one that has none: the model alone
+        does.
+        """
+        self._shown = tuple(segments) if all(segment.tenant in self._of for segment in segments) else ()
 
     @contextlib.contextmanager
     def dropping(self, names: Sequence[str]) -> Iterator[None]:
         """Inside, as in train steps, these tenants' --lora-dropout counts."""
         with contextlib.ExitStack() as stack:
             for name in names:
-                stack.enter_context(self._of[name].switch.dropping())
+                if name in self._of:
+                    stack.enter_context(self._of[name].switch.dropping())
             yield
 
     def _apply(self, layer: torch.nn.Module, args: tuple, kwargs: dict, output):
@@ -107,12 +110,13 @@ class TenantAdapters:
                 output = output if changed is None else changed
             return output
         hidden, whole = args[0] if args else kwargs["input_"], output[0]
-        rows = []
-        for segment in self._shown:
+        sizes = [segment.end - segment.first for segment in self._shown]
+        gains = []
+        for segment, part in zip(self._shown, hidden.split(sizes), strict=True):
             adapter = self._of[segment.tenant].by_token.get(layer)
-            part = whole[segment.first : segment.end]
-            rows.append(part if adapter is None else part + adapter(hidden[segment.first : segment.end]))
-        return torch.cat(rows), *output[1:]
+            gain = None if adapter is None else adapter(part)
+            gains.append(whole.new_zeros(len(part), *whole.shape[1:]) if gain is None else gain)
+        return whole + torch.cat(gains), *output[1:]
 
 
 def _lift(chunk: torch.nn.Module, model: ModelConfig, attached: Attached) -> None:

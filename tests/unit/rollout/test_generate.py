@@ -12,7 +12,7 @@ import pytest
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
-from slime_like.records import ABORTED, COMPLETED, TRUNCATED, Prompt
+from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
 from slime_like.rollout.generate import GenerationClient, Sampling, sample_seed, token_versions
 from slime_like.rollout.sample_builder import SampleBuilder
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
@@ -57,6 +57,24 @@ def test_a_request_names_the_adapters_of_its_version():
         generation = asyncio.run(run(engine))
         assert [body["lora_path"] for body in engine.requests] == ["policy@3"]
     assert generation.weight_version == 3
+
+
+def test_requests_to_engines_themselves_go_to_the_least_busy_one():
+    """The router, which is nobody here, hears of none."""
+
+    async def run(*groups) -> None:
+        client = GenerationClient("http://127.0.0.1:1", None, RolloutConfig(), concurrency=8, weight_version=lambda: 1)
+        try:
+            for engines in groups:
+                client.ask_only([EngineEndpoint(index=0, url=engine.url) for engine in engines])
+                await asyncio.gather(*(client.generate(PROMPT.tokens, {"max_new_tokens": 8}) for _ in range(4)))
+        finally:
+            await client.close()
+
+    slow = {"fault_for": lambda _: Fault(delay_s=0.1)}
+    with ScriptedEngine(three_tokens, **slow) as first, ScriptedEngine(three_tokens, **slow) as second:
+        asyncio.run(run([first, second], [second]))
+        assert (len(first.requests), len(second.requests)) == (2, 6)
 
 
 def test_a_sample_is_prompt_and_response_in_flat_arrays():
