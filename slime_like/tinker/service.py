@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.execution.call_book import MANY_ROWS, CallBook
 from slime_like.tinker.execution.entries import CREATIONS, Entry, cost_tokens
 from slime_like.tinker.execution.folders import Folders
-from slime_like.tinker.execution.ledger import MANY_ROWS, Ledger
 from slime_like.tinker.execution.ordering import ModelQueue
 from slime_like.tinker.execution.registry import ModelRegistry
 from slime_like.tinker.execution.residency import Residency
 from slime_like.tinker.execution.sampling_lane import SamplingLane
 from slime_like.tinker.execution.settings import ServiceSettings
+from slime_like.tinker.execution.sweeper import Sweeper
 from slime_like.tinker.execution.training_lane import TrainingLane
 from slime_like.tinker.execution.verbs import TrainingVerbs
 from slime_like.tinker.protocols import SamplingBackend, TrainingBackend
@@ -58,23 +59,27 @@ class CallService:
         self.database, self.settings = database, settings
         self._state = Folders(settings.state_folder, Path(staging, "state"))
         self._weights = Folders(settings.weights_folder, Path(staging, "weights"))
-        self.ledger = Ledger(database, settings)
+        self.book = CallBook(database, settings)
         self.registry = ModelRegistry(database)
         self.residency = Residency(trainer, database, self._state, settings)
         verbs = TrainingVerbs(trainer, self.residency, self._weights, database)
-        self.training = TrainingLane(self.registry, self.ledger, self.residency, verbs, settings)
+        self.training = TrainingLane(self.registry, self.book, self.residency, verbs, settings)
         self.sampling = None
         if engines is not None:
             homes = {self._state.root: self._state, self._weights.root: self._weights}
-            self.sampling = SamplingLane(engines, database, self.ledger, homes, settings)
+            self.sampling = SamplingLane(engines, database, self.book, homes, settings)
+        self.sweeper = Sweeper(database, self.book, self.registry, self.residency, self.training, settings)
+        self.sweeper.sampling, self.sweeper.weights = self.sampling, self._weights
         self._tasks: list[asyncio.Task] = []
 
     async def start(self) -> None:
         """Take up what had no answer when the process before ended, and begin."""
+        await self.database.claim()
         for request_id, body in await queued_requests(self.database):
             call = await asyncio.to_thread(unpack_call, body)
             await self._take(Entry(request_id=request_id, call=call, tokens=cost_tokens(call, self.settings)))
         self._tasks = [asyncio.create_task(self.training.run(), name="training lane")]
+        self._tasks.append(asyncio.create_task(self.sweeper.run(), name="sweeper"))
         if self.sampling is not None:
             self._tasks.append(asyncio.create_task(self.sampling.run(), name="sampling lane"))
 
@@ -112,7 +117,7 @@ class CallService:
         if sampler is None or sampler.tenant != call.tenant:
             raise Refused(f"there is no sampler {call.sampler_id}.", status=404)
         tokens = cost_tokens(call, self.settings)
-        self.ledger.check_limits(call.tenant, tokens)
+        self.book.check_limits(call.tenant, tokens)
         return await self._write(call, tokens)
 
     async def _submit_training(self, call: Call, model_id: str) -> str:
@@ -136,7 +141,7 @@ class CallService:
         tokens = cost_tokens(call, self.settings)
         # The one that others wait for is always taken: they could never end without it.
         if call.seq_id > model.done_seq + 1:
-            self.ledger.check_limits(call.tenant, tokens)
+            self.book.check_limits(call.tenant, tokens)
         return await self._write(call, tokens)
 
     async def _write(self, call: Call, tokens: int, spec: ModelSpec | None = None) -> str:
@@ -168,19 +173,19 @@ class CallService:
         return request_id
 
     async def _take(self, entry: Entry) -> None:
-        self.ledger.add(entry)
+        self.book.add(entry)
         if entry.kind is Kind.SAMPLE:
             if self.sampling is None:
-                await self.ledger.finish([(entry, entry.failure("server", "the server has no engines any more"))])
+                await self.book.finish([(entry, entry.failure("server", "the server has no engines any more"))])
             else:
                 self.sampling.add(entry)
             return
         model = await self.registry.get(entry.model_id)
         if model is None:
-            await self.ledger.finish([(entry, entry.failure("user", f"{entry.model_id} takes no more calls"))])
+            await self.book.finish([(entry, entry.failure("user", f"{entry.model_id} takes no more calls"))])
         elif entry.seq_id <= model.done_seq:
             reason = f"call {entry.seq_id} came after its place was given up: call {model.done_seq} was answered"
-            await self.ledger.finish([(entry, entry.failure("user", reason))])
+            await self.book.finish([(entry, entry.failure("user", reason))])
         else:
             model.add(entry)
             self.training.wake()
@@ -189,7 +194,7 @@ class CallService:
         self, request_id: str, *, tenant: str, timeout_s: float
     ) -> CallResult | CallFailure | StillWaiting | None:
         """What became of a call (protocols.Service)."""
-        return await self.ledger.outcome(request_id, tenant=tenant, timeout_s=timeout_s, state_of=self._state_of)
+        return await self.book.outcome(request_id, tenant=tenant, timeout_s=timeout_s, state_of=self._state_of)
 
     def _state_of(self, entry: Entry) -> StillWaiting:
         if entry.kind is Kind.SAMPLE:
@@ -199,7 +204,7 @@ class CallService:
 
     async def cancel(self, request_id: str, *, tenant: str) -> None:
         """End a sample that nobody wants (protocols.Service)."""
-        entry = self.ledger.entries.get(request_id)
+        entry = self.book.entries.get(request_id)
         if entry is not None and entry.tenant == tenant and entry.kind is Kind.SAMPLE and self.sampling is not None:
             await self.sampling.cancel(entry)
 
@@ -230,9 +235,9 @@ class CallService:
         if sampling is not None:
             seconds["sample"] = sampling.seconds
         return {
-            "queued_requests": {tenant: load.requests for tenant, load in self.ledger.loads.items()},
-            "queued_tokens": {tenant: load.tokens for tenant, load in self.ledger.loads.items()},
-            "ended": {f"{kind}/{state}": number for (kind, state), number in self.ledger.num_finished.items()},
+            "queued_requests": {tenant: load.requests for tenant, load in self.book.loads.items()},
+            "queued_tokens": {tenant: load.tokens for tenant, load in self.book.loads.items()},
+            "ended": {f"{kind}/{state}": number for (kind, state), number in self.book.num_finished.items()},
             "resident_models": len(self.residency),
             "samples_running": {} if sampling is None else dict(sampling.running),
             "samples_waiting": 0 if sampling is None else sampling.num_waiting,

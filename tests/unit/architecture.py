@@ -41,6 +41,7 @@ FENCES = {
     "httpx": {"sglang_backend.client"},
     "fastapi": {"tinker"},
     "sqlalchemy": {"tinker.store"},
+    "alembic": {"tinker.store"},
     "wandb": {"observability.metrics"},
     "pyarrow": {"rollout.row_files"},
 }

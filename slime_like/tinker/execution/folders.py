@@ -98,6 +98,21 @@ class Folders:
             system.rm(path, recursive=True)
         shutil.rmtree(self._copy(where), ignore_errors=True)
 
+    async def remove_others(self, where: str) -> None:
+        """Delete what is beside a folder: what was there before it, also of a process that was killed in between."""
+        await asyncio.to_thread(self._remove_others, where)
+
+    def _remove_others(self, where: str) -> None:
+        parent, _, name = where.rpartition("/")
+        if self.is_local:
+            others = [path.name for path in Path(parent).iterdir() if path.name != name]
+        else:
+            system, path = _system(parent)
+            listed = system.ls(path, detail=False) if system.exists(path) else []
+            others = [other for entry in listed if (other := entry.rstrip("/").rpartition("/")[2]) != name]
+        for other in others:
+            self._remove(f"{parent}/{other}")
+
     def _copy(self, where: str) -> Path:
         return self._staging / quote(where, safe="")
 

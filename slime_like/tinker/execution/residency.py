@@ -125,11 +125,15 @@ class Residency:
 
     async def moved(self, model: ModelQueue, where: str, seq: int) -> None:
         """The database has the new snapshot: the one before is not needed."""
-        before, model.snapshot, model.snapshot_seq = model.snapshot, where, seq
+        model.snapshot, model.snapshot_seq = where, seq
         model.steps_since_snapshot, model.snapshot_time = 0, time.monotonic()
         self.counts.snapshots += 1
-        if before is not None and before != where:
-            await self.folders.remove(before)
+        await self.folders.remove_others(where)
+
+    async def remove_state(self, folder: str | None) -> None:
+        """Delete all that a model has left, whose last snapshot was `folder`."""
+        if folder is not None:
+            await self.folders.remove(folder.rpartition("/")[0])
 
     def is_due(self, model: ModelQueue) -> bool:
         """Enough steps, or time, since the last snapshot."""

@@ -9,10 +9,10 @@ import time
 
 from slime_like.errors import SlimeLikeError
 from slime_like.tinker.errors import BackendLost
+from slime_like.tinker.execution.call_book import CallBook
 from slime_like.tinker.execution.entries import Entry
 from slime_like.tinker.execution.fair_clock import FairClock
 from slime_like.tinker.execution.folders import Folders
-from slime_like.tinker.execution.ledger import Ledger
 from slime_like.tinker.execution.settings import ServiceSettings
 from slime_like.tinker.protocols import SamplingBackend
 from slime_like.tinker.records import CallFailure, CallResult, SampleResult, StillWaiting
@@ -32,11 +32,11 @@ class SamplingLane:
         self,
         engines: SamplingBackend,
         database: Database,
-        ledger: Ledger,
+        book: CallBook,
         folders: dict[str, Folders],
         settings: ServiceSettings,
     ):
-        self.engines, self._database, self._ledger, self._settings = engines, database, ledger, settings
+        self.engines, self._database, self._book, self._settings = engines, database, book, settings
         self._folders = folders
         self._clock = FairClock(settings.tenant_weights)
         self._waiting: dict[str, collections.deque[Entry]] = {}
@@ -57,6 +57,11 @@ class SamplingLane:
     def num_waiting(self) -> int:
         """Samples that the engines do not have yet."""
         return sum(map(len, self._waiting.values()))
+
+    @property
+    def opened(self) -> list[str]:
+        """The samplers that the engines were asked to serve."""
+        return list(self._opened)
 
     def add(self, entry: Entry) -> None:
         """A sample that waits from now on."""
@@ -138,7 +143,7 @@ class SamplingLane:
         """Write it, however long the database does not take it: there is nobody else to do so."""
         while True:
             try:
-                await self._ledger.finish([(entry, outcome)], state=state)
+                await self._book.finish([(entry, outcome)], state=state)
             except Exception:
                 logger.exception("sample %s could not be ended", entry.request_id)
                 await asyncio.sleep(self._settings.retry_after_s)
@@ -198,7 +203,7 @@ class SamplingLane:
             waiting.remove(entry)
             if not waiting:
                 del self._waiting[entry.tenant]
-            await self._ledger.finish([(entry, entry.failure("user", CANCELLED))], state=CANCELLED)
+            await self._book.finish([(entry, entry.failure("user", CANCELLED))], state=CANCELLED)
         elif entry.request_id in self._tasks:
             self._cancelled.add(entry.request_id)
             self._tasks[entry.request_id].cancel()

@@ -12,9 +12,9 @@ from typing import Any
 from slime_like.errors import SlimeLikeError
 from slime_like.records import PassResult
 from slime_like.tinker.errors import BackendLost
+from slime_like.tinker.execution.call_book import CallBook
 from slime_like.tinker.execution.entries import CREATIONS, PASSES, Entry
 from slime_like.tinker.execution.fair_clock import FairClock
-from slime_like.tinker.execution.ledger import Ledger
 from slime_like.tinker.execution.ordering import ModelQueue
 from slime_like.tinker.execution.registry import ModelRegistry
 from slime_like.tinker.execution.residency import Residency, tenant_pass
@@ -38,12 +38,12 @@ class TrainingLane:
     def __init__(
         self,
         registry: ModelRegistry,
-        ledger: Ledger,
+        book: CallBook,
         residency: Residency,
         verbs: TrainingVerbs,
         settings: ServiceSettings,
     ):
-        self._registry, self._ledger, self._residency, self._verbs = registry, ledger, residency, verbs
+        self._registry, self._book, self._residency, self._verbs = registry, book, residency, verbs
         self._settings = settings
         self._clock = FairClock(settings.tenant_weights)
         self._work = asyncio.Event()
@@ -161,7 +161,7 @@ class TrainingLane:
             if done is not None and done.also is not None:
                 await done.also(session)
 
-        await self._ledger.finish([(entry, outcome) for _, entry, outcome in outcomes], also)
+        await self._book.finish([(entry, outcome) for _, entry, outcome in outcomes], also)
         for model, entry, _ in outcomes:
             model.done(entry.seq_id)
         if done is not None and done.afterwards is not None:
@@ -187,13 +187,13 @@ class TrainingLane:
         if entry.kind not in CREATIONS:
             await self._finish([(model, entry, failure)])
             return
-        await self._ledger.finish([(entry, failure)], lambda session: forget_model(session, model.model_id))
+        await self._book.finish([(entry, failure)], lambda session: forget_model(session, model.model_id))
         model.done(entry.seq_id)
         await self._end_model(model, f"{model.model_id} was not created: {failure.message}")
 
     async def _end_model(self, model: ModelQueue, reason: str) -> None:
         left = [(entry, entry.failure("user", reason)) for entry in model.waiting.values()]
-        await self._ledger.finish(left)
+        await self._book.finish(left)
         model.waiting.clear()
         self._registry.forget(model.model_id)
 
@@ -211,7 +211,7 @@ class TrainingLane:
         for entry in entries:  # first, so that the missing call, should it come now, is too late for certain
             model.done(entry.seq_id)
         failures = [(entry, entry.failure("user", reason)) for entry in entries]
-        await self._ledger.finish(failures, lambda session: advance_model(session, model.model_id, last))
+        await self._book.finish(failures, lambda session: advance_model(session, model.model_id, last))
         self.wake()
 
     def state_of(self, entry: Entry, model: ModelQueue | None) -> StillWaiting:

@@ -177,7 +177,6 @@ class TrainingVerbs:
             await release_model(session, model.model_id)
 
         async def afterwards() -> None:
-            if model.snapshot is not None:
-                await self._residency.folders.remove(model.snapshot)
+            await self._residency.remove_state(model.snapshot)
 
         return Done(result={"model_id": model.model_id}, also=also, afterwards=afterwards)

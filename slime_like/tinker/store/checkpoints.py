@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from slime_like.tinker.store.database import Database
-from slime_like.tinker.store.tables import CheckpointRow, ModelRow, SamplerRow
+from slime_like.tinker.store.tables import CheckpointRow, SamplerRow
 
 
 async def find_checkpoint(database: Database, path: str) -> CheckpointRow | None:
@@ -45,21 +45,3 @@ async def expired_checkpoints(database: Database, now: float) -> list[tuple[str,
     query = select(CheckpointRow.path, CheckpointRow.tenant).where(CheckpointRow.expires <= now)
     async with database.read() as session:
         return [(path, tenant) for path, tenant in await session.execute(query)]
-
-
-async def samplers_of(database: Database, session_id: str) -> list[SamplerRow]:
-    """A session's samplers."""
-    async with database.read() as session:
-        return list((await session.scalars(select(SamplerRow).where(SamplerRow.session_id == session_id))).all())
-
-
-async def remove_samplers(session: AsyncSession, session_id: str) -> None:
-    """Delete a session's samplers."""
-    await session.execute(delete(SamplerRow).where(SamplerRow.session_id == session_id))
-
-
-async def folders_in_use(database: Database) -> set[str]:
-    """Every folder that a row refers to."""
-    async with database.read() as session:
-        columns = (CheckpointRow.folder, SamplerRow.folder, ModelRow.snapshot)
-        return {folder for column in columns for folder in await session.scalars(select(column)) if folder}

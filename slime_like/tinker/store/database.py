@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,10 +16,13 @@ from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from slime_like.errors import ConfigError
+from slime_like.tinker.store.group_commit import GroupCommit
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 #: How long a transaction waits for another process's (the keys' command writes too).
 BUSY_S = 30
+#: Names this program's lock among a PostgreSQL's.
+_LOCK = 7_433_001_547
 
 
 def database_url(text: str) -> URL:
@@ -40,7 +45,7 @@ class Database:
 
     SQLite: WAL, so that reading never waits for writing, with synchronous=FULL: a commit returns after the log's
     fsync, so what was acknowledged survives a kill -9 and a loss of power too (NORMAL would lose the last commits in
-    the latter). One writer at a time, as SQLite has it: here they queue, instead of asking it again and again.
+    the latter). One writer at a time, as SQLite has it; those that come meanwhile share one commit (GroupCommit).
     PostgreSQL: synchronous_commit as the server has it, which is the same promise by default.
     """
 
@@ -48,29 +53,63 @@ class Database:
         self.url = database_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._engine: AsyncEngine = _engine(self.url, is_sqlite=self.is_sqlite)
-        self._reading = async_sessionmaker(self._engine, expire_on_commit=False)
-        self._writing = async_sessionmaker(self._engine.execution_options(writes=True), expire_on_commit=False)
-        self._writer = asyncio.Lock()
+        self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
+        self._writers = GroupCommit(self._engine.execution_options(writes=True))
+        self._claim = contextlib.AsyncExitStack()
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """A session that sees one moment's state, and changes nothing."""
-        async with self._reading() as session:
+        async with self._sessions() as session:
             yield session
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
         """One transaction: all of it is on disk when the block has ended, or nothing where it raised."""
-        async with self._writer if self.is_sqlite else contextlib.nullcontext():
-            async with self._writing() as session, session.begin():
+        if self.is_sqlite:
+            async with self._writers.write() as session:
                 yield session
+            return
+        async with self._sessions() as session, session.begin():
+            yield session
 
     async def upgrade(self) -> None:
         """Bring the tables to what this version wants."""
         await asyncio.to_thread(upgrade, str(self.url.render_as_string(hide_password=False)))
 
+    async def claim(self, wait_s: float = 10.0) -> None:
+        """Be the only server on this database until `close`, or the process's end.
+
+        Raises ConfigError where another one is and does not end within wait_s.
+        """
+        deadline = time.monotonic() + wait_s
+        while not await self._try_claim():
+            if time.monotonic() > deadline:
+                raise ConfigError([f"another server uses {self.url.render_as_string()}. Fix: end it, or another --db."])
+            await asyncio.sleep(0.1)
+
+    async def _try_claim(self) -> bool:
+        if self.is_sqlite:
+            file = open(f"{self.url.database}.lock", "w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                return False
+            self._claim.callback(file.close)
+            return True
+        connection = await self._engine.connect()
+        locked = (await connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})")).scalar()
+        await connection.commit()  # the lock is the connection's, not the transaction's
+        if locked:
+            self._claim.push_async_callback(connection.close)
+        else:
+            await connection.close()
+        return bool(locked)
+
     async def close(self) -> None:
         """Close all connections."""
+        await self._claim.aclose()
         await self._engine.dispose()
 
 

@@ -35,7 +35,7 @@ class TenantLoad:
     tokens: int = 0
 
 
-class Ledger:
+class CallBook:
     """The calls that have no answer yet. An answer is given only when the database has it."""
 
     def __init__(self, database: Database, settings: ServiceSettings):
