@@ -12,6 +12,7 @@ from slime_like.tinker.api.gate import Gate, failure, refusal
 from slime_like.tinker.api.identity import Identity
 from slime_like.tinker.api.routes import downloads, futures, management, openai, page, sampling, sessions, training
 from slime_like.tinker.api.settings import ApiSettings
+from slime_like.tinker.api.skipped import skip_refused
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.protocols import Service
 from slime_like.tinker.store.rows import Rows
@@ -37,13 +38,16 @@ def make_app(service: Service, rows: Rows, settings: ApiSettings) -> FastAPI:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused), "registered for it alone"
+    await skip_refused(request, error, str(error), error.status)
     return refusal(error, request.url.path)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "registered for it alone"
     problems = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()[:8]]
-    return failure("; ".join(problems)[:2000], 422, request.url.path)
+    message = "; ".join(problems)[:2000]
+    await skip_refused(request, error, message, 422)
+    return failure(message, 422, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

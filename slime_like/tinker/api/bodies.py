@@ -55,7 +55,7 @@ class FinishSession(ClientBody):
     reason: FinishReason = FinishReason()
 
 
-class LoraConfig(ClientBody):
+class LoraBody(ClientBody):
     rank: Annotated[int, Field(ge=0, le=4096)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     train_unembed: bool = True
@@ -63,7 +63,7 @@ class LoraConfig(ClientBody):
     train_attn: bool = True
 
 
-class OptimizerConfig(ClientBody):
+class OptimizerBody(ClientBody):
     type: Literal["adamw"] = "adamw"
 
 
@@ -71,8 +71,8 @@ class CreateModel(ClientBody):
     session_id: Id
     model_seq_id: Counter
     base_model: Path
-    lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    lora_config: LoraBody | None = None
+    optimizer_config: OptimizerBody = OptimizerBody()
     user_metadata: Metadata | None = None
 
 
@@ -87,7 +87,7 @@ class Step(ClientBody):
     seq_id: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
-class AdamParams(ClientBody):
+class AdamBody(ClientBody):
     learning_rate: _Positive = 1e-4
     beta1: _Share = 0.9
     beta2: _Share = 0.95
@@ -97,7 +97,7 @@ class AdamParams(ClientBody):
 
 
 class OptimStep(Step):
-    adam_params: AdamParams
+    adam_params: AdamBody
 
 
 class SaveWeights(Step):
@@ -122,7 +122,7 @@ class LoadWeights(ClientBody):
     path: Path
     optimizer: bool
     base_model: Path | None = None
-    optimizer_config: OptimizerConfig | None = None
+    optimizer_config: OptimizerBody | None = None
     user_metadata: Metadata | None = None
 
 
@@ -131,7 +131,7 @@ class TextChunk(ClientBody):
     type: Literal["encoded_text"] = "encoded_text"
 
 
-class Prompt(ClientBody):
+class PromptBody(ClientBody):
     chunks: list[TextChunk] = Field(max_length=4096)
 
 
@@ -144,7 +144,7 @@ class JsonTensor(ClientBody):
 
 
 class JsonDatum(ClientBody):
-    model_input: Prompt
+    model_input: PromptBody
     loss_fn_inputs: Annotated[dict[str, JsonTensor], Field(max_length=64)]
 
 
@@ -178,11 +178,11 @@ class SamplingParams(ClientBody):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class Sample(ClientBody):
+class SampleBody(ClientBody):
     sampling_session_id: Id
     seq_id: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     num_samples: Annotated[int, Field(ge=1)] = 1
-    prompt: Prompt
+    prompt: PromptBody
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0

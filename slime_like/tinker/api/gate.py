@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = ("/", "/api/v1/healthz")
 OPEN_PREFIX = "/api/v1/links/"
 OPENAI_PREFIX = "/v1/"
+#: Whose bodies are data of passes; all others are small.
+PASS_PATHS = ("/api/v1/forward_backward", "/api/v1/forward")
 
 
 def refusal(error: Refused, path: str) -> Response:
@@ -41,7 +43,7 @@ def failure(message: str, status: int, path: str, headers: dict[str, str] | None
 
 
 class Gate:
-    """ASGI middleware: a request goes on with its tenant in `request.state.tenant` and its body whole."""
+    """ASGI middleware: a request goes on with its tenant in `request.state.tenant` and its body, whole, in `.body`."""
 
     def __init__(self, app: ASGIApp, *, identity: Identity, settings: ApiSettings, observed: Observed):
         self._app, self._identity, self._settings, self._observed = app, identity, settings, observed
@@ -81,12 +83,12 @@ class Gate:
             return
         tenant = await self._identity.tenant_of(Request(scope))
         with self._load.request(tenant) as take:
-            body = await self._body(receive, take)
-            scope.setdefault("state", {})["tenant"] = tenant.name
+            limits = self._settings.limits
+            body = await self._body(receive, take, limits.body_bytes if path in PASS_PATHS else limits.json_bytes)
+            scope.setdefault("state", {}).update(tenant=tenant.name, body=body)
             await self._app(scope, _whole(body, receive), send)
 
-    async def _body(self, receive: Receive, take: Callable[[int], None]) -> bytes:
-        limit = self._settings.limits.body_bytes
+    async def _body(self, receive: Receive, take: Callable[[int], None], limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         try:

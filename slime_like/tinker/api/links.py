@@ -13,7 +13,7 @@ _MAX_LINKS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class DownloadLink:
     """Who may read what for how long: whoever has the link reads as its tenant."""
 
     path: str
@@ -25,9 +25,9 @@ class Links:
     """Links by what cannot be guessed of them; those of an earlier process of the server do not work any more."""
 
     def __init__(self) -> None:
-        self._links: OrderedDict[str, Link] = OrderedDict()
+        self._links: OrderedDict[str, DownloadLink] = OrderedDict()
 
-    def make(self, link: Link) -> str:
+    def make(self, link: DownloadLink) -> str:
         """A new link's token; beyond a number, the oldest ends."""
         token = secrets.token_urlsafe(32)
         self._links[token] = link
@@ -35,7 +35,7 @@ class Links:
             self._links.popitem(last=False)
         return token
 
-    def get(self, token: str) -> Link:
+    def get(self, token: str) -> DownloadLink:
         """Raises Refused (404) for one that does not work, or not any more."""
         link = self._links.get(token)
         if link is None or link.expires < time.time():

@@ -105,6 +105,8 @@ class TrainingLane:
             async with asyncio.timeout(self._settings.backend_timeout_s):
                 if batch[0].kind in PASSES:
                     await self._passes(batch)
+                elif batch[0].kind is Kind.REFUSED:
+                    await self._fail(batch[0], batch[0].failure("user", str(batch[0].call.fields["message"])))
                 else:
                     await self._verb(batch[0])
         except (BackendLost, TimeoutError) as error:

@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from slime_like.tinker.api.context import Api, Context, Who
 from slime_like.tinker.api.gate import OPEN_PREFIX
-from slime_like.tinker.api.links import Link
+from slime_like.tinker.api.links import DownloadLink
 from slime_like.tinker.api.routes.management import moment, path_of
 from slime_like.tinker.store import clients
 from slime_like.tinker.store.rows import missing
@@ -68,7 +68,7 @@ async def archive(model_id: str, folder: str, name: str, request: Request, api: 
     path = path_of(model_id, folder, name)
     await _files(api, path, tenant)
     expires = time.time() + api.settings.link_s
-    url = _url(request, api.links.make(Link(path, tenant, expires)), _ARCHIVE)
+    url = _url(request, api.links.make(DownloadLink(path, tenant, expires)), _ARCHIVE)
     headers = {"Location": url, "Expires": email.utils.formatdate(expires, usegmt=True)}
     return Response(status_code=302, headers=headers)
 
@@ -79,7 +79,7 @@ async def file_urls(model_id: str, folder: str, name: str, request: Request, api
     path = path_of(model_id, "sampler_weights" if folder == "external_weights" else folder, name)
     files = await _files(api, path, tenant)
     expires = time.time() + api.settings.link_s
-    token = api.links.make(Link(path, tenant, expires))
+    token = api.links.make(DownloadLink(path, tenant, expires))
     return {"urls": {file: _url(request, token, file) for file in files}, "expires": moment(expires)}
 
 

@@ -48,7 +48,7 @@ async def get_sampler(sampler_id: str, api: Api, tenant: Who) -> dict[str, str |
 
 
 @router.post("/asample")
-async def asample(body: bodies.Sample, api: Api, tenant: Who) -> dict[str, Any]:
+async def asample(body: bodies.SampleBody, api: Api, tenant: Who) -> dict[str, Any]:
     """Ask for answers; each has an id of its own, which clients look for."""
     job = _job(body, api)
     row = await clients.get_sampler(api.rows, body.sampling_session_id, tenant)
@@ -65,7 +65,7 @@ async def asample(body: bodies.Sample, api: Api, tenant: Who) -> dict[str, Any]:
     return {"request_id": request_id, "sample_sequence_ids": ids}
 
 
-def _job(body: bodies.Sample, api: Context) -> SampleJob:
+def _job(body: bodies.SampleBody, api: Context) -> SampleJob:
     limits = api.settings.limits
     asked = {
         "target_prompt_logprobs": body.target_prompt_logprobs is not None,

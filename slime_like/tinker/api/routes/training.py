@@ -50,7 +50,7 @@ def trainable(api: Context, name: str) -> ServedModel:
 async def create_model(body: bodies.CreateModel, api: Api, tenant: Who) -> dict[str, str]:
     """A new model: an adapter, or all parameters where there is no lora_config or its rank is 0."""
     base = trainable(api, body.base_model)
-    lora = body.lora_config or bodies.LoraConfig(rank=0)
+    lora = body.lora_config or bodies.LoraBody(rank=0)
     if lora.rank > base.max_lora_rank:
         raise Refused(f"lora rank {lora.rank}: this server takes up to {base.max_lora_rank}", status=400)
     model_id = f"{body.session_id}:train:{body.model_seq_id}"

@@ -20,6 +20,7 @@ class BodyLimits:
     """Of one request. A client sends 1024 datums or 5 MB at once unless it is asked to send more."""
 
     body_bytes: int = 64 * 2**20  # as sent, and after decompression
+    json_bytes: int = 16 * 2**20  # of a body that is not a pass: a prompt of a million tokens has half of it
     datums: int = 4096
     parts: int = 256  # chunks of text and arrays of one datum
     values: int = 2**25  # of all arrays, as they are after decoding

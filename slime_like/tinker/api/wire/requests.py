@@ -19,6 +19,14 @@ from slime_like.tinker.errors import Refused
 _TARGETS = "target_tokens"
 
 
+class RefusedPass(Refused):
+    """A pass that can be read, and makes no sense. model_id, seq_id: whose place it was to take."""
+
+    def __init__(self, refused: Refused, model_id: str, seq_id: int):
+        super().__init__(str(refused), status=refused.status)
+        self.model_id, self.seq_id = model_id, seq_id
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassRequest:
     """forward_backward, or forward."""
@@ -39,6 +47,13 @@ def read_pass(body: bytes, limits: BodyLimits) -> PassRequest:
         message.ParseFromString(body)
     except DecodeError as error:
         raise Refused(f"the body is no ForwardBackwardRequest: {error}", status=400) from None
+    try:
+        return _read(message, limits)
+    except Refused as refused:
+        raise RefusedPass(refused, message.model_id, message.seq_id) from None
+
+
+def _read(message: Any, limits: BodyLimits) -> PassRequest:
     reader = TensorReader(limits)
     rows = []
     for place, datum in enumerate(message.data):
@@ -52,7 +67,7 @@ def read_pass(body: bytes, limits: BodyLimits) -> PassRequest:
 
 
 def read_json_pass(body: Mapping[str, Any], limits: BodyLimits) -> PassRequest:
-    """The same of bodies.JsonPass's fields."""
+    """The same of bodies.JsonPass's fields; forward has a route of its own there."""
     wanted = body["data"]
     if len(wanted["data"]) > limits.datums:
         raise Refused(f"more than {limits.datums} datums in one request", status=413)
@@ -63,7 +78,7 @@ def read_json_pass(body: Mapping[str, Any], limits: BodyLimits) -> PassRequest:
         inputs = {name: reader.from_json(tensor, name) for name, tensor in datum["loss_fn_inputs"].items()}
         rows.append(_row(chunks, inputs, place))
     config = wanted.get("loss_fn_config") or {}
-    return _checked(body["model_id"], body["seq_id"], rows, wanted["loss_fn"], config, body["forward_only"])
+    return _checked(body["model_id"], body["seq_id"], rows, wanted["loss_fn"], config, False)
 
 
 def read_prompt(chunks: Iterable[Mapping[str, Any]], limits: BodyLimits) -> np.ndarray:
