@@ -7,16 +7,19 @@ the HF model gives the same numbers.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import peft
+import psutil
 import pytest
 import torch
 
+from slime_like.utils.net import free_port
 from tests.e2e.runs import assert_nothing_left, our_processes
-from tests.e2e.tinker_server import SHARED, install_sdk, running_server, start_client
+from tests.e2e.tinker_server import SHARED, install_sdk, running_server, start_client, start_server, stop_server
 from tests.helpers.hf_truth import load_model
 
 pytestmark = pytest.mark.e2e
@@ -133,3 +136,57 @@ def test_two_tenants_at_once_learn_what_each_learns_alone(tiny_model_dir, python
             assert steps_of(alone) == steps_of(together[name])
             assert only(alone, "sample")["sequences"] == only(together[name], "sample")["sequences"]
     assert_nothing_left(before)
+
+
+#: What is killed, and how: the rest of its kind goes on, or is started anew, by itself; the server is started by hand.
+KILLED = ("trainer", "engine", "server", "trainer", "engine", "trainer", "server", "engine", "trainer", "server")
+
+
+@pytest.mark.long_run
+def test_whatever_is_killed_the_client_ends_with_the_same_losses(tiny_model_dir, python_with, tmp_path):
+    python, port = python_with("tinker==0.38.0"), free_port()
+    job = plan(tiny_model_dir, steps=3 * len(KILLED) + 2, each_step=True, learning_rate=2e-3)
+    before = our_processes()
+    with running_server(tiny_model_dir, tmp_path / "calm", *SHARED) as server:
+        expected = start_client(tmp_path / "calm.out", python, "tinker_client.py", server.url, json.dumps(job)).wait(
+            180
+        )
+    moments = np.random.default_rng(0)
+    state = tmp_path / "killed"
+    server = start_server(tiny_model_dir, state, *SHARED, port=port)
+    client = start_client(tmp_path / "killed.out", python, "tinker_client.py", server.url, json.dumps(job))
+    try:
+        for number, victim in enumerate(KILLED):
+            wait_for_step(client, 3 * number + 2, server)
+            time.sleep(moments.uniform(0, 0.4))
+            server = killed(server, victim, tiny_model_dir, state, port)
+        lines = client.wait(180, server)
+    finally:
+        client.process.kill()
+        assert stop_server(server) == 0, server.text()
+    assert [line["loss"] for line in steps_of(lines)] == [line["loss"] for line in steps_of(expected)]
+    for mine, theirs in zip(steps_of(lines), steps_of(expected), strict=True):
+        assert [tokens for tokens, _ in mine["sequences"]] == [tokens for tokens, _ in theirs["sequences"]]
+    assert only(lines, "loaded")["ours"] == only(expected, "loaded")["ours"]
+    assert_nothing_left(before)
+
+
+def wait_for_step(client, step: int, server, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while len(steps_of(client.lines())) <= step:
+        assert client.process.poll() is None and time.monotonic() < deadline, client.output.read_text() + server.text()
+        time.sleep(0.02)
+
+
+def killed(server, victim: str, base: Path, state: Path, port: int):
+    """The server that goes on, or the next one, after a SIGKILL."""
+    if victim != "server":
+        (process, *_) = server.children(*{"trainer": ["ray::TrainActor"], "engine": ["sglang::scheduler"]}[victim])
+        process.kill()
+        return server
+    (driver,) = [
+        child for child in psutil.Process(server.process.pid).children() if "tinker.server" in " ".join(child.cmdline())
+    ]
+    driver.kill()
+    assert server.process.wait(60) not in (0, None)
+    return start_server(base, state, *SHARED, port=port)

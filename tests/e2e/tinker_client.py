@@ -1,12 +1,11 @@
 """A client with the public SDK: python tinker_client.py URL JSON. Prints a JSON object for each thing it did.
 
-JSON: {"base", "rank", "seed", "rows": [[token, …], …], "steps", "learning_rate", "pause_s", "sample": {…} | null,
-"state": whether the weights are saved and loaded in between}
+JSON: {"base", "rank", "seed", "rows": [[token, …], …], "steps", "learning_rate", "sample": {"prompt", "num_samples",
+"max_tokens", "seed"}, "each_step": whether it samples with the weights of each step, as RL does}
 """
 
 import json
 import sys
-import time
 
 import tinker
 from tinker import types
@@ -15,6 +14,17 @@ from tinker import types
 def tell(**fields) -> None:
     """One line."""
     print(json.dumps(fields), flush=True)
+
+
+def ask(sampler, asked: dict) -> tuple[list, list]:
+    """([[tokens, their log-probs] of each sample], the prompt's log-probs)."""
+    answer = sampler.sample(
+        types.ModelInput.from_ints(asked["prompt"]),
+        asked["num_samples"],
+        types.SamplingParams(max_tokens=asked["max_tokens"], seed=asked["seed"], temperature=1.0, stop=[]),
+        include_prompt_logprobs=True,
+    ).result()
+    return [[list(one.tokens), list(one.logprobs)] for one in answer.sequences], list(answer.prompt_logprobs)
 
 
 def main(url: str, plan: dict) -> None:
@@ -34,6 +44,7 @@ def main(url: str, plan: dict) -> None:
         )
         for row in plan["rows"]
     ]
+    asked = plan["sample"]
     adam = types.AdamParams(learning_rate=plan["learning_rate"], beta1=0.9, beta2=0.95, eps=1e-8)
     for step in range(plan["steps"]):
         passed = training.forward_backward(data, "cross_entropy")
@@ -45,21 +56,11 @@ def main(url: str, plan: dict) -> None:
             loss=result.metrics["loss:sum"],
             logprobs=[output["logprobs"].tolist() for output in result.loss_fn_outputs],
             grad_norm=next(v for k, v in stepped.result().metrics.items() if "grad_norm" in k),
+            sequences=ask(training.save_weights_and_get_sampling_client(), asked)[0] if plan.get("each_step") else None,
         )
-        time.sleep(plan.get("pause_s", 0))
-    if not plan.get("sample"):
-        return
     saved = training.save_weights_for_sampler("trained").result().path
-    sampler = service.create_sampling_client(model_path=saved)
-    asked = plan["sample"]
-    answer = sampler.sample(
-        types.ModelInput.from_ints(asked["prompt"]),
-        asked["num_samples"],
-        types.SamplingParams(max_tokens=asked["max_tokens"], seed=asked["seed"], temperature=1.0, stop=[]),
-        include_prompt_logprobs=True,
-    ).result()
-    sequences = [[list(one.tokens), list(one.logprobs)] for one in answer.sequences]
-    tell(what="sample", path=saved, sequences=sequences, prompt_logprobs=list(answer.prompt_logprobs))
+    sequences, prompt_logprobs = ask(service.create_sampling_client(model_path=saved), asked)
+    tell(what="sample", path=saved, sequences=sequences, prompt_logprobs=prompt_logprobs)
     base = service.create_sampling_client(base_model=plan["base"])
     tell(what="base", logprobs=list(base.compute_logprobs(types.ModelInput.from_ints(asked["prompt"])).result()))
     again = service.create_training_client_from_state_with_optimizer(training.save_state("end").result().path)
