@@ -3,6 +3,7 @@
 # Covers slime_like.tinker.server too.
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,14 @@ def test_the_plan_is_printed_and_nothing_heavy_is_imported():
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert wrong.returncode == 2 and "no JSON" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_the_script_passes_sizes_and_flags_on():
+    run = subprocess.run(
+        ["bash", "scripts/run-tinker.sh", "--plan", "json", "--max-loras", "5"], cwd=ROOT, capture_output=True,
+        text=True, timeout=60, check=False,
+        env=os.environ | {"PYTHON": sys.executable, "ACTOR_GPUS": "4", "ENGINES": "2", "ENGINE_GPUS": "2"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    plan = json.loads(run.stdout)
+    assert (plan["num_gpus"], len(plan["engines"]), plan["server"]["max_loras"]) == (8, 2, 5)
