@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slime_like.config.run import RunConfig
-from slime_like.config.transports import ADAPTER_FOLDER, RECEIVER, SHARED_FOLDER, transport_of
+from slime_like.config.transports import RECEIVER, SHARED_FOLDER, transport_of
 from slime_like.errors import SlimeLikeError, WaitTimeout, WeightSyncError
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.adapter_client import AdapterClient
@@ -62,7 +62,8 @@ class PublishOrder:
     the old weights left in the cache, which is then forgotten only where nothing runs. finds_unsent: look for
     parameters of the engine of which nothing was sent; needs compares_digests. cards: of each endpoint, of each of its
     ranks, the trainer rank on the same card, which then sends everything to it; empty: pipeline stages send their
-    shares to all. rolling: engines load the folder one after another, each with its own proof, and only one is paused.
+    shares to all. in_use: adapters that requests under way name, which engines serve on. rolling: engines load the
+    folder one after another, each with its own proof, and only one is paused.
     """
 
     weights: WeightsRef
@@ -74,6 +75,7 @@ class PublishOrder:
     compares_digests: bool = True
     finds_unsent: bool = False
     cards: tuple[tuple[int, ...], ...] = ()
+    in_use: frozenset[WeightsRef] = frozenset()
     rolling: bool = False
 
     @staticmethod
@@ -84,6 +86,7 @@ class PublishOrder:
         weights: WeightsRef,
         *,
         cards: tuple[tuple[int, ...], ...] = (),
+        in_use: frozenset[WeightsRef] = frozenset(),
     ) -> PublishOrder:
         """As the flags say. cards: where trainer and engines share GPUs; a transport that gains nothing by it leaves
         them out.
@@ -101,13 +104,14 @@ class PublishOrder:
             compares_digests=sync.compares_digests and transport_of(transport).digests,
             finds_unsent=sync.verify_weight_sync == "full" and transport_of(transport).digests,
             cards=cards if transport_of(transport).by_card else (),
+            in_use=in_use,
             rolling=sync.update_weight_rolling,
         )
 
     @property
     def route(self) -> PublishOrder:
         """The order without its weights: what a connection is made for and kept."""
-        return dataclasses.replace(self, weights=WeightsRef())
+        return dataclasses.replace(self, weights=WeightsRef(), in_use=frozenset())
 
     def longest_s(self, num_stages: int) -> float:
         """How long the driver waits for a rank: longer than all steps, since the rank itself says which engine is
@@ -164,6 +168,8 @@ def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
     receipt = ranks.send(order.weights)
     if receipt.num_tensors == 0:
         raise WeightSyncError(f"weights {order.weights}: the trainer sent no tensor")
+    if engines.transport.compared_by_engines:
+        receipt = dataclasses.replace(receipt, engines_proven=len(order.endpoints))
     for turn in engines.turns():
         if loads_folder:
             # Only now: engines go on generating while what they will load is gathered, sent and written.
@@ -231,12 +237,12 @@ class EngineSide:
         order, loads_from = self._order, self.transport.loads_from
         if loads_from is None:
             return
-        if loads_from in (SHARED_FOLDER, ADAPTER_FOLDER):
+        if loads_from == SHARED_FOLDER:
             if order.directory is None:
                 raise WeightSyncError(
                     f"the {order.transport} transport needs its folder. Fix: --update-weight-disk-dir."
                 )
-            if loads_from == SHARED_FOLDER:
+            if not self.transport.of_adapters:
                 check_whole(version_directory(order.directory, order.weights.version))
         self._on_all(self._load_one, "load weights from disk")
 
@@ -263,10 +269,12 @@ class EngineSide:
         if self.transport.needs_pause:
             self._on_all(lambda client: client.continue_generation(), "continue generation")
 
-    def _begin_one(self, client: EngineClient) -> None:
+    def _begin_one(self, client: AdapterClient) -> None:
         if self.transport.needs_pause:
             self._pause(client)
-        if self.transport.loads_from is None:
+        if self.transport.of_adapters:
+            self._unload_others(client)
+        elif self.transport.loads_from is None:
             client.begin_weight_update()
 
     def _pause(self, client: EngineClient) -> None:
@@ -288,8 +296,9 @@ class EngineSide:
 
     def _load_one(self, client: AdapterClient) -> None:
         order, endpoint = self._order, client.endpoint
-        if self.transport.loads_from == ADAPTER_FOLDER:
-            self._load_adapter(client)
+        if self.transport.of_adapters:
+            folder = version_directory(order.directory or "", order.weights.version)
+            client.load_adapter(str(order.weights), folder, timeout_s=order.timeout_s)
             return
         if self.transport.loads_from == RECEIVER:
             assert endpoint.receiver_url is not None, "the trainer has sent to it"
@@ -300,22 +309,20 @@ class EngineSide:
             folder = version_directory(order.directory or "", order.weights.version)
         client.update_weights_from_disk(folder, timeout_s=order.timeout_s)
 
-    def _load_adapter(self, client: AdapterClient) -> None:
-        """Beside the base, under the weights' own name, and beside the version before, whose requests may still run.
-
-        The one before that goes, once its last request has ended.
+    def _unload_others(self, client: AdapterClient) -> None:
+        """Before adapters are loaded beside the base, under the weights' own name, and beside the version before and
+        those in use: the others go, whose last request has ended. While SGLang waits for one that runs, it loads
+        nothing.
         """
         order, weights = self._order, self._order.weights
         versions = [dataclasses.replace(weights, version=weights.version - ago) for ago in (0, 1)]
-        kept = {str(version) for version in versions}
+        kept = {str(version) for version in (*versions, *order.in_use)}
         for name in client.adapters():
             if name.startswith(f"{weights.name}@") and (name not in kept or name == str(weights)):
                 client.unload_adapter(name, timeout_s=order.timeout_s)
-        folder = version_directory(order.directory or "", weights.version)
-        client.load_adapter(str(weights), folder, timeout_s=order.timeout_s)
 
     def _finish_one(self, client: EngineClient) -> None:
-        if self.transport.loads_from == ADAPTER_FOLDER:
+        if self.transport.of_adapters:
             # Nothing to flush: SGLang keeps the cached prefixes of each adapter apart.
             client.update_weight_version(str(self._order.weights.version))
             return
