@@ -24,6 +24,7 @@ from slime_like.tinker.execution.sampling_lane import SamplingLane
 from slime_like.tinker.execution.settings import ServiceSettings
 from slime_like.tinker.execution.sweeper import Sweeper
 from slime_like.tinker.execution.training_lane import TrainingLane
+from slime_like.tinker.execution.turns import Turns
 from slime_like.tinker.execution.verbs import TrainingVerbs
 from slime_like.tinker.protocols import SamplingBackend, TrainingBackend
 from slime_like.tinker.records import Call, CallFailure, CallResult, Kind, ModelSpec, StillWaiting
@@ -64,12 +65,13 @@ class CallService:
         self.book = CallBook(database, settings)
         self.registry = ModelRegistry(database)
         self.residency = Residency(trainer, database, self._state, settings)
+        turns = Turns(shared=settings.shared_devices, sampling_weight=settings.sampling_weight, turn_s=settings.turn_s)
         verbs = TrainingVerbs(trainer, self.residency, self._weights, database)
-        self.training = TrainingLane(self.registry, self.book, self.residency, verbs, settings)
+        self.training = TrainingLane(self.registry, self.book, self.residency, verbs, turns, settings)
         self.sampling = None
         if engines is not None:
             homes = {self._state.root: self._state, self._weights.root: self._weights}
-            self.sampling = SamplingLane(engines, database, self.book, homes, settings)
+            self.sampling = SamplingLane(engines, database, self.book, homes, turns, settings)
         self.sweeper = Sweeper(database, self.book, self.registry, self.residency, self.training, settings)
         self.sweeper.sampling, self.sweeper.weights = self.sampling, self._weights
         self._sessions = RecentRows(functools.partial(find_session, database))

@@ -82,7 +82,7 @@ class Sweeper:
     @contextlib.asynccontextmanager
     async def _trainer(self) -> AsyncIterator[None]:
         """The trainer, while the training lane does not use it."""
-        async with self._training.trainer_lock:
+        async with self._training.trainer():
             try:
                 yield
             except BackendLost as error:
