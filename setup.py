@@ -85,7 +85,10 @@ EXTRAS = {
         "alembic>=1.16,<2",
         "fastapi",
         "fsspec>=2025",
+        "prometheus_client",
+        "protobuf>=5,<8",
         "psycopg[binary]>=3.2,<4",
+        "pydantic>=2,<3",
         "sqlalchemy[asyncio]>=2.1,<2.2",
         "uvicorn",
     ],
@@ -99,6 +102,8 @@ EXTRAS = {
         "pytest-xdist>=3.8,<4",
         "pyyaml>=6,<7",
         "ruff>=0.17,<0.18",
+        # The client that the Tinker server is tested with; nothing of the package imports it.
+        "tinker>=0.38,<0.39",
         "types-requests",
     ],
 }

@@ -1,6 +1,7 @@
 """Seconds of a step in each async mode against the ideal: the longer of its two sides, as measured in the same run.
 
 usage: python -m benchmarks.async_modes [--cases NAME…] [--modes NAME…] [--output benchmarks/results/async-modes]
+       python -m benchmarks.async_modes --engine real [--runs FOLDER] [--output benchmarks/results/async-modes-real]
 
 The rollout side, the loop and the HTTP between them are real; the scripted engine's tokens, the train step and the sync
 take their time as sleep, so both sides overlap on a host of two cores as they would on hardware of their own. A case is
@@ -18,11 +19,14 @@ from run to run; their seconds are the sleep alone, so that what a busy host add
 wait (a batch's longest answer, prompts that staleness does not let begin, our own work between two answers) is a loss.
 The engine here goes on during a sync: what --update-weight-pause-mode costs is not in it. A ratio just above 1 is a
 stock of groups that was larger when the counting began than when it ended.
+
+With --engine real nothing sleeps: whole train.py runs of the tiny model with SGLang (benchmarks/real_modes.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -32,6 +36,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import real_modes
+from benchmarks.real_runs import CASES as REAL_CASES
 from benchmarks.sleeping_runs import SleepCase, sleep_run
 from benchmarks.step_phases import cpu_name
 from slime_like.planning.simulate.spread import Spread
@@ -151,6 +157,31 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+#: What real runs are compared over.
+REAL_CASE, REAL_MODES = "engine longer", ("off", "one-step", "full, 1", "full, 2")
+
+
+def measure_real(runs: Path | None, output: Path | None) -> None:
+    """Make the runs, unless they are there, and print their table."""
+    with contextlib.ExitStack() as stack:
+        folder = runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        rows = real_modes.rows_of(REAL_CASES[REAL_CASE], REAL_MODES, folder)
+    text = real_modes.real_table(rows)
+    print(text)
+    if output:
+        note = "SGLang and Megatron on the same processors"
+        result = [dataclasses.asdict(row) | {"ideal_s": row.ideal_s, "bound": row.bound} for row in rows]
+        save(output, f"{cpu_name()}, {os.cpu_count()} CPUs; {note}", result, text)
+
+
+def save(output: Path, hardware: str, rows: Sequence[Mapping], text: str) -> None:
+    """OUTPUT.json and OUTPUT.md."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    numbers = json.dumps({"hardware": hardware, "rows": rows}, indent=1)
+    output.with_suffix(".json").write_text(numbers + "\n", encoding="utf-8")
+    output.with_suffix(".md").write_text(f"{hardware}\n\n{text}\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -158,7 +189,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", default=names, choices=names, help="Which; all by default.")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES), help="Which; all by default.")
     parser.add_argument("--output", type=Path, help="Write NAME.json and NAME.md.")
+    parser.add_argument("--engine", choices=("sleeping", "real"), default="sleeping", help="What generates.")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="With --engine real: keep run directories here.")
     args = parser.parse_args(argv)
+    if args.engine == "real":
+        measure_real(args.runs, args.output)
+        return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
@@ -169,10 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.output:
         hardware = f"{cpu_name()}, {os.cpu_count()} CPUs; tokens, train steps and syncs are sleeps"
         result = [dataclasses.asdict(row) | {"ideal_s": row.ideal_s, "of_ideal": row.of_ideal} for row in rows]
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"hardware": hardware, "rows": result}, indent=1)
-        args.output.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
-        args.output.with_suffix(".md").write_text(f"{hardware}\n\n{table(rows)}\n", encoding="utf-8")
+        save(args.output, hardware, result, table(rows))
 
 
 if __name__ == "__main__":

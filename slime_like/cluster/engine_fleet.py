@@ -1,25 +1,25 @@
 """The engines of a run and their router: a fleet whose members can change while the run is up (members.py has their
 states).
 
-fleet.start(); fleet.wait_started()          # all that the plan has; each is registered with the router once it is
-healthy fleet.sync(weights, trainer)                 # the serving ones, and those that wait for weights, get them,
-prove them, and serve fleet.add(plan, trainer)                     # one more while the run is up: healthy, then
-proven, then in the router fleet.drain(index, seconds); fleet.remove(index)
+    fleet.start(); fleet.wait_started()  # all that the plan has; each is registered with the router once it is healthy
+    fleet.sync(weights, trainer)  # the serving ones, and those that wait for weights, get them, prove them, and serve
+    fleet.add(plan, trainer)  # one more while the run is up: healthy, then proven, then in the router
+    fleet.set_aside(count); fleet.take_back()  # some for an evaluation, and back when it is over
+    fleet.drain(index, seconds); fleet.remove(index)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from slime_like.cluster.engine_processes import EngineProcesses
-from slime_like.cluster.members import Member, Membership, MemberState
+from slime_like.cluster.external_engines import external_endpoint
+from slime_like.cluster.members import IN_USE, Member, Membership, MemberState
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
 from slime_like.errors import EngineError, RunError, WeightSyncError
@@ -28,11 +28,11 @@ from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.external_server import HealthWatch
+from slime_like.sglang_backend.external_server import HealthWatch, answers
 from slime_like.sglang_backend.router import Router, start_router
 from slime_like.utils.net import wait_until
 from slime_like.weight_sync.proof.probe import compare_probe
-from slime_like.weight_sync.session import PublishOrder, abandon
+from slime_like.weight_sync.session import Publishes, PublishOrder, abandon
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,6 @@ CONTROL_TIMEOUT_S = 60.0
 #: SGLang's server goes on for 5 s after its scheduler was killed, without answering; then it ends, and its log says
 #: why.
 _DYING_S = 10.0
-#: How soon one that is well answers.
-_ANSWER_S = 2.0
-
-
-class Publishes(Protocol):
-    """The trainer, as a sync needs it."""
-
-    def publish(self, order: PublishOrder, watch: Callable[[], None] | None = None) -> SyncReceipt:
-        """One whole weight sync (weight_sync/session.py). watch: asked each second; what it raises ends the wait."""
 
 
 class EngineFleet:
@@ -84,7 +75,7 @@ class EngineFleet:
     @property
     def clients(self) -> list[EngineClient]:
         """Of the serving members."""
-        return [self._client(endpoint) for endpoint in self.endpoints]
+        return self._clients_of(MemberState.SERVING)
 
     @property
     def num_members(self) -> int:
@@ -95,6 +86,9 @@ class EngineFleet:
     def members(self) -> tuple[Member, ...]:
         """All, in whatever state."""
         return self.membership.members
+
+    def _clients_of(self, *states: MemberState) -> list[EngineClient]:
+        return [self._client(one.endpoint) for one in self.membership.in_state(*states) if one.endpoint is not None]
 
     def _client(self, endpoint: EngineEndpoint) -> EngineClient:
         if endpoint not in self._clients:
@@ -181,7 +175,7 @@ class EngineFleet:
             # A run that failed inside a sync left it paused: /health would stay 503, and the router never take it.
             self._client(endpoint).continue_generation()
         self._running_router().register(endpoint, timeout_s=self._config.engine.engine_start_timeout_s)
-        if endpoint.external:
+        if endpoint.external and index not in self._watches:
             self._watches[index] = HealthWatch([endpoint])
         self.membership = admitted
 
@@ -199,7 +193,9 @@ class EngineFleet:
         """Wait for engines that were begun; their endpoints are known afterwards."""
         endpoints = [] if self._processes is None else self._processes.wait()
         endpoints += [
-            self._external(self._plans[index]) for index in indices if self._plans[index].external_url is not None
+            external_endpoint(self._config, self._plans[index])
+            for index in indices
+            if self._plans[index].external_url is not None
         ]
         if self._receivers is not None:
             endpoints = list(self._receivers.beside(endpoints))
@@ -210,35 +206,29 @@ class EngineFleet:
         assert self.router is not None, "start() first"
         return self.router
 
-    def _external(self, engine: EnginePlan) -> EngineEndpoint:
-        """An external engine, with the sizes that it told before the start."""
-        assert engine.external_url is not None, "it runs elsewhere"
-        key = os.environ.get(self._config.placement.rollout_external_api_key_env)
-        return EngineEndpoint(
-            index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True
-        )
-
     # ------------------------------------------------------------------ weights
 
-    def sync(self, weights: WeightsRef, trainer: Publishes) -> SyncReceipt:
+    def sync(self, weights: WeightsRef, trainer: Publishes, in_use: frozenset[WeightsRef] = frozenset()) -> SyncReceipt:
         """One weight sync to all serving members and to those that wait for weights.
 
-        A failed one leaves engines paused.
+        in_use: adapters that requests under way name, which members serve on. A failed one leaves engines paused.
         """
         joining = [member for member in self.membership.in_state(MemberState.STARTING) if member.endpoint is not None]
-        members = [*self.membership.serving, *joining]
-        receipt = self._publish(weights, members, trainer)
+        members = sorted([*self.membership.serving, *joining], key=lambda member: member.index)
+        receipt = self._publish(weights, members, trainer, in_use)
         self._digest = receipt.digest
         self.membership = self.membership.prove([member.index for member in members], weights)
         for member in joining:
             self._admit(member.index)
         return receipt
 
-    def _publish(self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes) -> SyncReceipt:
+    def _publish(
+        self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes, in_use: frozenset = frozenset()
+    ) -> SyncReceipt:
         endpoints = [member.endpoint for member in members if member.endpoint is not None]
         assert self._plan.transport is not None, "a run with trainer and engines has a transport"
         cards = cards_of(self._plan, [self._plans.get(endpoint.index) for endpoint in endpoints])
-        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards)
+        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards, in_use=in_use)
         try:
             return trainer.publish(order, self.check_watch)
         except BaseException:
@@ -259,11 +249,12 @@ class EngineFleet:
         )
 
     def release_memory(self) -> None:
-        """Engines give back weights and KV cache."""
+        """Engines give back KV cache and weights, or what of them the config says."""
+        tags = self._config.released_by_engines
         for client in self.clients:
             client.flush_cache()
-            client.release_memory_occupation(["kv_cache", "weights"])
-        self._released = {"kv_cache", "weights"}
+            client.release_memory_occupation(list(tags))
+        self._released = set(tags)
 
     def resume_memory(self, tag: str) -> None:
         """Engines take back "weights" (before a sync) or "kv_cache" (after it), if they had given it back."""
@@ -271,6 +262,31 @@ class EngineFleet:
             for client in self.clients:
                 client.resume_memory_occupation([tag])
             self._released.discard(tag)
+
+    # ------------------------------------------------------------------ members evaluate
+
+    def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
+        """Keep the last serving members for an evaluation: out of the router, and no sync reaches them until
+        `take_back`. What they have begun ends there.
+
+        Raises EngineError if none would be left to serve.
+        """
+        chosen = self.endpoints[-count:]
+        aside = self.membership.set_aside([endpoint.index for endpoint in chosen])  # raises before one is taken out
+        for endpoint in chosen:
+            self._running_router().deregister(endpoint)
+        self.membership = aside
+        return chosen
+
+    def take_back(self) -> None:
+        """The evaluation is over: who holds the fleet's weights serves again, others when the next sync has proven
+        them. Raises EngineError if an engine has died.
+        """
+        self.check()
+        for member in self.membership.in_state(MemberState.EVALUATING):
+            self.membership = self.membership.take_back(member.index)
+            if member.proven == self.membership.present:
+                self._admit(member.index)
 
     # ------------------------------------------------------------------ members go
 
@@ -324,7 +340,7 @@ class EngineFleet:
         if dead:
             raise next(iter(dead.values()))
         self.check_watch()
-        for client in self.clients:
+        for client in self._clients_of(*IN_USE):
             if client.endpoint.external:
                 self._ask(client)
         self._running_router().check()
@@ -336,7 +352,7 @@ class EngineFleet:
         deadline = time.monotonic() + _DYING_S
         while True:
             self.check()
-            if all(_answers(client) for client in self.clients) or time.monotonic() > deadline:
+            if all(answers(client.endpoint) for client in self._clients_of(*IN_USE)) or time.monotonic() > deadline:
                 return
             time.sleep(0.2)
 
@@ -379,11 +395,3 @@ class EngineFleet:
             self.router.close()
         if self._processes is not None:
             self._processes.stop()
-
-
-def _answers(client: EngineClient) -> bool:
-    try:
-        EngineClient(client.endpoint, timeout_s=_ANSWER_S).model_info()
-    except RunError:
-        return False
-    return True

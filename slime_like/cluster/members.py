@@ -2,6 +2,7 @@
 states mean.
 
     starting --admit--> serving --drain--> draining --leave--> (gone)
+    serving --set_aside--> evaluating --take_back--> starting
     starting --leave--> (gone)      any --die--> dead --leave--> (gone)
 
 An engine is what it has proven: one that starts, or starts again, holds nothing until a sync to it has ended well,
@@ -23,8 +24,13 @@ class MemberState(enum.StrEnum):
 
     STARTING = "starting"  # not in the router: it comes up, or waits for its weights
     SERVING = "serving"  # takes requests
+    EVALUATING = "evaluating"  # out of the router: keeps its weights, through syncs of others, for one evaluation
     DRAINING = "draining"  # out of the router; what it has begun may end
     DEAD = "dead"  # ended, and why is known
+
+
+#: Those that somebody sends requests to.
+IN_USE = (MemberState.SERVING, MemberState.EVALUATING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +150,25 @@ class Membership:
     def drain(self, index: int) -> Membership:
         """A serving member takes no more requests."""
         return self._with(self._in(index, "drain", MemberState.SERVING), state=MemberState.DRAINING)
+
+    def set_aside(self, indices: Sequence[int]) -> Membership:
+        """Serving members take requests of an evaluation only, and keep the fleet's weights for it.
+
+        Raises EngineError if no other would be left to serve.
+        """
+        if not 0 < len(indices) < len(self.serving):
+            raise EngineError(
+                f"{len(indices)} engines cannot be set aside for an evaluation: {len(self.serving)} serve, and at least"
+                " one must go on. Fix: a smaller --eval-num-engines."
+            )
+        changed = self
+        for index in indices:
+            changed = changed._with(changed._in(index, "evaluate", MemberState.SERVING), state=MemberState.EVALUATING)
+        return changed
+
+    def take_back(self, index: int) -> Membership:
+        """Its evaluation is over; it is admitted when it holds what the fleet does by then."""
+        return self._with(self._in(index, "be taken back", MemberState.EVALUATING), state=MemberState.STARTING)
 
     def die(self, index: int, why: str) -> Membership:
         """A member has ended: what it held is gone. The first reason stays."""

@@ -188,11 +188,17 @@ def ensure_token() -> None:
         return
     path = Path.home() / ".ray" / "auth_token"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    if not path.exists():
+        # Whole when it appears: a Ray that starts beside this one must not read half of it.
+        handle, draft = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
             file.write(secrets.token_hex(32))
-    except FileExistsError:
-        pass
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            os.remove(draft)
     for private, mode in ((path.parent, 0o700), (path, 0o600)):
         status = private.stat()
         if status.st_uid not in (os.geteuid(), 0):

@@ -26,8 +26,10 @@ def async_problems(config: ConfigTree) -> list[str]:
     asynchrony = config.asynchrony
     return [
         *_mode_problems(config),
+        *_share_problems(config),
         *(_mixing_problems(config) if asynchrony.is_full or asynchrony.partial_rollout else []),
         *_pause_problems(config),
+        *_rolling_problems(config),
         *_over_sampling_problems(config),
     ]
 
@@ -60,6 +62,26 @@ def _mode_problems(config: ConfigTree) -> list[str]:
             problems.append(f"{flag_name} does not go with --colocate: {why}")
     if asynchrony.eval_async and not config.eval.eval_interval:
         problems.append("--eval-async does nothing without --eval-interval. Fix: add it, or drop this.")
+    return problems
+
+
+def _share_problems(config: ConfigTree) -> list[str]:
+    """--eval-num-engines where engines that were set aside would be asked for what they do not hold."""
+    asynchrony, interval = config.asynchrony, config.eval.eval_interval
+    flag_name, problems = f"--eval-num-engines {asynchrony.eval_num_engines}", []
+    if not (asynchrony.eval_async and asynchrony.eval_num_engines):
+        return []
+    if interval and interval % asynchrony.update_weights_interval:
+        problems.append(
+            f"{flag_name} needs a sync before each evaluation, which gives the engines of the last one the present"
+            f" weights: --eval-interval {interval} is no multiple of --update-weights-interval"
+            f" {asynchrony.update_weights_interval}. Fix: make it one, or leave --eval-num-engines out."
+        )
+    if config.serving.serve_rollout:
+        problems.append(
+            f"{flag_name} does not go with --serve-rollout: agents of training and evaluation ask the same endpoint,"
+            " which has one set of engines. Fix: drop one of them."
+        )
     return problems
 
 
@@ -98,6 +120,24 @@ def _pause_problems(config: ConfigTree) -> list[str]:
             )
         ]
     return []
+
+
+def _rolling_problems(config: ConfigTree) -> list[str]:
+    """--update-weight-rolling where an engine cannot take weights up by itself, or none is in the others' way."""
+    sync, flag_name = config.sync, "--update-weight-rolling"
+    if not sync.update_weight_rolling:
+        return []
+    if not config.asynchrony.is_full:
+        why = "nothing is generated during a sync, which it only makes longer"
+        return [f"{flag_name} needs --async-mode full: without it {why}. Fix: add that, or drop this."]
+    if sync.sends_adapters:
+        return [f"{flag_name} does nothing with --update-weight-mode adapter: no engine pauses. Fix: drop it."]
+    row = sync.mode_row or sync.transport_row
+    if row is not None and row.loads_from is not None:
+        return []
+    name = "broadcast, the default" if row is None else row.name
+    why = f"{flag_name} does not go with --update-weight-transport {name}: all engines take in what is sent at once."
+    return [f"{why} Fix: --update-weight-transport disk, --update-weight-mode delta, or drop it."]
 
 
 def _over_sampling_problems(config: ConfigTree) -> list[str]:

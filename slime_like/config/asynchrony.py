@@ -43,6 +43,13 @@ class AsyncConfig:
         False,
         help="Evaluate beside the next rollout and train step, on the weights of its turn: the next sync waits for it.",
     )
+    eval_num_engines: int = flag(
+        0,
+        help=(
+            "With --eval-async: so many engines keep the weights for it and answer nothing else meanwhile; syncs go to"
+            " the others, and no sync waits. 0: all engines evaluate."
+        ),
+    )
     partial_rollout: bool = flag(
         False,
         help=(
@@ -81,6 +88,13 @@ class AsyncConfig:
             problems.append(f"--update-weights-interval {interval}: must be at least 1.")
         if bound is not None and bound < 0:
             problems.append(f"--max-staleness {bound}: must not be negative.")
+        if self.eval_num_engines < 0:
+            problems.append(f"--eval-num-engines {self.eval_num_engines}: must not be negative.")
+        if self.eval_num_engines > 0 and not self.eval_async:
+            problems.append(
+                f"--eval-num-engines {self.eval_num_engines} does nothing without --eval-async. Fix: add it, or drop"
+                " this."
+            )
         if self.max_staleness is not None and not (self.is_full or self.partial_rollout):
             problems.append(
                 f"--max-staleness {self.max_staleness} does nothing with --async-mode {self.async_mode}, where it is"

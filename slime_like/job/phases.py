@@ -188,12 +188,14 @@ class Phases:
 
     def sync(self, step: int) -> SyncReceipt:
         """Engines get the trainer's weights and prove that they hold them; their memory comes back around it."""
-        self.finish_evaluate()
+        self.finish_evaluate(wait=not self._num_set_aside)
         started = time.monotonic()
         with self.timers.phase("sync"):
             weights = self.weights.next()
-            self._rollouts.policy_changing()
-            receipt = self._sync(weights)
+            in_use = self._rollouts.policy_changing()
+            receipt = self._sync(weights, in_use)
+            if self._num_set_aside:
+                self._rollouts.engines_changed(self._engines.endpoints)
         self.weights = weights
         self._num_syncs += 1
         self._rollouts.policy_changed(weights, step)
@@ -204,7 +206,7 @@ class Phases:
             self.console.note(f"{proven}; logs/actor-*.log say why not of the others")
         return receipt
 
-    def _sync(self, weights: WeightsRef) -> SyncReceipt:
+    def _sync(self, weights: WeightsRef, in_use: frozenset[WeightsRef]) -> SyncReceipt:
         """Each step takes what the one before it has given back: a card never holds the trainer's optimizer beside the
         engines' weights, nor anything of the trainer beside their KV cache.
         """
@@ -213,7 +215,7 @@ class Phases:
             self._trainers_release(keep=("weights",))
             if offload:
                 self._engines.resume_memory("weights")
-            receipt = self._engines.sync(weights, self._trainer)
+            receipt = self._engines.sync(weights, self._trainer, in_use)
             probe = self._probe_trainer() if self.job.config.sync.probes_at(self._num_syncs) else None
             self._trainers_release()
             if offload:
@@ -248,22 +250,41 @@ class Phases:
 
     def evaluate(self, step: int) -> None:
         """Mean reward and pass@k on each evaluation set; with --eval-async it is only begun."""
-        if self.job.config.asynchrony.eval_async:
-            self._rollouts.begin_evaluate(step)
-            self.evaluating = step
-        else:
+        if not self.job.config.asynchrony.eval_async:
             self._evaluate(step)
+            return
+        assert self.evaluating is None, "loops finish the one before it"
+        with self._explained("eval"):
+            engines = self._engines.set_aside(self._num_set_aside) if self._num_set_aside else ()
+            if engines:
+                self._rollouts.engines_changed(self._engines.endpoints)
+            self._rollouts.begin_evaluate(step, engines)
+        self.evaluating = step
 
-    def finish_evaluate(self) -> None:
-        """Wait for an evaluation that has begun: the weights that it is of may change then."""
-        if self.evaluating is not None:
-            step, self.evaluating = self.evaluating, None
-            self._evaluate(step)
+    def finish_evaluate(self, *, wait: bool = True) -> None:
+        """Take the result of an evaluation that has begun; wait: until it is there. What it kept from changing, all
+        weights or those of the engines that were set aside, may change then.
+        """
+        step = self.evaluating
+        if step is None or not (wait or self._rollouts.evaluation_is_over(step)):
+            return
+        self.evaluating = None
+        self._evaluate(step)
+        if self._num_set_aside:
+            with self._explained("eval"):
+                self._engines.take_back()
+            self._rollouts.engines_changed(self._engines.endpoints)
+
+    @property
+    def _num_set_aside(self) -> int:
+        """Engines that an evaluation has for itself; 0: it has all, and weights wait for it."""
+        return self.job.config.asynchrony.eval_num_engines
 
     def _evaluate(self, step: int) -> None:
+        started = time.monotonic()
         with self._explained("eval"):
             metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
-        self.log.log("eval", step, metrics)
+        self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
 
     def save(self, num_rollouts_done: int) -> None:

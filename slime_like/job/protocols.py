@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from slime_like.records import SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
+from slime_like.records import EngineEndpoint, SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
 from slime_like.weight_sync.session import PublishOrder
 
 if TYPE_CHECKING:  # a handle that is passed on and never opened here
@@ -48,14 +48,24 @@ class Rollouts(Protocol):
     def generate(self, step: int, watch: Watch | None = None) -> Rollout:
         """The groups of rollout `step`. Nothing is in flight afterwards, but for --async-mode full."""
 
-    def begin_evaluate(self, step: int) -> None:
-        """Begin the evaluation after `step` rollouts, whose metrics `evaluate` gives later."""
+    def begin_evaluate(self, step: int, engines: Sequence[EngineEndpoint] = ()) -> None:
+        """Begin the evaluation after `step` rollouts, whose metrics `evaluate` gives later. engines: only these are
+        asked; (): all.
+        """
+
+    def evaluation_is_over(self, step: int) -> bool:
+        """Whether `evaluate` gives what was begun at once."""
 
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights: what they abort now did not fail."""
+    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
+        """These engines take the training's requests from now on, and no others."""
+
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights: what they abort now did not fail. Adapters that requests under way
+        have named, which engines must serve on.
+        """
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these weights from now on. steps: rollouts that they were trained on."""
@@ -77,8 +87,20 @@ class Engines(Protocol):
     def num_members(self) -> int:
         """Engines that serve."""
 
-    def sync(self, weights: WeightsRef, trainer: Trainer) -> SyncReceipt:
-        """Every member gets the trainer's weights, proves that it holds them, and serves them as `weights`."""
+    @property
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        """Of those that serve."""
+
+    def sync(self, weights: WeightsRef, trainer: Trainer, in_use: frozenset[WeightsRef] = frozenset()) -> SyncReceipt:
+        """Every member that is not set aside gets the trainer's weights, proves that it holds them, and serves them as
+        `weights`. in_use: adapters that it serves on beside them.
+        """
+
+    def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
+        """So many members keep their weights, for an evaluation that alone asks them, until `take_back`."""
+
+    def take_back(self) -> None:
+        """They serve again once they hold what the others do. Raises EngineError if a member has died."""
 
     def compare(
         self, samples: list[TrainSample], expected: list[np.ndarray], weights: WeightsRef, *, bf16: bool

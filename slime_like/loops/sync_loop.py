@@ -47,9 +47,12 @@ def _step(job: Job, phases: Phases, step: int) -> None:
         if job.engines is not None:
             phases.release()
         phases.finish_save(wait=False)
+        phases.finish_evaluate(wait=False)
         metrics |= phases.train(step, samples)[1]
         if saves_after(job, done):
             phases.save(done)
+        if evaluates_after(job, done):
+            phases.finish_evaluate()  # before the sync, which brings the weights of the next one to its engines too
         if syncs_after(job, done):
             if runs_ahead:
                 phases.settle_generation()

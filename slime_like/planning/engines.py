@@ -117,6 +117,25 @@ def _external_gpus(config: RunConfig) -> tuple[int, list[str], list[str]]:
     return derived, problems, []
 
 
+def eval_share(config: RunConfig, num_engines: int) -> tuple[list[str], list[str]]:
+    """(problems, notes) of --eval-num-engines."""
+    share = config.asynchrony.eval_num_engines
+    if share <= 0 or not num_engines:
+        return [], []
+    if share < num_engines:
+        note = (
+            f"during an evaluation {share} of {num_engines} engines keep its weights and answer nothing else; rollouts"
+            f" and syncs go on with {num_engines - share} (--eval-num-engines)"
+        )
+        return [], [note]
+    problem = (
+        f"--eval-num-engines {share} of {num_engines} engines leaves none for rollouts. Fix: "
+        + (f"at most {num_engines - 1}" if num_engines > 1 else "more engines")
+        + ", or leave it out: then all evaluate, and the next sync waits."
+    )
+    return [problem], []
+
+
 def make_engines(
     config: RunConfig, mode: str, held: int, offset: int, per_node: int
 ) -> tuple[tuple[EnginePlan, ...], list[str]]:

@@ -17,7 +17,7 @@ import json
 
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import fitting, transport_of
-from slime_like.planning.engines import EnginePlan, make_engines, rollout_gpus
+from slime_like.planning.engines import EnginePlan, eval_share, make_engines, rollout_gpus
 from slime_like.planning.roles import RolePlan, RoleSize, crossing_notes, role_plans, training_roles
 
 
@@ -89,6 +89,7 @@ def make_plan(config: RunConfig) -> PlacementPlan:
     held = 0 if mode == "external" else num_rollout  # GPUs that engines hold on this cluster
     per_node = _gpus_per_node(config, sizes)
     engines, engine_problems = make_engines(config, mode, held, offset, per_node)
+    share_problems, share_notes = eval_share(config, len(engines))
     if config.uses_engines:
         roles["rollout"] = RolePlan(
             num_gpus=held,
@@ -108,8 +109,8 @@ def make_plan(config: RunConfig) -> PlacementPlan:
         roles=roles,
         engines=engines,
         transport=_transport(config, mode),
-        problems=(*problems, *rollout_problems, *_node_problems(sizes, per_node), *engine_problems),
-        notes=(*notes, *rollout_notes, *crossing_notes(roles, sizes, per_node)),
+        problems=(*problems, *rollout_problems, *_node_problems(sizes, per_node), *engine_problems, *share_problems),
+        notes=(*notes, *rollout_notes, *share_notes, *crossing_notes(roles, sizes, per_node)),
     )
 
 

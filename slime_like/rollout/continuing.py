@@ -77,6 +77,10 @@ class ContinuingClient(GenerationClient):
         await self._control.close()
         await super().close()
 
+    def hold_on(self, engines: Sequence[EngineEndpoint]) -> None:
+        """Only what runs on these engines is ended by `hold`."""
+        self._endpoints = tuple(engines)
+
     async def hold(self, timeout_s: float) -> None:
         """End everything that runs and keep it, until the policy goes on. Raises WaitTimeout."""
         self._policy.hold()

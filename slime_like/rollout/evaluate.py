@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from slime_like.config.run import RunConfig
-from slime_like.records import FAILED, TRUNCATED, SampleGroup
+from slime_like.errors import RunError
+from slime_like.records import FAILED, TRUNCATED, SampleGroup, WeightsRef
 from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.rollout.generate import Sampling
 from slime_like.rollout.groups import GroupMaker, refuse_if_all_failed
@@ -48,6 +49,19 @@ async def evaluate(maker: GroupMaker, name: str, source: DataSource, config: Run
     )
     refuse_if_all_failed(outcomes)
     return tuple(outcome.group for outcome in outcomes)
+
+
+def check_versions(name: str, groups: Sequence[SampleGroup], weights: WeightsRef) -> None:
+    """Raises RunError naming the first sample with a token of other weights."""
+    for group in groups:
+        for sample in group.samples:
+            versions = {int(version) for version in np.unique(sample.weight_versions) if version >= 0}
+            if not versions <= {weights.version}:
+                raise RunError(
+                    f"evaluation set {name}, prompt {sample.prompt_index}, sample {sample.sample_index}: its tokens are"
+                    f" of weight versions {sorted(versions)}, but the evaluation is of {weights}. Somebody else changed"
+                    " the weights of an engine that was set aside for it (--eval-num-engines)."
+                )
 
 
 def set_metrics(name: str, groups: Sequence[SampleGroup], threshold: float) -> dict[str, float]:

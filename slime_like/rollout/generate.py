@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ import orjson
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
-from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
+from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt, WeightsRef
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.utils.activity import Activity
@@ -109,13 +111,28 @@ class Generation:
         return np.array(self.logprobs, dtype=np.float32)
 
 
+@dataclasses.dataclass
+class _Asked:
+    """One request over all its tries. weights: of the adapters that the last one has named."""
+
+    body: dict
+    weights: WeightsRef | None = None
+
+    @functools.cached_property
+    def whole(self) -> bytes:
+        """As it is sent."""
+        return orjson.dumps(self.body, option=_JSON)
+
+
 class GenerationClient:
     """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
 
     Create and use it inside one running event loop. concurrency: requests in flight at most. weight_version: gives the
-    version to record when an engine does not tell one.
-    routing: ask for the experts of every token; then requests go to `engines` themselves, to the one with the fewest in
-    flight, because sglang-router (0.3.2) drops fields that it does not know, `return_routed_experts` among them.
+    version to record when an engine does not tell one. adapter: where engines serve adapters, gives those that a
+    request names, each try anew: as long as the context is open it needs them.
+    engines: requests go to these themselves, to the one with the fewest in flight; (): by way of the router. routing:
+    ask for the experts of every token, which needs `engines`, because sglang-router (0.3.2) drops fields that it does
+    not know, `return_routed_experts` among them.
     """
 
     def __init__(
@@ -126,14 +143,14 @@ class GenerationClient:
         *,
         concurrency: int,
         weight_version: Callable[[], int],
-        adapter: Callable[[], str] | None = None,
+        adapter: Callable[[], contextlib.AbstractContextManager[WeightsRef]] | None = None,
         routing: RoutingShape | None = None,
         engines: Sequence[EngineEndpoint] = (),
     ):
         self.url = url.rstrip("/")
         self.routing = routing
         assert not routing or engines, "routed experts are asked of the engines themselves"
-        self._engines = dict.fromkeys(engines, 0) if routing else {}  # requests in flight
+        self._engines, self._in_flight = tuple(engines), Counter[EngineEndpoint]()
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
         self._weight_version, self._adapter = weight_version, adapter
@@ -152,6 +169,10 @@ class GenerationClient:
         if "_session" in vars(self):
             await self._session.close()
 
+    def ask_only(self, engines: Sequence[EngineEndpoint]) -> None:
+        """New requests go to these engines themselves."""
+        self._engines = tuple(engines)
+
     async def generate(
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None
     ) -> Generation:
@@ -167,13 +188,11 @@ class GenerationClient:
         }
         if self.routing:
             body["return_routed_experts"] = True
-        version = self._weight_version()
-        if self._adapter is not None:
-            body["lora_path"] = self._adapter()
+        asked = _Asked(body)
         try:
             with self.activity.call():
                 answer = await ask(
-                    functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
+                    functools.partial(self._exchange, asked, session),
                     slots=self._slots,
                     tries=self._tries,
                     timeout_s=self._timeout_s,
@@ -189,22 +208,30 @@ class GenerationClient:
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
         generation = self._read(answer, num_sent=len(tokens))
-        if self._adapter is not None:  # the engine tells the newest version, the request its own
-            return dataclasses.replace(generation, weight_version=version)
+        if asked.weights is not None:  # the engine tells its newest version, also where that changed under the answer
+            return dataclasses.replace(generation, weight_version=asked.weights.version, weight_versions=None)
         return generation
 
-    async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
-        """(the answer, its HTTP status), of the router or, where routed experts are asked for, of an engine."""
+    async def _exchange(self, asked: _Asked, session: str | None) -> tuple[bytes, int]:
+        """(the answer, its HTTP status); the request names its adapters when it is sent, however long it has waited."""
+        if self._adapter is None:
+            return await self._sent(asked.whole, session)
+        with self._adapter() as weights:
+            asked.weights = weights
+            return await self._sent(orjson.dumps(asked.body | {"lora_path": str(weights)}, option=_JSON), session)
+
+    async def _sent(self, body: bytes, session: str | None) -> tuple[bytes, int]:
+        """To the router or to an engine."""
         if not self._engines:
             headers = self._headers | {SESSION_HEADER: session} if session else self._headers
             return await self._post(f"{self.url}/generate", body, headers)
-        engine = min(self._engines, key=lambda one: self._engines[one])
-        self._engines[engine] += 1
+        engine = min(self._engines, key=lambda one: self._in_flight[one])
+        self._in_flight[engine] += 1
         try:
             # Whatever the session says is the router's key, not an engine's.
             return await self._post(f"{engine.url.rstrip('/')}/generate", body, _headers(engine.api_key))
         finally:
-            self._engines[engine] -= 1
+            self._in_flight[engine] -= 1
 
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[bytes, int]:
         async with self._session.post(url, data=body, headers=headers) as answer:

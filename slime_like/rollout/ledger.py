@@ -8,7 +8,7 @@ accounting and metrics ask one place and get one answer.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from slime_like.errors import CheckpointError
 
@@ -21,9 +21,11 @@ class Ledger:
     """Every prompt is open (in one of four states), waiting to be drawn again, trained, or dropped with a reason.
 
     position: prompts that were ever drawn; `open`, `num_trained` and `dropped` add up to it, with those that wait.
+    on_drop: hears of each prompt that is dropped, and why; here they are only counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_drop: Callable[[int, str], None] | None = None) -> None:
+        self._on_drop = on_drop
         self.position = 0
         self.num_trained = 0
         self.dropped: collections.Counter[str] = collections.Counter()  # reason -> prompts
@@ -62,6 +64,8 @@ class Ledger:
             raise ValueError(f"prompt {prompt} is not open: it cannot be dropped ({why})")
         del self.open[prompt]
         self.dropped[why] += 1
+        if self._on_drop is not None:
+            self._on_drop(prompt, why)
 
     def put_back(self, prompts: Iterable[int]) -> None:
         """They will be drawn again, before new ones: what they were asked for is lost, they are not."""

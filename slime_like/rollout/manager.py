@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError, WaitTimeout
-from slime_like.records import WeightsRef
+from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.rollout.check_data import check_data
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.rewards.scorer import ScoresSamples
@@ -77,19 +77,32 @@ class RolloutManager:
         self.begin_evaluate(step)
         return self._wait(self._evaluating.pop(step), f"the evaluation after {step} rollouts", watch)
 
-    def begin_evaluate(self, step: int) -> None:
-        """Begin the evaluation after `step` rollouts, which `evaluate` gives later; does nothing where it has begun."""
+    def begin_evaluate(self, step: int, engines: Sequence[EngineEndpoint] = ()) -> None:
+        """Begin the evaluation after `step` rollouts, which `evaluate` gives later; does nothing where it has begun.
+
+        engines: only these are asked; (): all.
+        """
         if step not in self._evaluating:
-            self._evaluating[step] = self._submit(self._running().evaluate(step))
+            self._evaluating[step] = self._submit(self._running().evaluate(step, engines))
+
+    def evaluation_is_over(self, step: int) -> bool:
+        """Whether `evaluate` gives what was begun at once."""
+        return self._evaluating[step].done()
 
     @property
     def serving_url(self) -> str | None:
         """Where agents play (--serve-rollout), or None."""
         return self._running().serving_url
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights; what they abort now did not fail."""
-        self._tell(self._running().policy_changing)
+    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
+        """These engines take the training's requests from now on, and no others."""
+        self._tell(lambda: self._running().engines_changed(serving))
+
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights; what they abort now did not fail. Adapters that requests under way
+        have named.
+        """
+        return self._tell(self._running().policy_changing)
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these from now on: also what to record for those that do not tell their version.

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slime_like.records import Prompt
 from slime_like.rollout.data_source import DataSource
+from slime_like.rollout.drop_log import DropLog
 from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN, Ledger
 
 
 class PromptFeed:
-    """Draws from `source`, as `ledger` says what is next. One object for everyone who draws."""
+    """Draws from `source`, as `ledger` says what is next. One object for everyone who draws.
 
-    def __init__(self, source: DataSource):
+    dropped_path: where prompts that are dropped are named (DropLog).
+    """
+
+    def __init__(self, source: DataSource, dropped_path: Path | None = None):
         self.source = source
-        self.ledger = Ledger()
+        self._drop_log = DropLog(dropped_path)
+        self.ledger = Ledger(on_drop=self._drop_log)
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts; the stream goes on into the next epoch."""
@@ -44,3 +51,4 @@ class PromptFeed:
         """
         self.source.load_state_dict(state)
         self.ledger.load_state_dict(state)
+        self._drop_log.resumed(self.ledger.dropped, self.ledger.position)

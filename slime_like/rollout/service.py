@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime_like.config.run import RunConfig
@@ -17,7 +17,7 @@ from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
 from slime_like.rollout.agents.stage import AgentStage
 from slime_like.rollout.continuing import ContinuingClient
 from slime_like.rollout.data_source import DataSource, context_tokens, load_eval_data
-from slime_like.rollout.evaluate import eval_sampling, evaluate, set_metrics
+from slime_like.rollout.evaluate import check_versions, eval_sampling, evaluate, set_metrics
 from slime_like.rollout.filters import apply_filter
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.group_flow import FlowLimits, GroupFlow
@@ -34,6 +34,7 @@ from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.rollout.serve.stage import ServeStage
 from slime_like.rollout.staleness import check_bound, staleness_metrics, without_older
 from slime_like.rollout.user_rollout import EvalTools, RolloutTools
+from slime_like.utils.files import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class RolloutService:
         self, config: RunConfig, access: EngineAccess, source: DataSource, reward_model: ScoresSamples | None = None
     ):
         self._config = config
-        self.feed = PromptFeed(source)
+        run_dir = config.observability.run_dir
+        self.feed = PromptFeed(source, RunDirectory(run_dir).dropped if run_dir else None)
         self.policy = Policy()
         self._taken_at: float | None = None
         self._trained_on = {self.policy.weights.version: 0}  # weight version -> rollouts that it was trained on
@@ -77,22 +79,26 @@ class RolloutService:
             config.reward, plugins.reward, plugin_args, reward_model, environment=config.plays_episodes
         )
         self._client = self._make_client(access, source)
-        # Evaluation is never held, and what a sync ends of it is asked for again.
-        self._eval_client = (
-            GenerationClient(**self._client_options(access)) if config.keeps_partial_answers else self._client
-        )
+        # On engines set aside no sync concerns an evaluation.
+        self._eval_policy = Policy() if config.asynchrony.eval_num_engines else self.policy
+        self._eval_client = self._make_eval_client(access)
+        self._num_engines = access.num_engines
         self._agents = self._make_agents(source)
         make = functools.partial(
             GroupMaker,
             scorer=self._scorer,
-            policy=self.policy,
             plugin_args=plugin_args,
             custom_generate=plugins.generate,
             custom_timeout_s=CUSTOM_DEADLINES * config.rollout.rollout_request_timeout_s,
         )
         agents = self._agents
-        self._maker = make(self._client, player=agents.player if agents else None)
-        self._eval_maker = make(self._eval_client, player=agents.eval_player if agents else None, evaluation=True)
+        self._maker = make(self._client, policy=self.policy, player=agents.player if agents else None)
+        self._eval_maker = make(
+            self._eval_client,
+            policy=self._eval_policy,
+            player=agents.eval_player if agents else None,
+            evaluation=True,
+        )
         self._plugin_args = plugin_args
         self._sampling = Sampling.for_training(
             config.rollout, max_context_tokens=context_tokens(config), seed=str(config.data.rollout_seed)
@@ -146,11 +152,16 @@ class RolloutService:
         metrics |= logged(self._plugins.rollout_log, step, self._plugin_args, samples, dict(metrics), seconds)
         return RolloutResult(groups=groups, metrics=metrics, busy=taken.busy)
 
-    async def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of all evaluation sets with the present weights; {} if there are none.
+    async def evaluate(self, step: int, engines: Sequence[EngineEndpoint] = ()) -> dict[str, float]:
+        """Metrics of all evaluation sets with the present weights; {} if there are none. engines: only these are asked,
+        and no sync reaches them meanwhile; (): all.
 
         Moves nothing of the training's.
         """
+        if engines:
+            self._eval_client.ask_only(engines)
+            self._eval_policy.changed(self.policy.weights)
+        started, weights = time.monotonic(), self._eval_policy.weights
         metrics: dict[str, float] = {}
         sets: dict[str, tuple[SampleGroup, ...]] = {}
         hook = self._plugins.evaluation
@@ -162,14 +173,32 @@ class RolloutService:
                 if self._agents is not None:
                     metrics |= self._agents.eval_player.tally.take(f"eval/{name}/episodes/")
         for name, groups in sets.items():
+            if engines:
+                check_versions(name, groups, weights)
             metrics |= set_metrics(name, groups, self._config.eval.eval_pass_threshold)
         if sets:
+            metrics["eval/seconds"] = time.monotonic() - started
+            metrics["eval/engines"] = float(len(engines) or self._num_engines)
+            metrics["eval/weight_version"] = float(weights.version)
             metrics |= logged(self._plugins.eval_log, step, self._plugin_args, eval_data(sets), dict(metrics))
         return metrics
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights; what they abort now did not fail."""
+    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
+        """These engines take the training's requests from now on, and no others: whatever does not go by way of the
+        router goes to them.
+        """
+        if self._client.routing:
+            self._client.ask_only(serving)
+        if isinstance(self._client, ContinuingClient):
+            self._client.hold_on(serving)
+
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights; what they abort now did not fail.
+
+        Where requests name their adapters: those that are named by requests under way.
+        """
         self.policy.changing()
+        return self.policy.in_use
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these from now on. steps: rollouts that they were trained on."""
@@ -295,7 +324,9 @@ class RolloutService:
         if not self._config.plays_episodes:
             return None
         parts = (self._config, source.tokenizer, self._client, self.policy)
-        return AgentStage(*parts, eval_client=self._eval_client) if self._config.agents.env else ServeStage(*parts)
+        if not self._config.agents.env:
+            return ServeStage(*parts)
+        return AgentStage(*parts, eval_client=self._eval_client, eval_policy=self._eval_policy)
 
     def _make_client(self, access: EngineAccess, source: DataSource) -> GenerationClient:
         if not self._config.keeps_partial_answers:
@@ -308,15 +339,26 @@ class RolloutService:
             **self._client_options(access), policy=self.policy, decode=decode, endpoints=access.endpoints
         )
 
-    def _client_options(self, access: EngineAccess) -> dict[str, Any]:
-        config = self._config
+    def _make_eval_client(self, access: EngineAccess) -> GenerationClient:
+        """Evaluation is never held, and what a sync ends of it is asked for again."""
+        num_engines, policy = self._config.asynchrony.eval_num_engines, self._eval_policy
+        if num_engines:
+            options = self._client_options(dataclasses.replace(access, num_engines=num_engines), policy)
+        elif self._config.keeps_partial_answers:
+            options = self._client_options(access)
+        else:
+            return self._client
+        return GenerationClient(**options)
+
+    def _client_options(self, access: EngineAccess, policy: Policy | None = None) -> dict[str, Any]:
+        config, policy = self._config, policy or self.policy
         return {
             "url": access.router_url,
             "api_key": access.router_api_key,
             "rollout": config.rollout,
             "concurrency": config.engine.sglang_server_concurrency * max(1, access.num_engines),
-            "weight_version": lambda: self.policy.weights.version,
-            "adapter": (lambda: str(self.policy.weights)) if config.sync.sends_adapters else None,
+            "weight_version": lambda: policy.weights.version,
+            "adapter": policy.request if config.sync.sends_adapters else None,
             "routing": RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
-            "engines": access.endpoints,
+            "engines": access.endpoints if config.loss.use_rollout_routing_replay else (),
         }

@@ -111,6 +111,11 @@ class RunDirectory:
         return Path(self.path) / "reward.png"
 
     @property
+    def dropped(self) -> Path:
+        """Prompts that were drawn and not trained on, one JSON object a line; there once there is one."""
+        return Path(self.path) / "dropped.jsonl"
+
+    @property
     def samples(self) -> Path:
         """Folder of samples that were asked for."""
         return Path(self.path) / "samples"

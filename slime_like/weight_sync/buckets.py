@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -123,6 +123,14 @@ class WeightPublisher(Protocol):
 
     def close(self) -> None:
         """Let go of everything; harmless when called twice."""
+
+
+@runtime_checkable
+class Redirects(Protocol):
+    """A publisher of a transport whose row says `redirects`."""
+
+    def redirect(self, endpoints: tuple[EngineEndpoint, ...]) -> None:
+        """Send to these engines from now on."""
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

@@ -15,11 +15,11 @@ import torch
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import transport_of
 from slime_like.errors import WeightSyncError
-from slime_like.records import DeltaCount, SyncReceipt, WeightsRef
+from slime_like.records import DeltaCount, EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import address_of_interface, is_own_address, own_address, url_host
 from slime_like.weight_sync.bounds import best_rate
-from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, WeightPublisher
+from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, Redirects, WeightPublisher
 from slime_like.weight_sync.proof.receipt import Receipt, never_sent, raise_different
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
 from slime_like.weight_sync.session import PublishOrder
@@ -98,6 +98,21 @@ class WeightSender:
             return True
         return place.is_source and (not cards or place.is_lead or any(place.source in ranks for ranks in cards))
 
+    def redirect(self, order: PublishOrder) -> bool:
+        """Go on with the engines of another order, and whether that is possible: with a transport that has no
+        connection to make anew. What it sent last stays known.
+        """
+        same_way = dataclasses.replace(order.route, endpoints=self.route.endpoints) == self.route
+        if not (self._transport.redirects and same_way and self.is_connected):
+            return False
+        self.route = order.route
+        publisher = self._publisher
+        if publisher is not None:
+            assert isinstance(publisher, Redirects), "its row says so"
+            publisher.redirect(order.endpoints)
+            self._watch_digests(self._options(None))
+        return True
+
     # ------------------------------------------------------------------ what a session asks for
 
     def on_lead(self, phase: str, act: Callable[[], None], *, longest_s: float) -> None:
@@ -162,17 +177,18 @@ class WeightSender:
             delta=sum(deltas, start=DeltaCount()) if deltas else None,
         )
 
-    def prove(self) -> tuple[int, int]:
-        """Compare what the engines hold with what the last `send` sent.
+    def prove(self, endpoints: Sequence[EngineEndpoint]) -> tuple[int, int]:
+        """Compare what these engines hold with what the last `send` sent.
 
         Raises WeightSyncError naming the engine and the first tensor that differs.
         """
         timeout_s, receipt = self.route.timeout_s, self._receipt
+        engines = frozenset(endpoint.index for endpoint in endpoints)
 
         def compare() -> tuple | None:
             if receipt is None:
                 return None
-            return receipt.differences(timeout_s), receipt.readers(), receipt.parameters(), receipt.unknown
+            return receipt.differences(timeout_s, engines), receipt.readers(), receipt.parameters(), receipt.unknown
 
         compared = self._group.on_gatherers("verify", compare, in_turn=True)
         # Of all sources together, so that every rank says the same: which engines are wrong.
@@ -184,14 +200,15 @@ class WeightSender:
                 for layout in layouts
             }
             self._group.on_gatherers(
-                "verify", lambda: None if receipt is None else never_sent(receipt, sent, timeout_s), in_turn=True
+                "verify",
+                lambda: None if receipt is None else never_sent(receipt, sent, timeout_s, engines),
+                in_turn=True,
             )
         every = [readers for _, readers, _, _ in compared]
         # A rank of an engine is proven by whoever sent to it: every stage, or the one trainer rank on its card.
         proven = set[Reader]() if not every else (set.union if self.route.cards else set.intersection)(*every)
         num_engines = sum(
-            all((endpoint.index, rank) in proven for rank in range(endpoint.tp_size))
-            for endpoint in self.route.endpoints
+            all((endpoint.index, rank) in proven for rank in range(endpoint.tp_size)) for endpoint in endpoints
         )
         return num_engines, len({name for _, _, _, unknown in compared for name in unknown})
 
@@ -241,12 +258,16 @@ class WeightSender:
 
     def _connect(self, options: PublisherOptions) -> None:
         self._publisher = make_publisher(options)
-        if self._place.is_source and self.route.compares_digests:
-            clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in self.route.endpoints]
-            self._receipt = Receipt(self._config.model, clients, self._who, options.readers)
+        self._watch_digests(options)
         self._publisher.connect()
         if self._place.is_source:
             self._best_rate = best_rate(options)
+
+    def _watch_digests(self, options: PublisherOptions) -> None:
+        """What is sent from now on is compared with what these engines hold."""
+        if self._place.is_source and self.route.compares_digests:
+            clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
+            self._receipt = Receipt(self._config.model, clients, self._who, options.readers)
 
     def _once(self, reports: list[_Report]) -> list[_Report]:
         """Those that together are the model once. Raises WeightSyncError where a tensor is missing or too many."""

@@ -57,10 +57,10 @@ class Trainer:
             weights=weights, transport="broadcast", num_tensors=1, num_bytes=4, seconds=0.1, digest=self.digest
         )
 
-    def prove(self):
+    def prove(self, endpoints):
         if not self.proves:
             raise WeightSyncError("model.norm.weight is not what was sent")
-        return len(self.orders[-1].endpoints), 0
+        return len(endpoints), 0
 
 
 @dataclasses.dataclass
@@ -219,6 +219,42 @@ def test_drained_is_who_has_ended_what_it_began(world):
     assert world.states() == {1: "serving"}
     world.fleet.drain(1, timeout_s=5.0)
     assert world.states() == {1: "draining"} and world.routed() == []
+
+
+def test_who_evaluates_is_out_of_the_router_and_of_syncs_until_it_has_proven_the_present_weights(world):
+    fleet, trainer = world.fleet, world.trainer
+    fleet.sync(FIRST, trainer)
+    watch = fleet._watches[1]
+    (chosen,) = fleet.set_aside(1)
+    assert (
+        chosen.url == world.engines[1].url
+        and world.routed() == [0]
+        and world.states() == {0: "serving", 1: "evaluating"}
+    )
+    before = len(world.engines[1].calls)
+    assert fleet.sync(SECOND, trainer).engines_proven == 1
+    assert [world.engines[0].weight_version, world.engines[1].weight_version] == ["2", "1"]
+    assert len(world.engines[1].calls) == before, "the sync did not touch it"
+    fleet.take_back()
+    assert world.states() == {0: "serving", 1: "starting"} and world.routed() == [0], "it waits for weights"
+    trainer.during_send = lambda: seen.append(world.routed())
+    seen: list = []
+    third = SECOND.next()
+    assert fleet.sync(third, trainer).engines_proven == 2 and seen == [[0]]
+    assert world.routed() == [0, 1] and {member.proven for member in fleet.members} == {third}
+    fleet.set_aside(1)
+    fleet.take_back()
+    assert world.routed() == [0, 1], "no sync came between: at once"
+    assert fleet._watches[1] is watch, "one watch, however often it is admitted"
+
+
+def test_one_that_dies_while_it_evaluates_is_named(world):
+    world.fleet.sync(FIRST, world.trainer)
+    world.fleet.set_aside(1)
+    world.engines[1].close()
+    with pytest.raises(EngineError, match="external engine 1 at .* does not answer"):
+        world.fleet.take_back()
+    assert world.states() == {0: "serving", 1: "dead"} and world.routed() == [0]
 
 
 def test_one_that_is_gone_is_dead_and_named(world):

@@ -23,7 +23,8 @@ class AgentStage:
         client: GenerationClient,
         policy: Policy,
         *,
-        eval_client: GenerationClient | None = None,
+        eval_client: GenerationClient,
+        eval_policy: Policy,
     ):
         agents = config.agents
         assert agents.env is not None, "made only with --env"
@@ -32,10 +33,10 @@ class AgentStage:
         turns = ChatTurns(tokenizer, config.data.chat_template_kwargs)
         timeout_s = config.rollout.rollout_request_timeout_s
 
-        def player(client: GenerationClient) -> EpisodePlayer:
+        def player(client: GenerationClient, policy: Policy) -> EpisodePlayer:
             return EpisodePlayer(client, policy, turns, self._host, self._reader, agents, sync_timeout_s=10 * timeout_s)
 
-        self.player, self.eval_player = player(client), player(eval_client or client)
+        self.player, self.eval_player = player(client, policy), player(eval_client, eval_policy)
 
     async def close(self) -> None:
         """End the parsers' process and the environments' loop."""

@@ -145,6 +145,8 @@ class TrainingLane:
             async with asyncio.timeout(self._settings.backend_timeout_s):
                 if batch[0].kind in PASSES:
                     await self._passes(batch)
+                elif batch[0].kind is Kind.REFUSED:
+                    await self._fail(batch[0], batch[0].failure("user", str(batch[0].call.fields["message"])))
                 else:
                     await self._verb(batch[0])
         except (BackendLost, TimeoutError) as error:
@@ -291,8 +293,8 @@ class TrainingLane:
         entries = model.beyond_gap()
         last = entries[-1].seq_id
         reason = (
-            f"the call with seq_id {missing} of {model.model_id} did not come in {self._settings.gap_timeout_s:g} s, "
-            f"so those that wait for it were not executed. Calls after seq_id {last} are."
+            f"the call with seq_id {missing} of {model.model_id} did not come within {self._settings.gap_timeout_s:g} s,"
+            f" so those that wait for it were not executed. Calls after seq_id {last} are."
         )
         for entry in entries:  # first, so that the missing call, should it come now, is too late for certain
             model.done(entry.seq_id)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from slime_like.errors import WeightSyncError
-from slime_like.records import DeltaCount
+from slime_like.records import DeltaCount, EngineEndpoint
 from slime_like.weight_sync.buckets import (
     NamedTensor,
     Proof,
@@ -133,6 +133,11 @@ class DeltaPublisher:
             self._on_all(list(self._receivers), lambda client: client.state(), "connect for weight sync")
             self._files.clear()
             self._connected = True
+
+    def redirect(self, endpoints: tuple[EngineEndpoint, ...]) -> None:
+        """Send to the receivers of these engines from now on. One that has missed versions gets everything."""
+        self._options = dataclasses.replace(self._options, endpoints=endpoints)
+        self._receivers = receivers_of(endpoints, self._options.timeout_s)
 
     def begin(self, version: int) -> None:
         """Get every receiver ready for a version."""

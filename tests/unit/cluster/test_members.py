@@ -121,3 +121,30 @@ def test_members_come_in_the_order_of_their_index():
     fleet = Membership.of_serving([endpoint(3), endpoint(1)])
     assert [member.index for member in fleet.serving] == [1, 3] and fleet.next_index == 4
     assert fleet.in_state(MemberState.DEAD, MemberState.STARTING) == ()
+
+
+def test_who_evaluates_keeps_its_weights_and_serves_again_only_with_the_fleets():
+    fleet = two_serving().prove([0, 1], FIRST).set_aside([1])
+    assert states(fleet) == {0: "serving", 1: "evaluating"} and fleet.endpoints == (endpoint(0),)
+    with pytest.raises(
+        EngineError, match="engine 1 at .* is evaluating; only one that is starting or serving can prove"
+    ):
+        fleet.prove([0, 1], SECOND)
+    ahead = fleet.prove([0], SECOND)
+    assert (ahead.present, ahead[1].proven) == (SECOND, FIRST)
+    back = ahead.take_back(1)
+    with pytest.raises(EngineError, match="it has proven base@1, the fleet holds base@2"):
+        back.admit(1)
+    assert back.prove([0, 1], SECOND).admit(1).endpoints == (endpoint(0), endpoint(1))
+    assert states(fleet.take_back(1).admit(1)) == {0: "serving", 1: "serving"}, "nothing has changed meanwhile"
+
+
+def test_somebody_goes_on_serving():
+    fleet = two_serving().prove([0, 1], FIRST)
+    for indices in ([], [0, 1]):
+        with pytest.raises(EngineError, match="engines cannot be set aside for an evaluation: 2 serve, and at least"):
+            fleet.set_aside(indices)
+    with pytest.raises(EngineError, match="1 engines cannot be set aside for an evaluation: 1 serve"):
+        fleet.set_aside([1]).set_aside([0])
+    with pytest.raises(EngineError, match="is serving; only one that is evaluating can be taken back"):
+        fleet.take_back(0)

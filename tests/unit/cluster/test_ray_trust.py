@@ -5,10 +5,12 @@ Ours is closed to others.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import socket
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,24 @@ def test_the_token_is_ours_alone_whatever_the_umask(tmp_path, monkeypatch, umask
         0o700,
         0o600,
     ] and token.read_text() == text
+
+
+def test_a_token_is_whole_when_it_appears(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for home in (tmp_path / str(number) for number in range(200)):
+            monkeypatch.setenv("HOME", str(home))
+            together = threading.Barrier(8)
+
+            def token(token=home / ".ray" / "auth_token", together=together) -> str:
+                together.wait()
+                ensure_token()
+                return token.read_text()
+
+            tokens = {future.result() for future in [threads.submit(token) for _ in range(8)]}
+            assert [len(text) for text in tokens] == [64]
+            assert [path.name for path in (home / ".ray").iterdir()] == ["auth_token"]
 
 
 def test_no_token_is_made_where_none_is_asked_for(tmp_path, monkeypatch):

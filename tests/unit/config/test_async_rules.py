@@ -8,13 +8,16 @@ import pytest
 
 from slime_like.config.async_rules import async_problems, corrected
 from slime_like.config.asynchrony import AsyncConfig
+from slime_like.config.evaluation import EvalConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.serving import ServingConfig
 from slime_like.config.sync import SyncConfig
 
 FULL, PARTIAL = AsyncConfig(async_mode="full"), AsyncConfig(partial_rollout=True)
+SHARE, EVAL = AsyncConfig(eval_async=True, eval_num_engines=1), EvalConfig(eval_interval=3)
 
 
 @pytest.mark.parametrize(
@@ -27,11 +30,18 @@ FULL, PARTIAL = AsyncConfig(async_mode="full"), AsyncConfig(partial_rollout=True
         ({"async_mode": "full", "update_weights_interval": 3}, "cannot be kept with --update-weights-interval 3"),
         ({"async_mode": "full", "partial_rollout": True}, "--partial-rollout does nothing with --async-mode full"),
         ({"mask_offpolicy_in_partial_rollout": True}, "does nothing without --partial-rollout"),
+        ({"eval_num_engines": 1}, "--eval-num-engines 1 does nothing without --eval-async"),
+        ({"eval_async": True, "eval_num_engines": -1}, "--eval-num-engines -1: must not be negative"),
     ],
 )
 def test_flags_that_contradict_each_other(options: dict, message: str):
     (problem,) = AsyncConfig(**options).problems()
     assert message in problem and (problem.count("Fix: ") == 1 or "must" in problem)
+
+
+@pytest.mark.parametrize("way", [{"update_weight_transport": "disk"}, {"update_weight_mode": "delta"}])
+def test_engines_that_load_a_folder_may_roll(way: dict):
+    assert async_problems(RunConfig(asynchrony=FULL, sync=SyncConfig(update_weight_rolling=True, **way))) == []
 
 
 @pytest.mark.parametrize(
@@ -48,15 +58,38 @@ def test_what_goes_together(options: dict):
     assert AsyncConfig(**options).problems() == [] == async_problems(RunConfig(asynchrony=AsyncConfig(**options)))
 
 
+ROLLING = {"update_weight_rolling": True}
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
+        (
+            {"sync": SyncConfig(**ROLLING, update_weight_transport="disk")},
+            "--update-weight-rolling needs --async-mode full",
+        ),
+        ({"asynchrony": FULL, "sync": SyncConfig(**ROLLING)}, "--update-weight-transport broadcast, the default"),
+        (
+            {"asynchrony": FULL, "sync": SyncConfig(**ROLLING, update_weight_transport="ipc")},
+            "ipc: all engines",
+        ),
+        ({"asynchrony": FULL, "sync": SyncConfig(**ROLLING, update_weight_mode="adapter")}, "no engine pauses"),
         ({"asynchrony": FULL, "placement": PlacementConfig(colocate=True)}, "take turns on the same GPUs"),
         (
             {"asynchrony": AsyncConfig(update_weights_interval=2), "placement": PlacementConfig(colocate=True)},
             "engines give their memory back",
         ),
         ({"asynchrony": AsyncConfig(eval_async=True)}, "--eval-async does nothing without --eval-interval"),
+        (
+            {"asynchrony": SHARE, "eval": EVAL, "placement": PlacementConfig(colocate=True)},
+            "--eval-async does not go with --colocate",
+        ),
+        ({"asynchrony": SHARE}, "--eval-async does nothing without --eval-interval"),
+        (
+            {"asynchrony": dataclasses.replace(SHARE, update_weights_interval=2), "eval": EVAL},
+            "--eval-interval 3 is no multiple of --update-weights-interval 2",
+        ),
+        ({"asynchrony": SHARE, "eval": EVAL, "serving": ServingConfig(serve_rollout=True)}, "ask the same endpoint"),
         ({"asynchrony": FULL, "placement": PlacementConfig(debug_rollout_only=True)}, "trains nothing"),
         ({"asynchrony": PARTIAL, "loss": LossConfig(loss_type="sft_loss")}, "--partial-rollout: this run samples"),
         ({"asynchrony": FULL, "loss": LossConfig(use_rollout_routing_replay=True)}, "whose routers choose other"),

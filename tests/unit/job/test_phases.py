@@ -5,139 +5,28 @@ No Ray, no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
-import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
-from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
 from slime_like.config.loss import LossConfig
-from slime_like.config.model import ModelConfig
 from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.placement import PlacementConfig
-from slime_like.config.rollout import RolloutConfig
-from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError, RunError
 from slime_like.job.phases import Phases
-from slime_like.job.running import Job, ResolvedRun
 from slime_like.loops import sync_loop
 from slime_like.observability.console import ProgressConsole
-from slime_like.observability.metrics import MetricsLog
 from slime_like.observability.tracing import PhaseTrace
-from slime_like.records import Prompt, Sample, SampleGroup, StepReport, SyncReceipt, WeightsRef
-from slime_like.rollout.data_source import DataSource
-from slime_like.utils.files import RunDirectory, read_json_lines
-
-
-def group(index: int) -> SampleGroup:
-    tokens, mask = np.array([1, 2, 3], dtype=np.int32), np.array([0, 1, 1], dtype=np.int8)
-    zeros, versions = np.zeros(3, dtype=np.float32), np.array([-1, 1, 1], dtype=np.int32)
-    prompt = Prompt(index=index, text="", tokens=tokens[:1])
-    samples = [
-        Sample(
-            prompt_index=index,
-            sample_index=number,
-            tokens=tokens,
-            loss_mask=mask,
-            engine_logprobs=zeros,
-            weight_versions=versions,
-            response="",
-            reward=float(number),
-        )
-        for number in range(2)
-    ]
-    return SampleGroup(prompt=prompt, samples=tuple(samples))
-
-
-class Part:
-    """A part that answers with what it was given for a method, and writes every call into the common list."""
-
-    def __init__(self, name: str, calls: list[str], answers: dict):
-        self.name, self.calls, self.answers = name, calls, answers
-
-    def __getattr__(self, method: str):
-        def call(*args, **options):
-            shown = next((str(value) for value in args if isinstance(value, int | str | tuple | WeightsRef)), "")
-            self.calls.append(f"{self.name}.{method}" + (f" {shown}" if shown else ""))
-            answer = self.answers.get(method)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer(*args) if callable(answer) else answer
-
-        return call
-
-
-class Run:
-    """A job over such parts, and what it left."""
-
-    def __init__(
-        self,
-        folder: Path,
-        config: RunConfig,
-        *,
-        num_rollout: int = 2,
-        parts: tuple[str, ...] = ("trainer", "engines", "rollouts"),
-        **answers: dict,
-    ):
-        self.calls: list[str] = []
-        run = RunDirectory(str(folder))
-        data = DataSource([], config.data, path="", tokenizer=None, max_tokens=0)
-        resolved = ResolvedRun(config=config, plan=types.SimpleNamespace(), run=run, data=data, num_rollout=num_rollout)
-        defaults = {
-            "trainer": {
-                "put": lambda samples: samples,
-                "train": lambda step, samples: StepReport(
-                    step=step, num_train_steps=1, num_samples=len(samples), num_tokens=4, metrics={"train/loss": 0.5}
-                ),
-                "save": lambda done, state: f"checkpoint-{done}",
-                "finish_save": True,
-            },
-            "engines": {
-                "sync": lambda weights, trainer: SyncReceipt(
-                    weights=weights, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"
-                ),
-                "compare": 0.0,
-                "num_members": 1,
-            },
-            "rollouts": {
-                "generate": lambda step, watch: types.SimpleNamespace(
-                    groups=(group(2 * step), group(2 * step + 1)),
-                    metrics={"rollout/reward_mean": 0.5},
-                    busy=((1.0, 2.0),),
-                ),
-                "evaluate": {"eval/x/reward_mean": 0.5},
-                "state_dict": {"data": {}},
-            },
-        }
-        doubles = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}
-        if "engines" in doubles:
-            doubles["engines"].num_members = 1
-        self.job = Job(resolved=resolved, **doubles)
-        self.log = MetricsLog(run, tensorboard=False)
-
-    def go(self) -> list[str]:
-        """Run the loop; the calls."""
-        with open("/dev/null", "w") as nowhere:
-            sync_loop.run(self.job, self.log, ProgressConsole(self.job.num_rollout, nowhere))
-        return self.calls
-
-
-def config(**groups) -> RunConfig:
-    base = RunConfig(
-        data=DataConfig(num_rollout=2),
-        model=ModelConfig(vocab_size=5),
-        rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2),
-    )
-    return dataclasses.replace(base, **{"sync": SyncConfig(verify_weight_sync_interval=0), **groups})
+from slime_like.records import StepReport
+from slime_like.utils.files import read_json_lines
+from tests.unit.job.recorded_run import Run, config
 
 
 def test_one_after_the_other(tmp_path):
@@ -187,22 +76,6 @@ def test_one_step_ahead_weights_change_when_nothing_is_generated_and_nothing_els
     events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]
     busy = [event for event in events if event["name"] == "engines generate"]
     assert [(event["args"]["step"], event["dur"]) for event in busy] == [(step, 1_000_000) for step in range(3)]
-
-
-def test_an_evaluation_beside_training_is_of_one_version(tmp_path):
-    """Nothing waits for it but the next sync, and the end."""
-    asynchrony = AsyncConfig(async_mode="full", eval_async=True)
-    run = Run(tmp_path, config(asynchrony=asynchrony, eval=EvalConfig(eval_interval=1)), num_rollout=2)
-    calls = [
-        call for call in run.go() if call.split()[0].split(".")[1] in ("evaluate", "begin_evaluate", "sync", "train")
-    ]
-    assert calls == [
-        *("engines.sync base@1", "rollouts.begin_evaluate 0", "trainer.train 0", "rollouts.evaluate 0"),
-        *("engines.sync base@2", "rollouts.begin_evaluate 1", "trainer.train 1", "rollouts.evaluate 1"),
-        *("engines.sync base@3", "rollouts.begin_evaluate 2", "rollouts.evaluate 2"),
-    ]
-    lines = [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
-    assert lines == [0, 1, 2]
 
 
 def test_weights_that_stay_for_two_rollouts(tmp_path):

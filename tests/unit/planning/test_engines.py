@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
-from slime_like.planning.engines import EnginePlan, cut_engines, node_ranks, rollout_gpus, torn_engine
+from slime_like.planning.engines import EnginePlan, cut_engines, eval_share, node_ranks, rollout_gpus, torn_engine
 
 
 def gpus(mode: str, trainer_gpus: int, **placement) -> tuple[int, list[str], list[str]]:
@@ -55,6 +56,19 @@ def test_gpus_that_are_missing_or_do_not_divide():
     assert (
         "Fix: --rollout-num-gpus 4" in gpus("disaggregated", 8, rollout_num_gpus=6, rollout_num_gpus_per_engine=4)[1][0]
     )
+
+
+def test_the_share_of_an_evaluation_leaves_some_for_rollouts():
+    def share(count: int, of: int):
+        config = RunConfig(asynchrony=AsyncConfig(eval_async=True, eval_num_engines=count))
+        return eval_share(config, of)
+
+    assert share(0, 2) == ([], []) and share(1, 0) == ([], [])
+    (note,) = share(1, 3)[1]
+    assert "1 of 3 engines keep its weights" in note and "go on with 2" in note and not share(1, 3)[0]
+    (problem,) = share(2, 2)[0]
+    assert "--eval-num-engines 2 of 2 engines leaves none for rollouts. Fix: at most 1" in problem
+    assert "Fix: more engines" in share(1, 1)[0][0]
 
 
 def test_idle_gpus_are_noted():

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
 from slime_like.planning.engines import cut_engines, node_ranks, torn_engine
@@ -147,6 +148,15 @@ def test_impossible_plans_say_numbers_flags_and_fix(flags, message):
     assert any(message in p for p in layout.problems), layout.problems
     assert "This plan cannot run" in render_plan(layout)
     assert layout.to_dict()["problems"] == list(layout.problems)
+
+
+def test_the_text_says_how_many_engines_an_evaluation_has_for_itself():
+    placement = PlacementConfig(actor_num_gpus_per_node=2, rollout_num_gpus=3)
+    shared = make_plan(RunConfig(placement=placement, asynchrony=AsyncConfig(eval_async=True, eval_num_engines=1)))
+    assert "note: during an evaluation 1 of 3 engines keep its weights" in render_plan(shared)
+    whole = dataclasses.replace(placement, rollout_num_gpus=1)
+    refused = make_plan(RunConfig(placement=whole, asynchrony=AsyncConfig(eval_async=True, eval_num_engines=1)))
+    assert any("leaves none for rollouts" in problem for problem in refused.problems)
 
 
 def test_text_names_every_gpu_and_engine():

@@ -13,6 +13,7 @@ from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
+from slime_like.config.lora import LoraConfig
 from slime_like.config.loss import LossConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.observability import ObservabilityConfig
@@ -70,7 +71,7 @@ def make_config(write_rows):
         values = defaults | options
         groups = {"data": DataConfig, "rollout": RolloutConfig, "reward": RewardConfig, "eval": EvalConfig}
         groups |= {"checkpoint": CheckpointConfig, "model": ModelConfig, "loss": LossConfig}
-        groups |= {"asynchrony": AsyncConfig, "sync": SyncConfig}
+        groups |= {"asynchrony": AsyncConfig, "sync": SyncConfig, "lora": LoraConfig}
         groups |= {"observability": ObservabilityConfig, "agents": AgentConfig, "serving": ServingConfig}
         built = {}
         for name, group in groups.items():
@@ -107,7 +108,7 @@ def start_manager(make_config, sorting_script, decode):
     """Starts an engine and a manager on it; closes both at the end."""
     opened = []
 
-    def start(rows=None, *, engine_options=None, script=None, **options):
+    def start(rows=None, *, engine_options=None, script=None, more_engines=(), **options):
         engine = ScriptedEngine(script or sorting_script, decode=decode, **(engine_options or {})).start()
         manager = RolloutManager(
             make_config(rows, **options),
@@ -115,7 +116,7 @@ def start_manager(make_config, sorting_script, decode):
                 router_url=engine.url,
                 router_api_key=None,
                 num_engines=1,
-                endpoints=(EngineEndpoint(index=0, url=engine.url),),
+                endpoints=(EngineEndpoint(index=0, url=engine.url), *more_engines),
             ),
         )
         opened.extend([manager, engine])

@@ -36,6 +36,12 @@ class Seen:
     filtered: list[int] = dataclasses.field(default_factory=list)
     num_environment_errors: int = 0
 
+    def clear(self) -> None:
+        """As if nothing had been seen."""
+        self.failed.clear()
+        self.filtered.clear()
+        self.num_environment_errors = 0
+
 
 SEEN = Seen()
 _random = random.Random(1)

@@ -1,7 +1,7 @@
 """Minutes of --async-mode full on engines that stall, an environment and a reward server that flap: nothing leaks, and
 every prompt that was drawn has one fate.
 
-SOAK_SECONDS (420): how long.
+SOAK_SECONDS (420): how long, with each --stale-policy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from slime_like.rollout.ledger import Ledger
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
 from slime_like.sglang_backend.router import launch_router
+from slime_like.utils.files import RunDirectory, read_json_lines
 from tests.unit.rollout.rows import digits_row, indexes
 from tests.unit.rollout.soak_world import SEEN, Seen, Stalls, SyncedEngines, serve_engine, serve_reward, served
 
@@ -55,14 +57,15 @@ class Played:
 
     trained: list[int] = dataclasses.field(default_factory=list)
     requeued: float = 0
+    late: float = 0
     interrupted: float = 0
     failed_requests: float = 0
     num_steps: int = 0
     held: list[dict[str, float]] = dataclasses.field(default_factory=list)  # at each quarter
 
 
-def play(manager: RolloutManager, engines: SyncedEngines) -> Played:
-    """Rollouts, train steps and syncs for SECONDS."""
+def play(manager: RolloutManager, engines: SyncedEngines, bound: int | None) -> Played:
+    """Rollouts, train steps and syncs for SECONDS. bound: on staleness, where there is one."""
     played, start = Played(), time.monotonic()
 
     def sync() -> None:
@@ -78,12 +81,14 @@ def play(manager: RolloutManager, engines: SyncedEngines) -> Played:
             assert [sample.sample_index for sample in group.samples] == list(range(GROUP))
             assert {sample.prompt_index for sample in group.samples} == {group.prompt.index}
             assert group.rewards.tolist() == [1.0] * GROUP, "an answer to another prompt"
-        assert result.metrics["async/staleness_max"] <= 1
+        if bound is not None:
+            assert result.metrics["async/staleness_max"] <= bound
         played.trained += indexes(result)
         manager.trained(indexes(result))
         Ledger().load_state_dict(manager.state_dict()["data"])  # raises unless it adds up
         played.num_steps += 1
         played.requeued += result.metrics["async/requeued_groups"]
+        played.late += result.metrics["async/late_groups"]
         played.interrupted += result.metrics["async/continued_requests"]
         played.failed_requests += result.metrics["rollout/failed_requests"]
         sync()
@@ -93,28 +98,34 @@ def play(manager: RolloutManager, engines: SyncedEngines) -> Played:
     return played
 
 
-def account(manager: RolloutManager) -> tuple[dict, Seen]:
-    """The ledger, and what was seen until then, of one moment."""
+def account(manager: RolloutManager, dropped: Path) -> tuple[dict, Seen, list[dict]]:
+    """The ledger, what was seen until then, and the lines of dropped.jsonl, of one moment."""
     service = manager._service
     assert service is not None
 
-    def now() -> tuple[dict, Seen]:
+    def now() -> tuple[dict, Seen, list[dict]]:
         since = {outcome.group.prompt.index for outcome in service.stream._pool.outcomes if outcome.failed}
-        return service.feed.state_dict(), dataclasses.replace(
-            SEEN, failed=SEEN.failed | since, filtered=[*SEEN.filtered]
-        )
+        seen = dataclasses.replace(SEEN, failed=SEEN.failed | since, filtered=[*SEEN.filtered])
+        return service.feed.state_dict(), seen, read_json_lines(dropped)
 
     return manager._tell(now)
 
 
-def check_fates(state: dict, seen: Seen, trained: list[int]) -> collections.Counter[str]:
-    """Every drawn prompt has one fate, and the ledger counts as many of each; their numbers."""
+def check_fates(state: dict, seen: Seen, trained: list[int], dropped: list[dict]) -> collections.Counter[str]:
+    """Every drawn prompt has one fate, and the ledger counts as many of each; their numbers. Who failed and who was
+    filtered was seen by others than the ledger.
+    """
     fates: dict[int, list[str]] = {prompt: [] for prompt in range(state["position"])}
-    named = {"trained": trained, "dropped: failed": seen.failed, "dropped: filter/some": seen.filtered}
-    named |= {"waiting": state["waiting"]}
+    named: dict[str, Collection[int]] = {"trained": trained, "waiting": state["waiting"]}
     for fate, prompts in named.items():
         for prompt in prompts:
             fates[prompt].append(fate)
+    for line in dropped:
+        fates[line["prompt"]].append(f"dropped: {line['why']}")
+    by_why = {why: {line["prompt"] for line in dropped if line["why"] == why} for why in state["dropped"]}
+    stale = by_why.get("stale", set())  # an answer may fail, and be filtered, after it was dropped
+    assert by_why.get("failed", set()) - seen.failed == set() == seen.failed - by_why.get("failed", set()) - stale
+    assert by_why.get("filter/some", set()) == set(seen.filtered) - stale
     for prompt, where in state["open"].items():
         fates[int(prompt)].append(where)
     wrong = {prompt: names for prompt, names in fates.items() if len(names) != 1}
@@ -127,19 +138,25 @@ def check_fates(state: dict, seen: Seen, trained: list[int]) -> collections.Coun
 
 def test_a_lost_and_a_doubled_prompt_are_named():
     state = {"position": 4, "trained": 2, "dropped": {"failed": 1}, "open": {"3": "ready"}, "waiting": []}
-    fates = check_fates(state, Seen(failed={1}), [0, 2])
+    seen, dropped = Seen(failed={1}), [{"prompt": 1, "why": "failed"}]
+    fates = check_fates(state, seen, [0, 2], dropped)
     assert fates == {"trained": 2, "dropped: failed": 1, "ready": 1}
-    wrong_ones = (Seen(), [0, 2], "{1: "), (Seen(failed={1}), [0, 2, 3], "{3: "), (Seen(failed={1}), [0, 0], "2: ")
-    for seen, trained, wrong in wrong_ones:
+    for trained, wrong in (([0, 2, 3], "{3: "), ([0, 0], "2: ")):
         with pytest.raises(AssertionError, match=wrong):
-            check_fates(state, seen, trained)
+            check_fates(state, seen, trained, dropped)
+    wrong_ones = (Seen(), dropped), (seen, []), (Seen(failed={1, 2}), dropped)
+    for other, lines in (*wrong_ones, (Seen(failed={1}, filtered=[0]), dropped)):
+        with pytest.raises(AssertionError):
+            check_fates(state, other, [0, 2], lines)
     with pytest.raises(AssertionError):
-        check_fates(state | {"dropped": {"stale": 1}}, Seen(failed={1}), [0, 2])
+        check_fates(state | {"dropped": {"stale": 1}}, seen, [0, 2], dropped)
 
 
 @pytest.mark.long_run
 @pytest.mark.timeout(SECONDS + 180)
-def test_nothing_leaks_and_no_prompt_is_lost_or_trained_twice(tmp_path, make_config):
+@pytest.mark.parametrize("policy", ["wait", "drop", "requeue", "train"])
+def test_nothing_leaks_and_no_prompt_is_lost_or_trained_twice(tmp_path, make_config, policy: str):
+    SEEN.clear()
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(served(serve_engine, str(TINY), seed)) for seed in range(NUM_ENGINES)]
         reward_url, _ = stack.enter_context(served(serve_reward))
@@ -147,7 +164,8 @@ def test_nothing_leaks_and_no_prompt_is_lost_or_trained_twice(tmp_path, make_con
             [digits_row(number) for number in range(500)],
             async_mode="full",
             max_staleness=1,
-            stale_policy="requeue",
+            stale_policy=policy,
+            run_dir=str(tmp_path),
             update_weight_pause_mode="abort",
             num_rollout=10**6,
             rollout_batch_size=BATCH,
@@ -173,10 +191,12 @@ def test_nothing_leaks_and_no_prompt_is_lost_or_trained_twice(tmp_path, make_con
         stack.callback(manager.close)
         manager.start()
         with Stalls([pid for _, pid in servers]) as stalls:
-            played = play(manager, SyncedEngines([url for url, _ in servers], config.pause_mode))
-        state, seen = account(manager)
-    counts = check_fates(state, seen, played.trained)
+            bound = None if policy == "train" else 1
+            played = play(manager, SyncedEngines([url for url, _ in servers], config.pause_mode), bound)
+        state, seen, dropped = account(manager, RunDirectory(str(tmp_path)).dropped)
+    counts = check_fates(state, seen, played.trained, dropped)
     numbers = {
+        "policy": policy,
         "steps": played.num_steps,
         "stalls": len(stalls.seconds),
         "stalled_s": round(sum(stalls.seconds), 1),
@@ -184,12 +204,15 @@ def test_nothing_leaks_and_no_prompt_is_lost_or_trained_twice(tmp_path, make_con
         "failed_requests": played.failed_requests,
         "ended_by_syncs": played.interrupted,
         "requeued": played.requeued,
+        "late": played.late,
         "fates": dict(counts),
     }
     print(json.dumps(numbers))
     for held in played.held:
         print(json.dumps(held))
-    assert len(stalls.seconds) > SECONDS / 10 and seen.num_environment_errors > 0 and played.requeued > 0
+    assert len(stalls.seconds) > SECONDS / 10 and seen.num_environment_errors > 0
+    met = {"requeue": played.requeued, "train": played.late, "drop": counts["dropped: stale"]}
+    assert {name for name, count in met.items() if count} == ({policy} - {"wait"})
     assert counts["dropped: failed"] > 0 and counts["dropped: filter/some"] > 0
     first, last = played.held[0], played.held[-1]
     growth = {name: last[name] - first[name] for name in MOST_GROWTH}

@@ -25,6 +25,18 @@ def test_a_prompt_from_the_stream_to_the_gradient():
     assert ledger.dropped == {"failed": 1} and ledger.draw(1) == [2]
 
 
+def test_who_listens_hears_of_each_dropped_prompt_and_no_other():
+    heard: list[tuple[int, str]] = []
+    ledger = Ledger(on_drop=lambda prompt, why: heard.append((prompt, why)))
+    ledger.draw(4)
+    ledger.drop(2, "stale")
+    ledger.put_back([0])
+    ledger.drop(1, "failed")
+    with pytest.raises(ValueError, match="not open"):
+        ledger.drop(1, "failed")
+    assert heard == [(2, "stale"), (1, "failed")] and ledger.dropped == {"stale": 1, "failed": 1}
+
+
 @pytest.mark.parametrize("state", [READY, TAKEN, DRAWN])
 def test_no_step_is_left_out(state):
     ledger = Ledger()

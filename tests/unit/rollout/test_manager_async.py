@@ -8,6 +8,7 @@ import pytest
 
 from slime_like.records import WeightsRef
 from slime_like.testing.scripted_engine import Fault
+from slime_like.utils.files import RunDirectory, read_json_lines
 from tests.unit.rollout.rows import indexes
 
 
@@ -132,7 +133,7 @@ def test_evaluation_is_not_held_while_a_partial_rollout_is(start_manager, write_
 
 
 @pytest.mark.parametrize("policy", ["drop", "requeue", "train"])
-def test_a_group_that_comes_too_late_meets_the_policy(start_manager, policy: str):
+def test_a_group_that_comes_too_late_meets_the_policy(start_manager, policy: str, tmp_path):
     """Prompt 0 takes until it is four rollouts stale, with one allowed."""
     seen = []
 
@@ -148,6 +149,7 @@ def test_a_group_that_comes_too_late_meets_the_policy(start_manager, policy: str
         rollout_batch_size=1,
         n_samples_per_prompt=1,
         num_rollout=6,
+        run_dir=str(tmp_path),
     )
     totals = {"dropped": 0.0, "requeued": 0.0, "late": 0.0}
     trained = []
@@ -163,3 +165,6 @@ def test_a_group_that_comes_too_late_meets_the_policy(start_manager, policy: str
     assert tuple(totals.values()) == {"drop": (1, 0, 0), "requeue": (0, 1, 0), "train": (0, 0, 1)}[policy]
     prompts = {"drop": [1, 2, 3, 4, 5], "requeue": [0, 1, 2, 3, 4], "train": [0, 1, 2, 3, 4]}[policy]
     assert sorted(trained) == prompts and trained[:2] == [1, 2]
+    dropped = RunDirectory(str(tmp_path)).dropped
+    named = read_json_lines(dropped) if dropped.exists() else []
+    assert named == ([{"prompt": 0, "why": "stale"}] if policy == "drop" else [])

@@ -9,6 +9,7 @@ import pytest
 from slime_like.errors import CheckpointError
 from slime_like.rollout.check_data import check_data
 from slime_like.rollout.prompt_feed import PromptFeed
+from slime_like.utils.files import read_json_lines
 from tests.unit.rollout.rows import digits_row
 
 
@@ -23,6 +24,22 @@ def test_resume_continues_exactly_also_in_the_middle_of_an_epoch(make_config, co
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert drawn(second, 10) == drawn(whole, count + 10)[count:]
     assert second.epoch == (count + 10) / 7
+
+
+def test_a_resume_says_how_many_an_earlier_run_names(make_config, tmp_path):
+    source = check_data(make_config())
+    first, second = PromptFeed(source, tmp_path / "first"), PromptFeed(source, tmp_path / "second")
+    first.draw(3)
+    first.ledger.drop(1, "stale")
+    second.load_state_dict(first.state_dict())
+    second.draw(2)
+    second.ledger.drop(2, "failed")
+    assert read_json_lines(tmp_path / "first") == [{"prompt": 1, "why": "stale"}]
+    assert read_json_lines(tmp_path / "second") == [
+        {"resumed": {"stale": 1}, "position": 3},
+        {"prompt": 2, "why": "failed"},
+    ]
+    assert second.ledger.dropped == {"stale": 1, "failed": 1}
 
 
 def test_resume_refuses_other_data(make_config):

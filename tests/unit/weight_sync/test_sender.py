@@ -5,6 +5,7 @@ Which address engines are told to connect to.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.utils.net import own_address
+from slime_like.weight_sync.delta.receiver_client import start_receiver
 from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering, WeightSender, source_address
 from slime_like.weight_sync.session import PublishOrder, run_session
@@ -104,6 +106,35 @@ def test_whole_syncs_over_one_connection(engine, tmp_path):
     assert digests[0] == digests[1] and sender.is_connected
     sender.close()
     assert not sender.is_connected
+
+
+@pytest.mark.usefixtures("world")
+def test_deltas_go_on_to_other_engines_and_what_has_a_connection_makes_it_anew(engine, tmp_path):
+    server, state = engine
+    disk = order_of(server, tmp_path)
+    alone = sender_of(disk)
+    run_session(disk, alone)
+    assert not alone.redirect(dataclasses.replace(disk, endpoints=(*disk.endpoints, *disk.endpoints)))
+    receiver = start_receiver(str(tmp_path / "copy"), log_path=str(tmp_path / "receiver.log"), timeout_s=30)
+    beside = {"receiver_url": receiver.url, "receiver_key": receiver.key}
+    both = tuple(EngineEndpoint(index=index, url=server.url, **beside) for index in range(2))
+    first = dataclasses.replace(disk, endpoints=both, transport="delta", directory=str(tmp_path / "sent"))
+    try:
+        sender = sender_of(first)
+        assert not sender.redirect(dataclasses.replace(first, endpoints=both[:1])), "nothing was connected yet"
+        full = []
+        for version, endpoints in enumerate((both, both[:1], both[:1], both), start=1):
+            order = dataclasses.replace(first, endpoints=endpoints, weights=WeightsRef(version=version))
+            assert version == 1 or sender.route == order.route or sender.redirect(order)
+            receipt = run_session(order, sender)
+            full.append(receipt.delta.full_engines)
+            assert state["version"] == str(version) and state["loaded"].keys() == WEIGHTS.keys()
+        assert full == [{0, 1}, set(), set(), set()], "what was sent last stays known; one receiver serves both"
+        other_way = dataclasses.replace(first, endpoints=both[:1], timeout_s=9)
+        assert not sender.redirect(other_way)
+        sender.close()
+    finally:
+        receiver.close()
 
 
 @pytest.mark.usefixtures("world")

@@ -85,9 +85,9 @@ class OneRank:
             weights=weights, transport="none", num_tensors=self._num_tensors, num_bytes=12, seconds=0.1, digest="0"
         )
 
-    def prove(self):
+    def prove(self, endpoints):
         self._steps.append("prove")
-        return 2, 1
+        return len(endpoints), 1
 
 
 def test_a_whole_sync():
@@ -114,7 +114,7 @@ def test_a_folder_is_loaded_outside_of_a_session_and_compared_in_one():
     with engines(engine_answers()) as servers:
         steps: list[str] = []
         run_session(order(servers, "disk", directory="/w"), OneRank(steps))
-        assert steps == ["begin", "connect", "send base@7", "load", "open for digests", "prove", "finish"]
+        assert steps == ["connect", "send base@7", "begin", "load", "open for digests", "prove", "finish"]
         paths = [
             path
             for path in servers[0].paths
@@ -127,8 +127,10 @@ def test_a_folder_is_loaded_outside_of_a_session_and_compared_in_one():
 
 
 def test_adapters_are_loaded_beside_the_base_and_the_version_before(tmp_path):
-    """Nothing pauses; what is two versions old goes, and so does what an earlier attempt left under this name."""
-    loaded = ["policy@5", "policy@6", "policy@7", "somebody@1"]
+    """Nothing pauses; what is two versions old goes, unless requests under way name it; and so does what an earlier
+    attempt left under this name.
+    """
+    loaded = ["policy@4", "policy@5", "policy@6", "policy@7", "somebody@1"]
     models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in loaded)]
     answers = engine_answers() | {
         "/v1/models": lambda body: (200, {"data": models}),
@@ -138,10 +140,14 @@ def test_adapters_are_loaded_beside_the_base_and_the_version_before(tmp_path):
     with engines(answers) as servers:
         steps: list[str] = []
         adapters = dataclasses.replace(
-            order(servers, "adapter", directory=str(tmp_path), compares_digests=False), weights=WeightsRef("policy", 7)
+            order(servers, "adapter", directory=str(tmp_path), compares_digests=False),
+            weights=WeightsRef("policy", 7),
+            in_use=frozenset({WeightsRef("policy", 4)}),
         )
+        assert adapters.route == dataclasses.replace(adapters, weights=WeightsRef("policy", 8)).route
+        assert adapters.route.in_use == frozenset()
         receipt = run_session(adapters, OneRank(steps))
-        assert steps == ["begin", "connect", "send policy@7", "load", "finish"]
+        assert steps == ["connect", "send policy@7", "begin", "load", "finish"]
         assert [(path, body) for _, path, body in servers[0].calls if "lora" in path] == [
             ("/unload_lora_adapter", {"lora_name": "policy@5"}),
             ("/unload_lora_adapter", {"lora_name": "policy@7"}),
@@ -158,7 +164,7 @@ def test_without_digests_a_folder_needs_no_session():
             run_session(order(servers, "disk", directory="/w", compares_digests=False), OneRank(steps)).engines_proven
             == 0
         )
-        assert steps == ["begin", "connect", "send base@7", "load", "finish"]
+        assert steps == ["connect", "send base@7", "begin", "load", "finish"]
         assert "/begin_weight_update" not in servers[0].paths
 
 
@@ -180,6 +186,37 @@ def test_a_trainer_that_sent_nothing_leaves_engines_paused():
         with pytest.raises(WeightSyncError, match="base@7: the trainer sent no tensor"):
             run_session(order(servers, "ipc"), OneRank([], num_tensors=0))
         assert servers[0].paths == ["/pause_generation", "/begin_weight_update"]
+
+
+class SlowRank(OneRank):
+    """Notes in `steps` whether an engine is paused while the trainer sends."""
+
+    def __init__(self, steps: list[str], server):
+        super().__init__(steps)
+        self._server = server
+
+    def send(self, weights):
+        self._steps.append("paused" if "/pause_generation" in self._server.paths else "generating")
+        return super().send(weights)
+
+
+@pytest.mark.parametrize(("transport", "meanwhile"), [("disk", "generating"), ("broadcast", "paused")])
+def test_engines_generate_while_a_folder_is_written(transport: str, meanwhile: str):
+    with engines(engine_answers()) as servers:
+        steps: list[str] = []
+        run_session(order(servers, transport, directory="/w"), SlowRank(steps, servers[0]))
+        assert meanwhile in steps
+        assert [path for path in servers[0].paths if "generation" in path] == [
+            "/pause_generation",
+            "/continue_generation",
+        ]
+
+
+def test_a_folder_that_was_not_written_stops_no_engine():
+    with engines(engine_answers()) as servers:
+        with pytest.raises(WeightSyncError, match="sent no tensor"):
+            run_session(order(servers, "disk", directory="/w"), OneRank([], num_tensors=0))
+        assert servers[0].paths == []
 
 
 def test_disk_needs_its_folder():

@@ -265,3 +265,22 @@ def test_an_engine_without_a_receiver_is_named(tmp_path):
     )
     with pytest.raises(WeightSyncError, match="engine 3 at http://e has no receiver"):
         make_publisher(options)
+
+
+def test_who_was_left_out_gets_everything_later_and_the_others_the_difference_all_the_time(receivers, tmp_path):
+    publisher, versions = publisher_to(receivers, tmp_path), [model(1)]
+    for _ in range(3):
+        versions.append(nudged(versions[-1], "layers.0.weight"))
+    both = publisher._options.endpoints
+    assert sync(publisher, versions[0], 1).delta.full_engines == {0, 1}
+    publisher.redirect(both[:1])
+    for version in (2, 3):
+        report = sync(publisher, versions[version - 1], version)
+        assert not report.delta.full_engines and report.delta.num_changed == 1
+    assert_same(receivers[1].weights(), versions[0])
+    publisher.redirect(both)
+    report = sync(publisher, versions[3], 4)
+    assert report.delta.full_engines == {1} and report.delta.num_changed == 1
+    for receiver in receivers:
+        assert_same(receiver.weights(), versions[3])
+    publisher.close()

@@ -1,0 +1,33 @@
+"""dropped.jsonl of a run directory: which prompts nobody trains on, and why, a line each, written when it happens.
+
+    {"prompt": 17, "why": "stale"}
+    {"resumed": {"stale": 3}, "position": 120}    after a resume: how many an earlier run names, in its own directory
+
+Of every other prompt that was drawn, samples/ and the ledger of a checkpoint tell. Nothing of it is kept in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class DropLog:
+    """For Ledger(on_drop=…). path: None writes nothing."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+
+    def __call__(self, prompt: int, why: str) -> None:
+        """One prompt, known by its position in the stream of prompts."""
+        self._write({"prompt": prompt, "why": why})
+
+    def resumed(self, dropped: Mapping[str, int], position: int) -> None:
+        """What a checkpoint counts of before it was saved."""
+        self._write({"resumed": dict(dropped), "position": position})
+
+    def _write(self, record: dict) -> None:
+        if self._path is not None:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
