@@ -28,7 +28,6 @@ from slime_like.tinker.execution.turns import Turns
 from slime_like.tinker.execution.verbs import TrainingVerbs
 from slime_like.tinker.protocols import SamplingBackend, TrainingBackend
 from slime_like.tinker.records import Call, CallFailure, CallResult, Kind, ModelSpec, StillWaiting
-from slime_like.tinker.store import checkpoints
 from slime_like.tinker.store.bodies import pack_call, unpack_call
 from slime_like.tinker.store.database import Database
 from slime_like.tinker.store.requests import (
@@ -222,20 +221,6 @@ class CallService:
         entry = self.book.entries.get(request_id)
         if entry is not None and entry.tenant == tenant and entry.kind is Kind.SAMPLE and self.sampling is not None:
             await self.sampling.cancel(entry)
-
-    async def remove_checkpoint(self, path: str, *, tenant: str) -> bool:
-        """Delete a tenant's checkpoint and its files (protocols.Service)."""
-        async with self.database.write() as session:
-            folder = await checkpoints.remove_checkpoint(session, path, tenant)
-        if folder is None:
-            return False
-        await self._weights.remove(folder)
-        return True
-
-    async def local_folder(self, folder: str) -> str:
-        """Where a row's files are on this machine (protocols.Service)."""
-        home = self._state if folder.startswith(self._state.root) else self._weights
-        return await home.local(folder)
 
     def stats(self) -> dict[str, Any]:
         """Numbers for metrics.

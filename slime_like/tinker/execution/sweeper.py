@@ -129,9 +129,9 @@ class Sweeper:
     async def expired(self) -> None:
         """Delete checkpoints whose time is over, and answers that nobody asks for any more."""
         now = time.time()
-        for path, tenant in await checkpoints.expired_checkpoints(self._database, now):
+        for path in await checkpoints.expired_checkpoints(self._database, now):
             async with self._database.write() as session:
-                folder = await checkpoints.remove_checkpoint(session, path, tenant)
+                folder = await checkpoints.remove_expired(session, path, now)
             if folder is not None and self.weights is not None:
                 await self.weights.remove(folder)
         async with self._database.write() as session:

@@ -1,5 +1,7 @@
 """Calls are durable before they have an id, idempotent, and executed in order."""
 
+# Covers slime_like.tinker.store.requests.
+
 from __future__ import annotations
 
 import asyncio
