@@ -92,7 +92,7 @@ class CallService:
         """Stop executing, and save what the trainer holds; what has no answer then goes on with the next start."""
         if not self._tasks:
             return
-        training, *others = self._tasks
+        (training, *others), self._tasks = self._tasks, []
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)

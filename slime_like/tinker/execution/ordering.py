@@ -21,6 +21,7 @@ class ModelQueue:
         self.snapshot_time = self.last_used = time.monotonic()
         self.waiting: dict[int, Entry] = {}
         self.highest_seq = done_seq
+        self.has_ended = False  # it takes no more calls
 
     @property
     def model_id(self) -> str:

@@ -192,7 +192,7 @@ class SamplingLane:
             raise SlimeLikeError(f"there is no sampler {sampler_id}: its session is over.")
         folder = row.folder
         if folder is not None:
-            home = next((home for root, home in self._folders.items() if folder.startswith(root)), None)
+            home = next((home for root, home in self._folders.items() if folder.startswith(f"{root}/")), None)
             folder = folder if home is None else await home.local(folder)
         await self.engines.open(sampler_id, folder)
 

@@ -112,6 +112,7 @@ class Sweeper:
             async with self._trainer():
                 model = self._registry.models.get(model_id)
                 if model is not None:
+                    model.has_ended = True
                     await self._residency.forget(model)
                 async with self._database.write() as session:
                     await release_model(session, model_id)

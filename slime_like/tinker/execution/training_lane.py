@@ -272,6 +272,7 @@ class TrainingLane:
         await self._end_model(model, f"{model.model_id} was not created: {failure.message}")
 
     async def _end_model(self, model: ModelQueue, reason: str) -> None:
+        model.has_ended = True
         left = [(entry, entry.failure("user", reason)) for entry in model.waiting.values()]
         await self._book.finish(left)
         model.waiting.clear()
