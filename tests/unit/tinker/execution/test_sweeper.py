@@ -47,7 +47,7 @@ def test_a_gap_is_given_up_and_the_model_goes_on(tmp_path: Path):
             for request_id in ids:
                 failure = await client.answer(request_id)
                 assert isinstance(failure, CallFailure) and failure.category == "user"
-                assert "seq_id 1 of s1:train:0 did not come within 0.5 s" in failure.message
+                assert "call 1 of s1:train:0 did not come within 0.5 s" in failure.message
             failure = await client.answer(await service.submit(late))
             assert isinstance(failure, CallFailure) and "came after its place was given up" in failure.message
             assert (await client.do(client.forward_backward(4))).metrics["loss"] == plain_losses([4])[0]
