@@ -34,6 +34,7 @@ class ServiceSettings:
     # State.
     snapshot_every_steps: int = 8
     snapshot_every_s: float = 60.0
+    snapshot_share: float = 0.1  # of a model's time that its snapshots may take; they are rarer where they take long
     max_attempts: int = 3  # of a call that the trainer, or an engine, dies over
 
     # Deadlines.
