@@ -21,11 +21,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import orjson
 
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.utils.net import certificates, wait_until
 
+_JSON = {"Content-Type": "application/json"}
 _BODY_HEAD_CHARS = 500
 _CONNECT_TIMEOUT_S = 10.0
 #: How long an idle connection is used again: uvicorn closes them after five seconds.
@@ -305,9 +307,8 @@ class EngineClient:
         """POST; an answer that says `"success": false` is an error too."""
         answer = self._request("POST", path, body, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineHttpError(
-                f"engine {self.endpoint.index}: POST {self.url}{path} refused: {answer.get('message')}", 200
-            )
+            why = answer.get("message") or answer.get("error_message")  # the latter of adapters
+            raise EngineHttpError(f"engine {self.endpoint.index}: POST {self.url}{path} refused: {why}", 200)
         return answer if isinstance(answer, dict) else {}
 
     def _optional(self, path: str) -> bool:
@@ -349,7 +350,8 @@ class EngineClient:
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s))
         try:
             with self._http() as http:
-                response = http.request(method, self.url + path, json=body, timeout=timeout)
+                content = None if body is None else orjson.dumps(body)  # megabytes of tensors, five times as fast
+                response = http.request(method, self.url + path, content=content, headers=_JSON, timeout=timeout)
         except httpx.TimeoutException as error:
             who = f"engine {self.endpoint.index} at {self.url}"
             raise WaitTimeout(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import secrets
 import time
@@ -11,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_like.tinker.errors import Refused
+from slime_like.tinker.errors import BackendLost, Refused
 from slime_like.tinker.execution.call_book import MANY_ROWS, CallBook
 from slime_like.tinker.execution.entries import CREATIONS, Entry, cost_tokens
 from slime_like.tinker.execution.folders import Folders
 from slime_like.tinker.execution.ordering import ModelQueue
+from slime_like.tinker.execution.recent_rows import RecentRows
 from slime_like.tinker.execution.registry import ModelRegistry
 from slime_like.tinker.execution.residency import Residency
 from slime_like.tinker.execution.sampling_lane import SamplingLane
@@ -70,6 +72,8 @@ class CallService:
             self.sampling = SamplingLane(engines, database, self.book, homes, settings)
         self.sweeper = Sweeper(database, self.book, self.registry, self.residency, self.training, settings)
         self.sweeper.sampling, self.sweeper.weights = self.sampling, self._weights
+        self._sessions = RecentRows(functools.partial(find_session, database))
+        self._samplers = RecentRows(functools.partial(find_sampler, database))
         self._tasks: list[asyncio.Task] = []
 
     async def start(self) -> None:
@@ -85,11 +89,18 @@ class CallService:
 
     async def close(self) -> None:
         """Stop executing, and save what the trainer holds; what has no answer then goes on with the next start."""
-        for task in self._tasks:
+        if not self._tasks:
+            return
+        training, *others = self._tasks
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for model in self.residency.models:
-            await self.residency.send_away(model)
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.training.stop(training)
+        try:
+            for model in self.residency.models:
+                await self.residency.send_away(model)
+        except BackendLost as error:  # what was saved before, and the calls since, are as good
+            logger.warning("the trainer was lost while models were saved: %s", error)
 
     async def submit(self, call: Call) -> str:
         """The request's id, once it is on disk (protocols.Service)."""
@@ -102,7 +113,7 @@ class CallService:
             return await self._submit_training(call, call.model_id)
 
     async def _check_session(self, call: Call) -> None:
-        session = await find_session(self.database, call.session_id)
+        session = await self._sessions.get(call.session_id)
         if session is None or session.tenant != call.tenant:
             raise Refused(f"there is no session {call.session_id}.", status=404)
         if session.finished is not None:
@@ -113,7 +124,7 @@ class CallService:
             raise Refused("this server has no engines to sample with.", status=400)
         if call.sampler_id is None or call.sample is None:
             raise Refused("a sample names its sampler, and what is wanted.", status=400)
-        sampler = await find_sampler(self.database, call.sampler_id)
+        sampler = await self._samplers.get(call.sampler_id)
         if sampler is None or sampler.tenant != call.tenant:
             raise Refused(f"there is no sampler {call.sampler_id}.", status=404)
         tokens = cost_tokens(call, self.settings)
@@ -129,6 +140,8 @@ class CallService:
             return await self._write(call, cost_tokens(call, self.settings), spec)
         model = await self.registry.get(model_id)
         if model is None or model.spec.tenant != call.tenant:
+            self._sessions.forget(call.session_id)
+            await self._check_session(call)  # the reason, where its session was finished a moment ago
             raise Refused(f"there is no model {call.model_id}, or it was unloaded.", status=404)
         if call.seq_id is None:  # a client that does not count: after all that it has sent
             model.highest_seq = max(model.highest_seq, await last_seq(self.database, model_id)) + 1
@@ -140,7 +153,7 @@ class CallService:
             return self._same(model.waiting[call.seq_id].call.kind, call, model.waiting[call.seq_id].request_id)
         tokens = cost_tokens(call, self.settings)
         # The one that others wait for is always taken: they could never end without it.
-        if call.seq_id > model.done_seq + 1:
+        if call.seq_id > model.executed_seq + 1:
             self.book.check_limits(call.tenant, tokens)
         return await self._write(call, tokens)
 
@@ -183,8 +196,8 @@ class CallService:
         model = await self.registry.get(entry.model_id)
         if model is None:
             await self.book.finish([(entry, entry.failure("user", f"{entry.model_id} takes no more calls"))])
-        elif entry.seq_id <= model.done_seq:
-            reason = f"call {entry.seq_id} came after its place was given up: call {model.done_seq} was answered"
+        elif entry.seq_id <= model.executed_seq:
+            reason = f"call {entry.seq_id} came after its place was given up: call {model.executed_seq} was answered"
             await self.book.finish([(entry, entry.failure("user", reason))])
         else:
             model.add(entry)

@@ -89,6 +89,7 @@ def test_engine_that_dies_at_start_shows_its_log(base, tmp_path):
     assert_nothing_left(before)
 
 
+@pytest.mark.long_run  # its words: unit/sglang_backend/test_router.py; an end within the start: the engine above
 def test_port_taken_is_named(base, tmp_path):
     before = our_processes()
     with socket.socket() as taken:
@@ -101,6 +102,8 @@ def test_port_taken_is_named(base, tmp_path):
     assert_nothing_left(before)
 
 
+# Its words: unit/rollout/test_manager.py; an error in mid-run that ends all: test_sync_faults.py and test_roles.py.
+@pytest.mark.long_run
 def test_reward_that_raises_names_the_sample(base, tmp_path):
     before = our_processes()
     run = run_train(

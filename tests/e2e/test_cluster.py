@@ -49,7 +49,7 @@ class Actor:
             return {}["missing"]
         if what == "death":
             os._exit(1)
-        time.sleep(30 if what == "late" else 0)
+        time.sleep(300 if what == "late" else 0)
         return what
 
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
@@ -72,13 +72,14 @@ large = make_plan(dataclasses.replace(RunConfig(), placement=five_and_one))
 attempt("impossible", lambda: reserve(large, 60))
 again = reserve(plan, 60)
 remote = ray.remote(Actor).options(num_cpus=0)
+actors, waiting = [remote.remote() for _ in range(3)], remote.remote().work.remote("late")
+refs = {name: actor.work.remote(name) for name, actor in zip("abc", actors)}
+outcomes["in order"] = Wait(20, whom="x", phase="y").gather(refs)
 for what in ("user error", "bug", "death"):
-    actor, late = remote.remote(), remote.remote()
-    refs = {"rank 1": late.work.remote("late"), "rank 0": actor.work.remote(what)}
+    refs = {"rank 1": waiting, "rank 0": actors[0].work.remote(what)}
     attempt(what, lambda: Wait(20, whom="the trainer", phase="train").gather(refs))
-refs = {"rank 0": remote.remote().work.remote("fine"), "rank 7": remote.remote().work.remote("late")}
+refs = {"rank 0": actors[1].work.remote("fine"), "rank 7": waiting}
 attempt("late", lambda: Wait(5, whom="the trainer", phase="train").gather(refs))
-outcomes["in order"] = Wait(20, whom="x", phase="y").gather({name: remote.remote().work.remote(name) for name in "abc"})
 stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
 address = ray.get_runtime_context().gcs_address
 code = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); print('JOINED')"

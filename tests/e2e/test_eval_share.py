@@ -6,48 +6,47 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
+from tests.e2e.runs import SMALL_RUN, assert_nothing_left, environment, our_processes, run_train
+from tests.e2e.test_sync_streams import KEY, two_engines  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
 NUM_ROLLOUTS, INTERVAL = 6, 3
-#: Way of the weights -> flags.
+APART = ["--rollout-num-gpus", 2]
+#: How weights travel, and to whose engines -> flags.
 WAYS = {
-    "broadcast": [],
-    "disk": ["--update-weight-transport", "disk"],
-    "delta": ["--update-weight-mode", "delta"],
+    "broadcast": APART,
+    "disk": [*APART, "--update-weight-transport", "disk"],
+    "delta": [*APART, "--update-weight-mode", "delta"],
+    "external": ["--actor-num-gpus-per-node", 2, "--rollout-external", "--rollout-external-engine-addrs"],
 }
 
 
-@pytest.mark.parametrize(("mode", "way"), [("full", "broadcast"), ("one-step", "disk"), ("off", "delta")])
-def test_syncs_go_on_beside_an_evaluation_on_an_engine_of_its_own(tiny_model_dir, tiny_data_dir, tmp_path, mode, way):
+@pytest.mark.parametrize(
+    ("mode", "way"), [("full", "broadcast"), ("one-step", "disk"), ("off", "delta"), ("full", "external")]
+)
+def test_syncs_go_on_beside_an_evaluation_on_an_engine_of_its_own(
+    tiny_model_dir, tiny_data_dir, tmp_path, request, mode, way
+):
+    engines = request.getfixturevalue("two_engines") if way == "external" else []
     before = our_processes()
     run = run_train(
         *SMALL_RUN,
         *("--hf-checkpoint", tiny_model_dir, "--prompt-data", tiny_data_dir / "train.jsonl"),
-        *("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 2, "--num-rollout", NUM_ROLLOUTS),
+        *("--actor-num-gpus-per-node", 1, *WAYS[way], *engines, "--num-rollout", NUM_ROLLOUTS),
         *("--async-mode", mode, "--eval-async", "--eval-num-engines", 1, "--eval-interval", INTERVAL),
         *("--eval-prompt-data", "few", f"{tiny_data_dir}/eval.jsonl@[0:8]", "--n-samples-per-eval-prompt", 8),
-        *("--eval-max-response-len", 200, "--verify-weight-sync", "full", *WAYS[way]),
+        *("--eval-max-response-len", 200, "--verify-weight-sync", "full"),
         *("--custom-eval-rollout-log-function-path", "tests.e2e.rewards.eval_versions"),
         run_dir=tmp_path / "run",
+        env=environment(SLIME_LIKE_ENGINE_API_KEY=KEY) if engines else None,
     )
     assert run.returncode == 0, run.logs()
     assert_nothing_left(before)
+    assert "during an evaluation 1 of 2 engines keep its weights" in run.output
     evaluations, syncs = run.metrics("eval"), run.metrics("sync")
-    for line in evaluations:
-        print(
-            mode,
-            way,
-            {name: line[name] for name in line if name.startswith("eval/") and name.count("/") == 1},
-            line["time"],
-        )
-    for line in syncs:
-        print(
-            {name: line[name] for name in ("sync/version", "sync/seconds", "sync/engines_proven", "time")},
-            line.get("delta/full_engines"),
-            {k: v for k, v in line.items() if "delta" in k},
-        )
+    print(mode, way, [(line["eval/seconds"], line["eval/waited_seconds"]) for line in evaluations])
+    print([(line["sync/version"], line["sync/engines_proven"], line["sync/seconds"]) for line in syncs])
     assert [line["step"] for line in evaluations] == [0, 3, 6]
     for line in evaluations:
         versions = {line[f"eval/{which}_version"] for which in ("weight", "oldest", "newest")}
@@ -56,3 +55,5 @@ def test_syncs_go_on_beside_an_evaluation_on_an_engine_of_its_own(tiny_model_dir
     proven = {line["sync/version"]: line["sync/engines_proven"] for line in syncs}
     assert proven[2] == 1 and syncs[1]["time"] < evaluations[0]["time"], "while it ran, the other engine got weights"
     assert [proven[version] for version in (1, 4, 7)] == [2, 2, 2], "each evaluation begins on weights that all hold"
+    if way == "delta":
+        assert [line["sync/full_engines"] for line in syncs] == [2, 0, 0, 0, 0, 0, 0], "one receiver serves both"

@@ -76,7 +76,7 @@ def attempt(name, function):
 
 compare(
     "colocated",
-    planned(actor_num_nodes=4, actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus_per_engine=2),
+    planned(actor_num_nodes=2, actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus_per_engine=2),
 )
 compare(
     "disaggregated",
@@ -128,7 +128,7 @@ def said(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "seats", "machines"),
-    [("colocated", 16, 4), ("disaggregated", 8, 4), ("granular", 10, 4), ("all training", 4, 1)],
+    [("colocated", 8, 2), ("disaggregated", 8, 4), ("granular", 10, 4), ("all training", 4, 1)],
 )
 def test_roles_sit_where_the_plan_says(said, name, seats, machines):
     assert said[name] == f"SAME {seats} seats on {machines} machines"

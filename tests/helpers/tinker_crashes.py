@@ -93,9 +93,10 @@ class MortalService:
     async def _bury(self) -> None:
         """What a kill does: everything stops where it is; nothing is saved, and open transactions are undone."""
         assert self.service is not None
-        for task in self.service._tasks:
+        tasks = [*self.service._tasks, *self.service.training.writing]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self.service._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.service.database.close()
         self.num_deaths += 1
         self.moments = Moments()

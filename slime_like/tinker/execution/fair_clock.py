@@ -27,8 +27,10 @@ class FairClock:
         self._served[tenant] = start + tokens / self._weights.get(tenant, 1.0)
 
     def advance(self, waiting: Iterable[str]) -> None:
-        """The clock is where the tenant is that is furthest behind among those that have work now."""
-        positions = [self.position(tenant) for tenant in waiting]
-        if positions:
-            self._now = max(self._now, min(positions))
+        """The clock is where the tenant is that is furthest behind among those that have work now.
+
+        Where none has, all begin anew from where the furthest was.
+        """
+        positions = [self.position(tenant) for tenant in waiting] or [max(self._served.values(), default=0.0)]
+        self._now = max(self._now, min(positions))
         self._served = {tenant: served for tenant, served in self._served.items() if served > self._now}

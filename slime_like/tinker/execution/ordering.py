@@ -13,7 +13,8 @@ class ModelQueue:
 
     def __init__(self, spec: ModelSpec, session_id: str, *, done_seq: int, snapshot_seq: int, snapshot: str | None):
         self.spec, self.session_id = spec, session_id
-        self.done_seq = done_seq  # every call up to it has its answer, or was given up
+        self.done_seq = done_seq  # every call up to it has its answer on disk, or was given up
+        self.executed_seq = done_seq  # every call up to it was executed: its answer may still be on its way to the disk
         self.snapshot, self.snapshot_seq = snapshot, snapshot_seq
         self.stepped_seq = snapshot_seq  # the last call that changed weights: what a snapshot taken now would hold
         self.steps_since_snapshot = 0
@@ -32,25 +33,25 @@ class ModelQueue:
         self.highest_seq = max(self.highest_seq, entry.seq_id)
 
     def next(self) -> Entry | None:
-        """The call that may run: all before it are done."""
-        entry = self.waiting.get(self.done_seq + 1)
-        return None if entry is None or entry.running else entry
+        """The call that may run: all before it were executed."""
+        return self.waiting.get(self.executed_seq + 1)
 
     def done(self, seq_id: int) -> None:
         """The call has its answer."""
         self.waiting.pop(seq_id, None)
         self.done_seq = max(self.done_seq, seq_id)
+        self.executed_seq = max(self.executed_seq, seq_id)
 
     def missing(self) -> int | None:
         """The seq_id that calls here wait for and that has not come; None: there is no such."""
-        seq = self.done_seq + 1
-        return seq if self.waiting and seq not in self.waiting else None
+        seq = self.executed_seq + 1
+        return seq if seq not in self.waiting and any(later > seq for later in self.waiting) else None
 
     def beyond_gap(self) -> list[Entry]:
         """The calls that directly follow the missing ones, up to the next gap, in order."""
         if self.missing() is None:
             return []
-        seq = min(self.waiting)
+        seq = min(later for later in self.waiting if later > self.executed_seq)
         run = []
         while seq in self.waiting:
             run.append(self.waiting[seq])

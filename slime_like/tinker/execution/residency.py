@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 
 from slime_like.errors import RunError
 from slime_like.records import PassResult, TenantPass
@@ -43,6 +45,9 @@ class Residency:
     def __init__(self, trainer: TrainingBackend, database: Database, folders: Folders, settings: ServiceSettings):
         self.trainer, self._database, self.folders, self._settings = trainer, database, folders, settings
         self._resident: collections.OrderedDict[str, ModelQueue] = collections.OrderedDict()
+        #: Of models whose answers are being written, the last one's task. Until it is done, a snapshot would be of
+        #: another call than it says.
+        self.writing: dict[str, asyncio.Task] = {}
         self.counts = ResidencyCounts()
 
     def __contains__(self, model_id: str) -> bool:
@@ -65,6 +70,7 @@ class Residency:
         if model.model_id in self._resident:
             self._resident.move_to_end(model.model_id)
             return
+        await self.written(model)  # what brings it back is read from there
         await self.make_room(keep)
         await self.trainer.create(model.spec)
         try:
@@ -96,8 +102,20 @@ class Residency:
         await self.snapshot(model)
         await self.forget(model)
 
+    def abandon(self, model_ids: Sequence[str]) -> None:
+        """What the trainer has of them is not known, and never saved."""
+        for model_id in model_ids:
+            self._resident.pop(model_id, None)
+
+    async def written(self, model: ModelQueue) -> None:
+        """Every answer of it is on disk, once this returns."""
+        task = self.writing.get(model.model_id)
+        if task is not None:
+            await asyncio.shield(task)
+
     async def forget(self, model: ModelQueue) -> None:
         """Free its place, without its state: it comes back from its last snapshot."""
+        await self.written(model)
         if self._resident.pop(model.model_id, None) is not None:
             await self.trainer.release(model.model_id)
 
@@ -108,6 +126,7 @@ class Residency:
 
     async def snapshot(self, model: ModelQueue) -> None:
         """Save what has changed since the last one; the calls that it has need no bodies any more."""
+        await self.written(model)
         seq = model.stepped_seq
         if seq == model.snapshot_seq:
             return

@@ -36,6 +36,7 @@ class ServiceSettings:
     # Deadlines.
     gap_timeout_s: float = 120.0  # for the call before a call
     backend_timeout_s: float = 3600.0  # for one verb of the trainer, or one sample
+    close_timeout_s: float = 30.0  # for what the trainer does when the server ends
     session_timeout_s: float = 120.0  # without a heartbeat
     result_retention_s: float = 3600.0  # of answers that clients may ask for again
     sweep_every_s: float = 2.0

@@ -62,13 +62,7 @@ class Sweeper:
             known, since = self._gaps.get(model.model_id, (missing, now))
             seen[model.model_id] = (missing, since if known == missing else now)
             if known == missing and now - since >= self._settings.gap_timeout_s:
-                waited = model.beyond_gap()
-                reason = (
-                    f"the call with seq_id {missing} of {model.model_id} did not come within "
-                    f"{self._settings.gap_timeout_s:g} s, so those that wait for it were not executed. Calls after "
-                    f"seq_id {waited[-1].seq_id} are."
-                )
-                await self._training.give_up(model, waited, reason)
+                await self._training.give_up(model, missing)
                 del seen[model.model_id]
         self._gaps = seen
 

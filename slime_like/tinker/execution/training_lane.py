@@ -50,6 +50,9 @@ class TrainingLane:
         #: Held while the trainer is used; the sweeper takes it for what it saves.
         self.trainer_lock = asyncio.Lock()
         self.seconds: dict[str, float] = collections.defaultdict(float)
+        self.writing: set[asyncio.Task] = set()  # of answers
+        self._due: list[ModelQueue] = []  # for a snapshot
+        self._stopping = False
         self.num_batches = self.num_batched = 0
 
     def wake(self) -> None:
@@ -57,8 +60,9 @@ class TrainingLane:
         self._work.set()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
-        while True:
+        """Serve until `stop`, or cancelled."""
+        while not self._stopping:
+            await self._snapshots()
             batch = self._choose()
             if not batch:
                 self._work.clear()
@@ -72,6 +76,33 @@ class TrainingLane:
                 except Exception:  # the database does not take what became of them: they are served once more
                     logger.exception("%s could not be ended", _names(batch))
                     await asyncio.sleep(self._settings.retry_after_s)
+
+    async def stop(self, task: asyncio.Task) -> None:
+        """End `run`, which is `task`, when what it does now is done; what it has done is written then."""
+        self._stopping = True
+        self.wake()
+        await asyncio.wait({task}, timeout=self._settings.close_timeout_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if self.writing:
+            await asyncio.wait(self.writing, timeout=self._settings.close_timeout_s)
+        for late in self.writing:
+            late.cancel()
+
+    async def _snapshots(self) -> None:
+        while self._due:
+            model = self._due.pop()
+            if model.model_id not in self._residency or not self._residency.is_due(model):
+                continue
+            async with self.trainer_lock:
+                try:
+                    async with asyncio.timeout(self._settings.backend_timeout_s):
+                        await self._residency.snapshot(model)
+                except (BackendLost, TimeoutError) as error:
+                    logger.warning("the trainer was lost while %s was saved: %s", model.model_id, error)
+                    self._residency.lost()
+                except Exception:  # the snapshot before it, and the calls since, are as good
+                    logger.exception("%s could not be saved", model.model_id)
 
     def _choose(self) -> list[Entry]:
         heads = [entry for model in self._registry.models.values() if (entry := model.next()) is not None]
@@ -113,6 +144,10 @@ class TrainingLane:
             logger.warning("the trainer was lost over %s: %s", _names(batch), error or "it did not answer in time")
             self._residency.lost()
             await self._count_attempt(batch, str(error) or f"no answer in {self._settings.backend_timeout_s:g} s")
+        except asyncio.CancelledError:
+            # Perhaps the trainer has done it, and nobody will know: nothing of these models is to be saved.
+            self._residency.abandon([entry.model_id for entry in batch])
+            raise
         except Exception as error:
             # What the trainer holds of these models is not known: they come back from their snapshots.
             logger.log(
@@ -125,7 +160,8 @@ class TrainingLane:
             await self._failed(batch, error)
         finally:
             for entry in batch:
-                entry.running = False
+                model = self._registry.models.get(entry.model_id)
+                entry.running = model is not None and entry.seq_id <= model.executed_seq
             self.seconds[str(batch[0].kind)] += time.monotonic() - begun
 
     async def _passes(self, batch: list[Entry]) -> None:
@@ -135,7 +171,7 @@ class TrainingLane:
             await self._residency.ensure(model, keep)
         answers = await self._residency.trainer.run_passes([tenant_pass(entry.call) for entry in batch])
         self.num_batches, self.num_batched = self.num_batches + 1, self.num_batched + len(batch)
-        await self._finish(
+        self._finish_later(
             [
                 (model, entry, _pass_outcome(entry, answer))
                 for model, entry, answer in zip(models, batch, answers, strict=True)
@@ -145,11 +181,14 @@ class TrainingLane:
     async def _verb(self, entry: Entry) -> None:
         model = await self._model(entry)
         done = await self._verbs.run(model, entry)
-        await self._finish([(model, entry, CallResult(kind=entry.kind, result=done.result))], done)
+        outcomes = [(model, entry, CallResult(kind=entry.kind, result=done.result))]
+        if entry.kind is Kind.OPTIM_STEP:
+            self._finish_later(outcomes, done)
+            return
+        await self._residency.written(model)
+        await self._finish(outcomes, done)
         if entry.kind is Kind.UNLOAD_MODEL:
             await self._end_model(model, f"{model.model_id} was unloaded")
-        if model.model_id in self._residency and self._residency.is_due(model):
-            await self._residency.snapshot(model)
 
     async def _model(self, entry: Entry) -> ModelQueue:
         model = await self._registry.get(entry.model_id)
@@ -169,6 +208,37 @@ class TrainingLane:
         if done is not None and done.afterwards is not None:
             await done.afterwards()
 
+    def _finish_later(self, outcomes: Sequence[tuple[ModelQueue, Entry, Outcome]], done: Done | None = None) -> None:
+        """Write answers while the trainer goes on; a model's are written in order."""
+        writing = self._residency.writing
+        before = {writing[model.model_id] for model, _, _ in outcomes if model.model_id in writing}
+        task = asyncio.create_task(self._finish_surely(outcomes, done, before))
+        self.writing.add(task)
+        task.add_done_callback(self.writing.discard)
+        for model, entry, _ in outcomes:
+            writing[model.model_id] = task
+            model.executed_seq = entry.seq_id
+
+    async def _finish_surely(
+        self, outcomes: Sequence[tuple[ModelQueue, Entry, Outcome]], done: Done | None, before: set[asyncio.Task]
+    ) -> None:
+        if before:
+            await asyncio.wait(before)
+        while True:
+            try:
+                await self._finish(outcomes, done)
+            except Exception:  # the trainer has done it: there is nothing to do but to write it
+                logger.exception("%s could not be written", _names([entry for _, entry, _ in outcomes]))
+                await asyncio.sleep(self._settings.retry_after_s)
+            else:
+                break
+        for model, _, _ in outcomes:
+            if self._residency.writing.get(model.model_id) is asyncio.current_task():
+                del self._residency.writing[model.model_id]
+            if self._residency.is_due(model) and model not in self._due:
+                self._due.append(model)
+        self.wake()
+
     async def _failed(self, batch: list[Entry], error: Exception) -> None:
         for entry in batch:
             await self._residency.forget(await self._model(entry))
@@ -177,8 +247,6 @@ class TrainingLane:
                 entry.alone = True
             return
         (entry,) = batch
-        if entry.finished.is_set():  # it was the snapshot after it
-            return
         if isinstance(error, SlimeLikeError):
             await self._fail(entry, entry.failure("user", str(error)))
         else:
@@ -186,6 +254,7 @@ class TrainingLane:
 
     async def _fail(self, entry: Entry, failure: CallFailure) -> None:
         model = await self._model(entry)
+        await self._residency.written(model)
         if entry.kind not in CREATIONS:
             await self._finish([(model, entry, failure)])
             return
@@ -207,9 +276,17 @@ class TrainingLane:
                 message = f"the trainer failed {entry.attempts} times over this call; the last time: {reason}"
                 await self._fail(entry, entry.failure("server", message))
 
-    async def give_up(self, model: ModelQueue, entries: list[Entry], reason: str) -> None:
-        """Fail calls whose place does not come; those after them go on."""
-        last = max(entry.seq_id for entry in entries)
+    async def give_up(self, model: ModelQueue, missing: int) -> None:
+        """Fail the calls that wait for one that does not come; those after them go on."""
+        await self._residency.written(model)
+        if model.missing() != missing:  # it came meanwhile
+            return
+        entries = model.beyond_gap()
+        last = entries[-1].seq_id
+        reason = (
+            f"the call with seq_id {missing} of {model.model_id} did not come within {self._settings.gap_timeout_s:g} s,"
+            f" so those that wait for it were not executed. Calls after seq_id {last} are."
+        )
         for entry in entries:  # first, so that the missing call, should it come now, is too late for certain
             model.done(entry.seq_id)
         failures = [(entry, entry.failure("user", reason)) for entry in entries]

@@ -17,7 +17,7 @@ from slime_like.tinker.protocols import TrainingBackend
 from slime_like.tinker.records import AdamSettings, Kind
 from slime_like.tinker.store.checkpoints import find_checkpoint, put_checkpoint, put_sampler
 from slime_like.tinker.store.database import Database
-from slime_like.tinker.store.requests import move_snapshot, release_model
+from slime_like.tinker.store.requests import find_sampler, move_snapshot, release_model
 from slime_like.tinker.store.tables import CheckpointRow, SamplerRow
 
 _NAME = re.compile(r"[\w.+=@,-]{1,200}")
@@ -110,6 +110,8 @@ class TrainingVerbs:
             folder = self._weights.new()
             await self._trainer.save_sampler(model.model_id, folder)
             return await self._checkpoint(model, entry, folder, name=name, kind="sampler")
+        if await find_sampler(self._database, sampler_id) is not None:
+            raise RunError(f"there is a sampler {sampler_id} already.")
         folder = self._residency.folders.new()
         await self._trainer.save_sampler(model.model_id, folder)
         where, _ = await self._residency.folders.publish(folder, "samplers", sampler_id)

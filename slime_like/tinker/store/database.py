@@ -16,6 +16,7 @@ from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from slime_like.errors import ConfigError
+from slime_like.tinker.store.group_commit import GroupCommit
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 #: How long a transaction waits for another process's (the keys' command writes too).
@@ -44,7 +45,7 @@ class Database:
 
     SQLite: WAL, so that reading never waits for writing, with synchronous=FULL: a commit returns after the log's
     fsync, so what was acknowledged survives a kill -9 and a loss of power too (NORMAL would lose the last commits in
-    the latter). One writer at a time, as SQLite has it: here they queue, instead of asking it again and again.
+    the latter). One writer at a time, as SQLite has it; those that come meanwhile share one commit (GroupCommit).
     PostgreSQL: synchronous_commit as the server has it, which is the same promise by default.
     """
 
@@ -52,23 +53,25 @@ class Database:
         self.url = database_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._engine: AsyncEngine = _engine(self.url, is_sqlite=self.is_sqlite)
-        self._reading = async_sessionmaker(self._engine, expire_on_commit=False)
-        self._writing = async_sessionmaker(self._engine.execution_options(writes=True), expire_on_commit=False)
-        self._writer = asyncio.Lock()
+        self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
+        self._writers = GroupCommit(self._engine.execution_options(writes=True))
         self._claim = contextlib.AsyncExitStack()
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """A session that sees one moment's state, and changes nothing."""
-        async with self._reading() as session:
+        async with self._sessions() as session:
             yield session
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
         """One transaction: all of it is on disk when the block has ended, or nothing where it raised."""
-        async with self._writer if self.is_sqlite else contextlib.nullcontext():
-            async with self._writing() as session, session.begin():
+        if self.is_sqlite:
+            async with self._writers.write() as session:
                 yield session
+            return
+        async with self._sessions() as session, session.begin():
+            yield session
 
     async def upgrade(self) -> None:
         """Bring the tables to what this version wants."""

@@ -5,139 +5,28 @@ No Ray, no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
-import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
-from slime_like.config.data import DataConfig
 from slime_like.config.evaluation import EvalConfig
 from slime_like.config.loss import LossConfig
-from slime_like.config.model import ModelConfig
 from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.placement import PlacementConfig
-from slime_like.config.rollout import RolloutConfig
-from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError, RunError
 from slime_like.job.phases import Phases
-from slime_like.job.running import Job, ResolvedRun
 from slime_like.loops import sync_loop
 from slime_like.observability.console import ProgressConsole
-from slime_like.observability.metrics import MetricsLog
 from slime_like.observability.tracing import PhaseTrace
-from slime_like.records import Prompt, Sample, SampleGroup, StepReport, SyncReceipt, WeightsRef
-from slime_like.rollout.data_source import DataSource
-from slime_like.utils.files import RunDirectory, read_json_lines
-
-
-def group(index: int) -> SampleGroup:
-    tokens, mask = np.array([1, 2, 3], dtype=np.int32), np.array([0, 1, 1], dtype=np.int8)
-    zeros, versions = np.zeros(3, dtype=np.float32), np.array([-1, 1, 1], dtype=np.int32)
-    prompt = Prompt(index=index, text="", tokens=tokens[:1])
-    samples = [
-        Sample(
-            prompt_index=index,
-            sample_index=number,
-            tokens=tokens,
-            loss_mask=mask,
-            engine_logprobs=zeros,
-            weight_versions=versions,
-            response="",
-            reward=float(number),
-        )
-        for number in range(2)
-    ]
-    return SampleGroup(prompt=prompt, samples=tuple(samples))
-
-
-class Part:
-    """A part that answers with what it was given for a method, and writes every call into the common list."""
-
-    def __init__(self, name: str, calls: list[str], answers: dict):
-        self.name, self.calls, self.answers = name, calls, answers
-
-    def __getattr__(self, method: str):
-        def call(*args, **options):
-            shown = next((str(value) for value in args if isinstance(value, int | str | tuple | WeightsRef)), "")
-            self.calls.append(f"{self.name}.{method}" + (f" {shown}" if shown else ""))
-            answer = self.answers.get(method)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer(*args) if callable(answer) else answer
-
-        return call
-
-
-class Run:
-    """A job over such parts, and what it left."""
-
-    def __init__(
-        self,
-        folder: Path,
-        config: RunConfig,
-        *,
-        num_rollout: int = 2,
-        parts: tuple[str, ...] = ("trainer", "engines", "rollouts"),
-        **answers: dict,
-    ):
-        self.calls: list[str] = []
-        run = RunDirectory(str(folder))
-        data = DataSource([], config.data, path="", tokenizer=None, max_tokens=0)
-        resolved = ResolvedRun(config=config, plan=types.SimpleNamespace(), run=run, data=data, num_rollout=num_rollout)
-        defaults = {
-            "trainer": {
-                "put": lambda samples: samples,
-                "train": lambda step, samples: StepReport(
-                    step=step, num_train_steps=1, num_samples=len(samples), num_tokens=4, metrics={"train/loss": 0.5}
-                ),
-                "save": lambda done, state: f"checkpoint-{done}",
-                "finish_save": True,
-            },
-            "engines": {
-                "sync": lambda weights, trainer: SyncReceipt(
-                    weights=weights, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"
-                ),
-                "compare": 0.0,
-                "num_members": 1,
-            },
-            "rollouts": {
-                "generate": lambda step, watch: types.SimpleNamespace(
-                    groups=(group(2 * step), group(2 * step + 1)),
-                    metrics={"rollout/reward_mean": 0.5},
-                    busy=((1.0, 2.0),),
-                ),
-                "evaluate": {"eval/x/reward_mean": 0.5},
-                "state_dict": {"data": {}},
-            },
-        }
-        doubles = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}
-        if "engines" in doubles:
-            doubles["engines"].num_members = 1
-        self.job = Job(resolved=resolved, **doubles)
-        self.log = MetricsLog(run, tensorboard=False)
-
-    def go(self) -> list[str]:
-        """Run the loop; the calls."""
-        with open("/dev/null", "w") as nowhere:
-            sync_loop.run(self.job, self.log, ProgressConsole(self.job.num_rollout, nowhere))
-        return self.calls
-
-
-def config(**groups) -> RunConfig:
-    base = RunConfig(
-        data=DataConfig(num_rollout=2),
-        model=ModelConfig(vocab_size=5),
-        rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2),
-    )
-    return dataclasses.replace(base, **{"sync": SyncConfig(verify_weight_sync_interval=0), **groups})
+from slime_like.records import StepReport
+from slime_like.utils.files import read_json_lines
+from tests.unit.job.recorded_run import Run, config
 
 
 def test_one_after_the_other(tmp_path):
@@ -187,82 +76,6 @@ def test_one_step_ahead_weights_change_when_nothing_is_generated_and_nothing_els
     events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]
     busy = [event for event in events if event["name"] == "engines generate"]
     assert [(event["args"]["step"], event["dur"]) for event in busy] == [(step, 1_000_000) for step in range(3)]
-
-
-def test_an_evaluation_beside_training_is_of_one_version(tmp_path):
-    """Nothing waits for it but the next sync, and the end."""
-    asynchrony = AsyncConfig(async_mode="full", eval_async=True)
-    run = Run(tmp_path, config(asynchrony=asynchrony, eval=EvalConfig(eval_interval=1)), num_rollout=2)
-    calls = [
-        call for call in run.go() if call.split()[0].split(".")[1] in ("evaluate", "begin_evaluate", "sync", "train")
-    ]
-    assert calls == [
-        *("engines.sync base@1", "rollouts.begin_evaluate 0", "trainer.train 0", "rollouts.evaluate 0"),
-        *("engines.sync base@2", "rollouts.begin_evaluate 1", "trainer.train 1", "rollouts.evaluate 1"),
-        *("engines.sync base@3", "rollouts.begin_evaluate 2", "rollouts.evaluate 2"),
-    ]
-    lines = [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
-    assert lines == [0, 1, 2]
-
-
-def calls_of_share(run: Run) -> list[str]:
-    wanted = ("evaluate", "begin_evaluate", "sync", "train", "set_aside", "take_back", "engines_changed")
-    return [call for call in run.go() if call.split()[0].split(".")[1] in wanted]
-
-
-def run_with_share(folder: Path, interval: int, is_over, num_rollout: int = 3, **engines) -> Run:
-    """One with --eval-num-engines. is_over: what is said of the evaluation when it is looked for."""
-    asynchrony = AsyncConfig(async_mode="full", eval_async=True, eval_num_engines=1)
-    run = Run(
-        folder,
-        config(asynchrony=asynchrony, eval=EvalConfig(eval_interval=interval)),
-        num_rollout=num_rollout,
-        rollouts={"evaluation_is_over": is_over},
-        engines={"set_aside": ("engine 1",), **engines},
-    )
-    run.job.engines.endpoints = ("engine 0", "engine 1")
-    return run
-
-
-def test_with_engines_of_its_own_no_sync_waits_for_an_evaluation_but_the_one_before_the_next(tmp_path):
-    run = run_with_share(tmp_path, 3, is_over=False)
-    begins, changed = (
-        ("engines.set_aside 1", "rollouts.engines_changed ('engine 0', 'engine 1')"),
-        "rollouts.engines_changed ('engine 0', 'engine 1')",
-    )
-    ends = ("engines.take_back", changed)
-    assert calls_of_share(run) == [
-        *("engines.sync base@1", changed, *begins, "rollouts.begin_evaluate 0", "trainer.train 0"),
-        *("engines.sync base@2", changed, "trainer.train 1", "engines.sync base@3", changed, "trainer.train 2"),
-        *("rollouts.evaluate 0", *ends, "engines.sync base@4", changed),  # the next one begins with what all hold
-        *(*begins, "rollouts.begin_evaluate 3", "rollouts.evaluate 3", *ends),
-    ]
-    lines = [line for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
-    assert [line["step"] for line in lines] == [0, 3] and all(line["eval/waited_seconds"] >= 0 for line in lines)
-
-
-def test_engines_come_back_as_soon_as_their_evaluation_is_seen_to_be_over(tmp_path):
-    """It is looked for before each train step and before each sync."""
-    for looks, place in ((1, "trainer.train 0"), (2, "engines.sync base@2"), (3, "trainer.train 1")):
-        folder = tmp_path / str(looks)
-        folder.mkdir()
-        answers = iter([False] * (looks - 1) + [True] * 9)
-        calls = calls_of_share(run_with_share(folder, 3, lambda step, answers=answers: next(answers)))
-        assert calls[calls.index("engines.take_back") + 2] == place
-        assert calls[calls.index("engines.take_back") - 1] == "rollouts.evaluate 0"
-
-
-def test_an_engine_that_died_during_its_evaluation_is_named(tmp_path):
-    dead = EngineError("engine 1 has ended")
-    with pytest.raises(EngineError, match="engine 1 has ended"):
-        run_with_share(tmp_path, 3, is_over=True, take_back=dead).go()
-
-
-def test_an_evaluation_that_is_due_while_one_is_under_way_loses_neither(tmp_path):
-    """Weights that stay for two rollouts: no sync lies between the first two evaluations."""
-    asynchrony = AsyncConfig(async_mode="one-step", eval_async=True, update_weights_interval=2)
-    Run(tmp_path, config(asynchrony=asynchrony, eval=EvalConfig(eval_interval=1)), num_rollout=2).go()
-    assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"] == [0, 1, 2]
 
 
 def test_weights_that_stay_for_two_rollouts(tmp_path):

@@ -166,3 +166,29 @@ def test_bodies_are_kept_until_a_snapshot_has_them(tmp_path: Path):
             return kept
 
     assert asyncio.run(run()) == [[1, 2], [], [7, 8], []]
+
+
+def test_an_end_in_the_middle_of_a_verb_loses_and_doubles_nothing(tmp_path: Path):
+    """close() waits for what the trainer does; where that takes too long, nothing of it is saved."""
+
+    async def run(folder: Path, close_timeout_s: float) -> list[float]:
+        folder.mkdir()
+        losses = []
+        for part in range(4):
+            trainer = VectorTrainer(seconds=0.1)
+            async with running_service(folder, trainer, close_timeout_s=close_timeout_s) as service:
+                client = Client(service)
+                if part == 0:
+                    await client.open_session()
+                    await client.do(client.creation())
+                client.seq_id = 2 * part
+                losses.append((await client.do(client.forward_backward(part))).metrics["loss"])
+                request_id = await service.submit(client.optim_step())
+                await asyncio.sleep(0.05)  # the trainer is at it
+            async with running_service(folder, VectorTrainer()) as service:
+                client.service = service
+                assert isinstance(await client.answer(request_id), CallResult)
+        return losses
+
+    for timeout_s in (30.0, 0.0):
+        assert asyncio.run(run(tmp_path / str(timeout_s), timeout_s)) == plain_losses([0, 1, 2, 3])
