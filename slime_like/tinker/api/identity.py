@@ -29,7 +29,7 @@ _HASHES_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Tenant:
+class Caller:
     """Who asks. limits: of its key (keys.LIMITS)."""
 
     name: str
@@ -41,11 +41,11 @@ class Identity:
 
     def __init__(self, rows: Rows, settings: ApiSettings):
         self._rows, self._settings = rows, settings
-        self._tenants: OrderedDict[bytes, tuple[float, Tenant]] = OrderedDict()
+        self._tenants: OrderedDict[bytes, tuple[float, Caller]] = OrderedDict()
         self._hashing = asyncio.Semaphore(_HASHES_AT_ONCE)
         self._keys_seen = False
 
-    async def tenant_of(self, request: Request) -> Tenant:
+    async def tenant_of(self, request: Request) -> Caller:
         """Raises Refused (401): no key, or one that does not count.
 
         While no key was ever given out, this machine alone is served, and is one tenant.
@@ -69,13 +69,13 @@ class Identity:
                 self._tenants.popitem(last=False)
         return tenant
 
-    async def _verified(self, key: str) -> Tenant:
+    async def _verified(self, key: str) -> Caller:
         key_id = keys.id_of(key)
         row = await key_rows.live_key(self._rows, key_id) if key_id else None
         if row is not None:
             async with self._hashing:
                 if await asyncio.to_thread(keys.is_key_of, key, row.key_hash):
-                    return Tenant(row.tenant, row.limits)
+                    return Caller(row.tenant, row.limits)
         raise Refused("this API key is unknown, or was revoked", status=401)
 
 
@@ -88,7 +88,7 @@ class Load:
         self._bytes: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def request(self, tenant: Tenant) -> Iterator[Callable[[int], None]]:
+    def request(self, tenant: Caller) -> Iterator[Callable[[int], None]]:
         """One more request, while the block runs; the block calls what it is given with the bytes that it reads.
 
         Both raise Refused (429) beyond the quota.
@@ -126,7 +126,7 @@ def _key_of(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def _local(request: Request) -> Tenant:
+def _local(request: Request) -> Caller:
     """Of this machine, under one of its own names: another name would be a web page of elsewhere, whose browser was
     told that the page's host is here.
     """
@@ -140,7 +140,7 @@ def _local(request: Request) -> Tenant:
             "no API key was given out yet, so only this machine is served. Fix: python -m slime_like.tinker.keys add",
             status=401,
         )
-    return Tenant(LOCAL)
+    return Caller(LOCAL)
 
 
 def _is_loopback(host: str) -> bool:
