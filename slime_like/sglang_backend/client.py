@@ -353,13 +353,10 @@ class EngineClient:
                 content = None if body is None else orjson.dumps(body)  # megabytes of tensors, five times as fast
                 response = http.request(method, self.url + path, content=content, headers=_JSON, timeout=timeout)
         except httpx.TimeoutException as error:
-            who = f"engine {self.endpoint.index} at {self.url}"
+            whom, phase = f"engine {self.endpoint.index} at {self.url}", f"{method} {path}"
+            seconds = time.monotonic() - start
             raise WaitTimeout(
-                who="client",
-                whom=who,
-                phase=f"{method} {path}",
-                seconds=time.monotonic() - start,
-                last=type(error).__name__,
+                who="client", whom=whom, phase=phase, seconds=seconds, last=type(error).__name__
             ) from error
         except httpx.LocalProtocolError:  # its text has the header that is wrong, which is the key
             raise EngineHttpError(f"{what} cannot be sent. Fix: an API key of one line.") from None

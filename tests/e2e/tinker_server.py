@@ -96,7 +96,7 @@ def running_server(model: Path, state: Path, *flags: str) -> Iterator[Server]:
 
 
 def install_sdk(folder: Path) -> Path:
-    """The SDK, and what it needs beside this interpreter's packages: in seconds; a virtual environment takes a minute."""
+    """The SDK, and what it needs beside ours: in seconds; a virtual environment takes a minute."""
     packages = ["tinker==0.38.0", "h2", "hpack", "hyperframe"]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *packages]
     subprocess.run(command, check=True, timeout=300, capture_output=True)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import tinker
@@ -30,9 +31,9 @@ for step in range(steps):
         advantages = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
         for sample, advantage in zip(samples, advantages, strict=True):
             tokens, before = [*prompt, *sample.tokens], [0.0] * (len(prompt) - 1)
-            inputs = {
+            inputs: dict[str, Any] = {
                 "target_tokens": tokens[1:],
-                "logprobs": [*before, *sample.logprobs],
+                "logprobs": [*before, *(sample.logprobs or [])],
                 "advantages": [*before, *([float(advantage)] * len(sample.tokens))],
             }
             data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from slime_like.config.lora import LoraConfig
-from slime_like.config.lora_targets import expert_modules, target_modules
+from slime_like.config.lora_targets import expert_of, target_modules
 from slime_like.config.model import ModelConfig
 from slime_like.config.optimizer import AdamParams
 from slime_like.errors import RunError, SlimeLikeError
@@ -185,12 +185,21 @@ def lora_of(spec: ModelSpec, model: ModelConfig, *, default_alpha: float, max_ra
         lora_rank=spec.lora_rank,
         lora_alpha=float(alpha),
         lora_target_modules=targets,
-        lora_exclude_modules=[_EXPERTS] if expert_modules(model) else None,
+        lora_exclude_modules=[_EXPERTS] if _has_experts(model) else None,
     )
 
 
 def adapted_modules(model: ModelConfig, *, attention: bool = True, mlp: bool = True) -> list[str]:
     """Ends of the names of HF modules with an adapter: every linear layer of these parts, but experts."""
+    wanted = {".self_attn.": attention, ".mlp.": mlp}
     return sorted(
-        {name.rsplit(".", 1)[-1] for name in target_modules(model) if (mlp if ".mlp." in name else attention)}
+        {
+            name.rsplit(".", 1)[-1]
+            for name in target_modules(model)
+            if any(part in name and is_wanted for part, is_wanted in wanted.items())
+        }
     )
+
+
+def _has_experts(model: ModelConfig) -> bool:
+    return any(expert_of(name) is not None for name in target_modules(model))

@@ -284,7 +284,7 @@ class TrainingLane:
         entries = model.beyond_gap()
         last = entries[-1].seq_id
         reason = (
-            f"the call with seq_id {missing} of {model.model_id} did not come within {self._settings.gap_timeout_s:g} s,"
+            f"call {missing} of {model.model_id} did not come within {self._settings.gap_timeout_s:g} s,"
             f" so those that wait for it were not executed. Calls after seq_id {last} are."
         )
         for entry in entries:  # first, so that the missing call, should it come now, is too late for certain
