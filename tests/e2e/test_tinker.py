@@ -19,7 +19,15 @@ import torch
 
 from slime_like.utils.net import free_port
 from tests.e2e.runs import assert_nothing_left, our_processes
-from tests.e2e.tinker_server import SHARED, install_sdk, running_server, start_client, start_server, stop_server
+from tests.e2e.tinker_server import (
+    COOKBOOK,
+    SHARED,
+    install_sdk,
+    running_server,
+    start_client,
+    start_server,
+    stop_server,
+)
 from tests.helpers.hf_truth import load_model
 
 pytestmark = pytest.mark.e2e
@@ -136,6 +144,31 @@ def test_two_tenants_at_once_learn_what_each_learns_alone(tiny_model_dir, python
             assert steps_of(alone) == steps_of(together[name])
             assert only(alone, "sample")["sequences"] == only(together[name], "sample")["sequences"]
     assert_nothing_left(before)
+
+
+@pytest.mark.long_run
+def test_the_cookbooks_loops_run_offline(tiny_model_dir, tmp_path):
+    """tinker-cookbook's supervised loop lowers its loss, and its RL loop raises the reward."""
+    sdk = install_sdk(tmp_path / "sdk", *COOKBOOK)
+    common = {"base": str(tiny_model_dir), "batch_size": 8, "lora_rank": 8, "save_every": 3}
+    loops = {
+        "sl_loop": {"steps": 7, "learning_rate": 1e-2},
+        "rl_loop": {
+            "steps": 7, "learning_rate": 5e-3, "group_size": 8, "max_tokens": 8, "loss_fn": "importance_sampling",
+        },
+    }  # fmt: skip
+    metrics: dict[str, list[dict]] = {}
+    with running_server(tiny_model_dir, tmp_path / "state", *SHARED) as server:
+        for name, job in loops.items():
+            asked = json.dumps(common | job | {"loop": name, "log": str(tmp_path / name)})
+            client = start_client(tmp_path / f"{name}.out", sdk, "tinker_cookbook_loop.py", server.url, asked)
+            metrics[name] = [line for line in client.wait(150, server) if line["what"] == "metrics"]
+    losses = [line["train_mean_nll"] for line in metrics["sl_loop"] if "train_mean_nll" in line]
+    rewards = [line["reward/total"] for line in metrics["rl_loop"] if "reward/total" in line]
+    print(losses, rewards)
+    assert len(losses) == len(rewards) == 7
+    assert losses[-1] < 0.7 * losses[0]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
 
 
 #: What is killed, and how: the rest of its kind goes on, or is started anew, by itself; the server is started by hand.
