@@ -68,9 +68,16 @@ def folder_of(server, path: str) -> str:
     return str(folder)
 
 
-def pefts_losses(base: Path, folder: str, job: dict) -> list[float]:
-    """Of a plain loop in float64: PEFT's adapters from the folder, torch's AdamW without weight decay."""
-    model = peft.PeftModel.from_pretrained(load_model(str(base)), folder, is_trainable=True).double()
+def load_weights(base: Path, folder: str, *, is_trainable: bool = False) -> torch.nn.Module:
+    """A folder of PEFT's over the base, or a whole model, in float64."""
+    if not Path(folder, "adapter_config.json").exists():
+        return load_model(folder).double()
+    return peft.PeftModel.from_pretrained(load_model(str(base)), folder, is_trainable=is_trainable).double()
+
+
+def plain_losses(base: Path, folder: str, job: dict) -> list[float]:
+    """Of a plain loop in float64: HF's model, with PEFT's adapters, from the folder; torch's AdamW."""
+    model = load_weights(base, folder, is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam = torch.optim.AdamW(trained, lr=job["learning_rate"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
@@ -92,11 +99,11 @@ def log_probs(model, tokens: list[int]) -> torch.Tensor:
 def check_client(server, base: Path, job: dict, lines: list[dict]) -> None:
     """Losses are PEFT's, samples are of the merged weights, and a client that loads the state is where this one was."""
     losses = [line["loss"] for line in steps_of(lines)]
-    expected = pefts_losses(base, folder_of(server, only(lines, "start")["path"]), job)
+    expected = plain_losses(base, folder_of(server, only(lines, "start")["path"]), job)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert losses[-1] < 0.8 * losses[0]
     sampled = only(lines, "sample")
-    merged = peft.PeftModel.from_pretrained(load_model(str(base)), folder_of(server, sampled["path"])).double()
+    merged = load_weights(base, folder_of(server, sampled["path"]))
     with torch.no_grad():
         for tokens, given in sampled["sequences"]:
             assert len(tokens) == job["sample"]["max_tokens"]
@@ -144,6 +151,19 @@ def test_two_tenants_at_once_learn_what_each_learns_alone(tiny_model_dir, python
             assert steps_of(alone) == steps_of(together[name])
             assert only(alone, "sample")["sequences"] == only(together[name], "sample")["sequences"]
     assert_nothing_left(before)
+
+
+@pytest.mark.long_run
+def test_who_trains_all_parameters_and_who_an_adapter_share_a_server(tiny_model_dir, python_with, tmp_path):
+    python = python_with("tinker==0.38.0")
+    jobs = {"whole": plan(tiny_model_dir, rank=0, learning_rate=1e-3), "adapter": plan(tiny_model_dir, rows_seed=3)}
+    with running_server(tiny_model_dir, tmp_path / "state", *SHARED) as server:
+        clients = {
+            name: start_client(tmp_path / name, python, "tinker_client.py", server.url, json.dumps(job))
+            for name, job in jobs.items()
+        }
+        for name, job in jobs.items():
+            check_client(server, tiny_model_dir, job, clients[name].wait(150, server))
 
 
 @pytest.mark.long_run
