@@ -140,7 +140,7 @@ class Trainer:
             sent.append(sender.send(weights).num_bytes)
 
         def check() -> None:
-            if sender.prove()[0] != 1:
+            if sender.prove(order.endpoints)[0] != 1:
                 raise SystemExit("adapter_sync: the engine's digests are not those of what was sent")
 
         engines = EngineSide(dataclasses.replace(order, weights=weights))
