@@ -259,9 +259,9 @@ def main() -> None:
     # Nothing else should run: shares of a full sync are of the same minutes, but one core's work is not another's.
     hardware = f"{os.cpu_count()}-core x86 CPU host, load average {os.getloadavg()[0]:.1f} at the end"
     head = (
-        f"{hardware}, fp32, a Qwen3 of {shape.num_bytes / MEGABYTE:.0f} MB, adapters of rank {args.rank} on all"
-        f" linear layers; medians of {args.repeats} repeats. Decoding: {BATCH} requests of {TOKENS} tokens at once, best of the"
-        " repeats."
+        f"{hardware}, fp32, a Qwen3 of {shape.num_bytes / MEGABYTE:.0f} MB, adapters of rank {args.rank} on all linear"
+        f" layers; medians of {args.repeats} repeats. Decoding: {BATCH} requests of {TOKENS} tokens at once, best of"
+        " the repeats."
     )
     lines = [head, "", *table(numbers)]
     print("\n".join(lines))
