@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import gc
 import random
 from pathlib import Path
@@ -77,7 +78,9 @@ def test_memory_is_flat_over_ten_thousand_calls(memory_folder: Path):
             "sweep_every_s": 0.5,
             "session_timeout_s": 1e9,
         }
-        async with running_service(memory_folder, VectorTrainer(), **settings) as service:
+        trainer = VectorTrainer()
+        trainer.log = collections.deque(maxlen=10)  # it would grow with the calls
+        async with running_service(memory_folder, trainer, **settings) as service:
             clients = [Client(service, tenant=f"t{n}", session_id=f"s{n}") for n in range(8)]
             for client in clients:
                 await client.open_session()
