@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
+from slime_like.tinker import keys
 from slime_like.tinker.api.settings import TenantQuota
 from slime_like.tinker.api.wire.bounds import BodyLimits
 from slime_like.tinker.store import key_rows
@@ -69,12 +71,14 @@ def test_with_keys_only_those_that_count(tmp_path):
 def test_a_key_is_hashed_once_in_a_while(tmp_path):
     async def check(there: World) -> None:
         key = await there.key("ann")
-        loop = asyncio.get_running_loop()
+        began = time.process_time()
+        keys.hash_key(key)
+        one_hash_s = time.process_time() - began
         assert await status(there, key) == 200
-        began = loop.time()
+        began = time.process_time()
         for _ in range(20):
             assert await status(there, key) == 200
-        assert loop.time() - began < 20 * 0.025, "a hash takes more than that"
+        assert time.process_time() - began < 20 * one_hash_s / 2
 
     run_in(tmp_path, check)
 
@@ -111,6 +115,7 @@ def test_a_body_is_read_up_to_a_size_and_within_a_time(tmp_path):
     run_in(tmp_path, check, body_s=0.3, limits=BodyLimits(body_bytes=4000, json_bytes=2000))
 
 
+@pytest.mark.slow
 def test_a_tenant_has_so_much_under_way(tmp_path):
     async def check(there: World) -> None:
         key, other, large = await there.key("ann"), await there.key("bob"), await there.key("eve", requests=10)
@@ -199,12 +204,12 @@ def test_texts_that_a_database_or_an_answer_cannot_hold_are_refused(tmp_path):
     run_in(tmp_path, check)
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_malformed_bodies_never_fail_the_server(tmp_path, number: int):
+@pytest.mark.slow
+def test_malformed_bodies_never_fail_the_server(tmp_path):
     import numpy as np
 
     async def check(there: World) -> None:
-        rng = np.random.default_rng(number)
+        rng = np.random.default_rng(0)
         async with there.http("tml-x") as http:
             mine = await trained_model(http)
             paths = [
@@ -219,7 +224,7 @@ def test_malformed_bodies_never_fail_the_server(tmp_path, number: int):
             values = [None, -1, 2**70, 1e308, "", "x" * 5000, [], {}, [[]], True, mine["model"], mine["sampler"], [1]]
             keys = ["model_id", "seq_id", "session_id", "adam_params", "sampling_params", "prompt", "path", "tags"]
             keys += ["sampling_session_id", "model_seq_id", "base_model", "optimizer", "forward_input", "num_samples"]
-            for _ in range(130):
+            for _ in range(300):
                 body = {keys[i]: values[int(rng.integers(len(values)))] for i in rng.choice(len(keys), 5)}
                 answer = await http.post(f"/api/v1/{paths[int(rng.integers(len(paths)))]}", json=body)
                 assert answer.status_code < 500, (body, answer.text)

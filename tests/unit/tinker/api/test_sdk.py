@@ -7,14 +7,19 @@ slime_like.tinker.api.skipped, slime_like.tinker.api.external and slime_like.tin
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import tinker
+from safetensors.numpy import load_file
 from tinker import types
 
 from slime_like.tinker.api.settings import ApiSettings
@@ -351,6 +356,18 @@ def test_files_of_weights_by_links(client):
         rest.get_external_weights_urls(path).result()
     with pytest.raises(tinker.BadRequestError, match="does not encrypt"):
         training.save_weights_external("more", age_encryption_recipients=["age1"]).result()
+
+
+@pytest.mark.slow
+def test_the_librarys_own_command_downloads_a_state(client, served, tmp_path):
+    training = client.create_lora_training_client(base_model=BASE, rank=4)
+    path = training.save_state("kept").result().path
+    command = [str(Path(sys.executable).with_name("tinker")), "checkpoint", "download", path, "-o", str(tmp_path)]
+    environment = {**os.environ, "TINKER_BASE_URL": served.url, "TINKER_API_KEY": "tml-local"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (adapter,) = tmp_path.rglob("adapter_model.safetensors")
+    assert (load_file(adapter)["table"] == base_table()).all()
 
 
 def test_a_session_that_has_ended_takes_nothing(served):

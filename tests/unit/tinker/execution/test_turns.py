@@ -35,6 +35,7 @@ async def compete(turns: Turns, seconds: float, *, samplers: int = 3, work_s: fl
     return busy
 
 
+@pytest.mark.long_run  # a comparison of times
 @pytest.mark.parametrize(("weight", "low", "high"), [(1.0, 0.6, 1.6), (3.0, 1.7, 6.0)])
 def test_the_seconds_are_as_the_weights(weight: float, low: float, high: float):
     turns = Turns(shared=True, sampling_weight=weight, turn_s=0.05)

@@ -142,6 +142,7 @@ def test_what_is_not_done_is_said(client, more: dict, message: str):
     assert message in refused.value.message
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_or_waits_too_long_is_cancelled(client, served):
     before = served.service.num_cancelled
     with pytest.raises(openai.APITimeoutError):
