@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.config.lora_targets import expert_of, target_modules
+from slime_like.config.lora_targets import OUTPUT, expert_of, target_modules
 from slime_like.config.tree import ConfigTree
 
 
@@ -20,17 +20,35 @@ def adapter_problems(config: ConfigTree) -> list[str]:
         "--update-weight-pause-mode does nothing, since requests go on with the version that they name": (
             config.sync.update_weight_pause_mode is not None
         ),
-        # SGLang 0.5.23 computes them by Triton kernels; an engine on a CPU ends at the first such request.
-        "adapters on experts cannot be served, only merged (--update-weight-mode full)": _has_expert_adapters(config),
         "engines with --sglang-dp-size take no adapters while they run": config.engine_dp_size > 1,
     }
-    return [f"{mode}: {why}. Fix: leave it out." for why, applies in wrong.items() if applies]
+    problems = [f"{mode}: {why}. Fix: leave it out." for why, applies in wrong.items() if applies]
+    return problems + (_module_problems(config, mode) if config.model.is_known else [])
 
 
-def _has_expert_adapters(config: ConfigTree) -> bool:
-    if not config.model.is_known:
-        return False
-    return any(expert_of(name) is not None and config.lora.targets(name) for name in target_modules(config.model))
+def _module_problems(config: ConfigTree, mode: str) -> list[str]:
+    """Modules whose adapters SGLang (0.5.23, lora/lora.py) joins wrongly, or not at all, or that were not tried."""
+    modules = [name for name in target_modules(config.model) if config.lora.targets(name)]
+    fix = (
+        "Fix: --lora-target-modules and --lora-exclude-modules, or --update-weight-mode full, which sends them merged."
+    )
+    if any(expert_of(name) is not None for name in modules):
+        # It computes them by Triton kernels only.
+        return [f"{mode}: adapters on experts cannot be served. {fix}"]
+    if set(modules) & set(OUTPUT.modules):
+        return [f"{mode}: adapters on {OUTPUT.modules[0]} were not tried. {fix}"]
+    joined: dict[str, set[str]] = {}
+    for name in modules:
+        parent, _, kind = name.rpartition(".")
+        joined.setdefault(parent, set()).add(kind)
+    attention = {frozenset(kinds & {"q_proj", "k_proj", "v_proj"}) for kinds in joined.values()} - {frozenset()}
+    if attention - {frozenset({"q_proj", "v_proj"}), frozenset({"q_proj", "k_proj", "v_proj"})} or len(attention) > 1:
+        return [
+            f"{mode}: engines serve adapters on q_proj and v_proj, with or without k_proj, alike in all layers. {fix}"
+        ]
+    if any("up_proj" in kinds and "gate_proj" not in kinds for kinds in joined.values()):
+        return [f"{mode}: engines serve no adapter on up_proj without one on gate_proj. {fix}"]
+    return []
 
 
 def versions_at_once(config: ConfigTree) -> int:

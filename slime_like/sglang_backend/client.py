@@ -27,7 +27,6 @@ from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.utils.net import certificates, wait_until
 
-_JSON = {"Content-Type": "application/json"}
 _BODY_HEAD_CHARS = 500
 _CONNECT_TIMEOUT_S = 10.0
 #: How long an idle connection is used again: uvicorn closes them after five seconds.
@@ -250,14 +249,9 @@ class EngineClient:
         timeout_s: float,
     ) -> None:
         """Receive one broadcast of rank 0 and load it. The caller flushes the cache."""
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group_name,
-            "load_format": load_format,
-        }
-        self._checked("/update_weights_from_distributed", {**body, "flush_cache": False}, timeout_s)
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
+        more = {"load_format": load_format, "flush_cache": False}
+        self._checked("/update_weights_from_distributed", body | more, timeout_s)
 
     def destroy_weights_update_group(self, group_name: str, timeout_s: float | None = None) -> None:
         """Leave a process group."""
@@ -351,7 +345,7 @@ class EngineClient:
         try:
             with self._http() as http:
                 content = None if body is None else orjson.dumps(body)  # megabytes of tensors, five times as fast
-                response = http.request(method, self.url + path, content=content, headers=_JSON, timeout=timeout)
+                response = http.request(method, self.url + path, content=content, timeout=timeout)
         except httpx.TimeoutException as error:
             whom, phase = f"engine {self.endpoint.index} at {self.url}", f"{method} {path}"
             seconds = time.monotonic() - start
@@ -377,8 +371,9 @@ class EngineClient:
 def _http_client(endpoint: EngineEndpoint, keep_s: float) -> httpx.Client:
     """Without the environment's proxies: an engine is always reached directly."""
     over_https = endpoint.url.lower().startswith("https:")
+    key = {b"Authorization": f"Bearer {endpoint.api_key}".encode("latin-1")} if endpoint.api_key else {}
     return httpx.Client(
-        headers={b"Authorization": f"Bearer {endpoint.api_key}".encode("latin-1")} if endpoint.api_key else None,
+        headers={b"Content-Type": b"application/json"} | key,
         trust_env=False,
         verify=_trust(certificates()) if over_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts nobody
         limits=httpx.Limits(keepalive_expiry=keep_s),

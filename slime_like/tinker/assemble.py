@@ -80,6 +80,7 @@ def service_settings(command: ServerCommand) -> ServiceSettings:
         max_adapters_resident=server.max_models,
         max_samples_running=server.max_samples_running,
         max_samples_running_a_tenant=server.max_samples_a_tenant,
+        shared_devices=command.config.placement.colocate,
         snapshot_every_steps=server.snapshot_every_steps,
         session_timeout_s=server.session_timeout_s,
     )

@@ -110,6 +110,8 @@ class ServerConfig:
             for name in ("default_lora_alpha", "session_timeout_s")
             if not getattr(self, name) > 0
         ]
+        if not os.path.isfile(os.path.join(self.base_model, "config.json")):
+            problems.append(f"--base-model {self.base_model}: no HF folder is there (config.json, weights, tokenizer).")
         if not 0 <= self.port < 65536:
             problems.append(f"--port {self.port}: from 0 to 65535.")
         if self.max_cpu_loras < self.max_loras:

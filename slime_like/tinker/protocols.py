@@ -35,12 +35,6 @@ class Service(Protocol):
     async def cancel(self, request_id: str, *, tenant: str) -> None:
         """A sample that nobody wants any more; one that is done, or unknown, stays as it is."""
 
-    async def remove_checkpoint(self, path: str, *, tenant: str) -> bool:
-        """Delete a tenant's `tinker://…` and its files; False: there is no such."""
-
-    async def local_folder(self, folder: str) -> str:
-        """Where the files of a row's `folder` are on this machine, fetched if they are elsewhere."""
-
     def stats(self) -> dict[str, Any]:
         """Numbers for metrics; keys: service.py."""
 

@@ -24,10 +24,10 @@ from slime_like.tinker.execution.sampling_lane import SamplingLane
 from slime_like.tinker.execution.settings import ServiceSettings
 from slime_like.tinker.execution.sweeper import Sweeper
 from slime_like.tinker.execution.training_lane import TrainingLane
+from slime_like.tinker.execution.turns import Turns
 from slime_like.tinker.execution.verbs import TrainingVerbs
 from slime_like.tinker.protocols import SamplingBackend, TrainingBackend
 from slime_like.tinker.records import Call, CallFailure, CallResult, Kind, ModelSpec, StillWaiting
-from slime_like.tinker.store import checkpoints
 from slime_like.tinker.store.bodies import pack_call, unpack_call
 from slime_like.tinker.store.database import Database
 from slime_like.tinker.store.requests import (
@@ -64,12 +64,13 @@ class CallService:
         self.book = CallBook(database, settings)
         self.registry = ModelRegistry(database)
         self.residency = Residency(trainer, database, self._state, settings)
+        turns = Turns(shared=settings.shared_devices, sampling_weight=settings.sampling_weight, turn_s=settings.turn_s)
         verbs = TrainingVerbs(trainer, self.residency, self._weights, database)
-        self.training = TrainingLane(self.registry, self.book, self.residency, verbs, settings)
+        self.training = TrainingLane(self.registry, self.book, self.residency, verbs, turns, settings)
         self.sampling = None
         if engines is not None:
             homes = {self._state.root: self._state, self._weights.root: self._weights}
-            self.sampling = SamplingLane(engines, database, self.book, homes, settings)
+            self.sampling = SamplingLane(engines, database, self.book, homes, turns, settings)
         self.sweeper = Sweeper(database, self.book, self.registry, self.residency, self.training, settings)
         self.sweeper.sampling, self.sweeper.weights = self.sampling, self._weights
         self._sessions = RecentRows(functools.partial(find_session, database))
@@ -91,7 +92,7 @@ class CallService:
         """Stop executing, and save what the trainer holds; what has no answer then goes on with the next start."""
         if not self._tasks:
             return
-        training, *others = self._tasks
+        (training, *others), self._tasks = self._tasks, []
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -220,20 +221,6 @@ class CallService:
         entry = self.book.entries.get(request_id)
         if entry is not None and entry.tenant == tenant and entry.kind is Kind.SAMPLE and self.sampling is not None:
             await self.sampling.cancel(entry)
-
-    async def remove_checkpoint(self, path: str, *, tenant: str) -> bool:
-        """Delete a tenant's checkpoint and its files (protocols.Service)."""
-        async with self.database.write() as session:
-            folder = await checkpoints.remove_checkpoint(session, path, tenant)
-        if folder is None:
-            return False
-        await self._weights.remove(folder)
-        return True
-
-    async def local_folder(self, folder: str) -> str:
-        """Where a row's files are on this machine (protocols.Service)."""
-        home = self._state if folder.startswith(self._state.root) else self._weights
-        return await home.local(folder)
 
     def stats(self) -> dict[str, Any]:
         """Numbers for metrics.

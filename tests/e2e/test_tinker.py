@@ -19,7 +19,15 @@ import torch
 
 from slime_like.utils.net import free_port
 from tests.e2e.runs import assert_nothing_left, our_processes
-from tests.e2e.tinker_server import SHARED, install_sdk, running_server, start_client, start_server, stop_server
+from tests.e2e.tinker_server import (
+    COOKBOOK,
+    SHARED,
+    install_sdk,
+    running_server,
+    start_client,
+    start_server,
+    stop_server,
+)
 from tests.helpers.hf_truth import load_model
 
 pytestmark = pytest.mark.e2e
@@ -60,9 +68,16 @@ def folder_of(server, path: str) -> str:
     return str(folder)
 
 
-def pefts_losses(base: Path, folder: str, job: dict) -> list[float]:
-    """Of a plain loop in float64: PEFT's adapters from the folder, torch's AdamW without weight decay."""
-    model = peft.PeftModel.from_pretrained(load_model(str(base)), folder, is_trainable=True).double()
+def load_weights(base: Path, folder: str, *, is_trainable: bool = False) -> torch.nn.Module:
+    """A folder of PEFT's over the base, or a whole model, in float64."""
+    if not Path(folder, "adapter_config.json").exists():
+        return load_model(folder).double()
+    return peft.PeftModel.from_pretrained(load_model(str(base)), folder, is_trainable=is_trainable).double()
+
+
+def plain_losses(base: Path, folder: str, job: dict) -> list[float]:
+    """Of a plain loop in float64: HF's model, with PEFT's adapters, from the folder; torch's AdamW."""
+    model = load_weights(base, folder, is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam = torch.optim.AdamW(trained, lr=job["learning_rate"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
@@ -84,11 +99,11 @@ def log_probs(model, tokens: list[int]) -> torch.Tensor:
 def check_client(server, base: Path, job: dict, lines: list[dict]) -> None:
     """Losses are PEFT's, samples are of the merged weights, and a client that loads the state is where this one was."""
     losses = [line["loss"] for line in steps_of(lines)]
-    expected = pefts_losses(base, folder_of(server, only(lines, "start")["path"]), job)
+    expected = plain_losses(base, folder_of(server, only(lines, "start")["path"]), job)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert losses[-1] < 0.8 * losses[0]
     sampled = only(lines, "sample")
-    merged = peft.PeftModel.from_pretrained(load_model(str(base)), folder_of(server, sampled["path"])).double()
+    merged = load_weights(base, folder_of(server, sampled["path"]))
     with torch.no_grad():
         for tokens, given in sampled["sequences"]:
             assert len(tokens) == job["sample"]["max_tokens"]
@@ -136,6 +151,44 @@ def test_two_tenants_at_once_learn_what_each_learns_alone(tiny_model_dir, python
             assert steps_of(alone) == steps_of(together[name])
             assert only(alone, "sample")["sequences"] == only(together[name], "sample")["sequences"]
     assert_nothing_left(before)
+
+
+@pytest.mark.long_run
+def test_who_trains_all_parameters_and_who_an_adapter_share_a_server(tiny_model_dir, python_with, tmp_path):
+    python = python_with("tinker==0.38.0")
+    jobs = {"whole": plan(tiny_model_dir, rank=0, learning_rate=1e-3), "adapter": plan(tiny_model_dir, rows_seed=3)}
+    with running_server(tiny_model_dir, tmp_path / "state", *SHARED) as server:
+        clients = {
+            name: start_client(tmp_path / name, python, "tinker_client.py", server.url, json.dumps(job))
+            for name, job in jobs.items()
+        }
+        for name, job in jobs.items():
+            check_client(server, tiny_model_dir, job, clients[name].wait(150, server))
+
+
+@pytest.mark.long_run
+def test_the_cookbooks_loops_run_offline(tiny_model_dir, tmp_path):
+    """tinker-cookbook's supervised loop lowers its loss, and its RL loop raises the reward."""
+    sdk = install_sdk(tmp_path / "sdk", *COOKBOOK)
+    common = {"base": str(tiny_model_dir), "batch_size": 8, "lora_rank": 8, "save_every": 3}
+    loops = {
+        "sl_loop": {"steps": 7, "learning_rate": 1e-2},
+        "rl_loop": {
+            "steps": 7, "learning_rate": 5e-3, "group_size": 8, "max_tokens": 8, "loss_fn": "importance_sampling",
+        },
+    }  # fmt: skip
+    metrics: dict[str, list[dict]] = {}
+    with running_server(tiny_model_dir, tmp_path / "state", *SHARED) as server:
+        for name, job in loops.items():
+            asked = json.dumps(common | job | {"loop": name, "log": str(tmp_path / name)})
+            client = start_client(tmp_path / f"{name}.out", sdk, "tinker_cookbook_loop.py", server.url, asked)
+            metrics[name] = [line for line in client.wait(150, server) if line["what"] == "metrics"]
+    losses = [line["train_mean_nll"] for line in metrics["sl_loop"] if "train_mean_nll" in line]
+    rewards = [line["reward/total"] for line in metrics["rl_loop"] if "reward/total" in line]
+    print(losses, rewards)
+    assert len(losses) == len(rewards) == 7
+    assert losses[-1] < 0.7 * losses[0]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
 
 
 #: What is killed, and how: the rest of its kind goes on, or is started anew, by itself; the server is started by hand.

@@ -75,6 +75,10 @@ class BigramService:
         self.num_cancelled = 0
         self.refusal: Refused | None = None
 
+    def stats(self) -> dict[str, Any]:
+        """As protocols.Service has it; of two tenants."""
+        return {"queued_requests": {"ann": 2, "bob": 3}, "seconds": {"optim_step": 1.5}, "ended": {"sample/done": 4}}
+
     async def submit(self, call: Call) -> str:
         """As protocols.Service has it."""
         if self.refusal is not None:

@@ -129,7 +129,7 @@ def one_row(worker, samples, folder):
     config = worker.config
     save_adapters(worker.stage, folder, lora=config.lora, model=config.model, base=config.checkpoint.hf_checkpoint)
     trained = [p for chunk in worker.model for p in chunk.parameters() if p.requires_grad]
-    buffers = [buffer for chunk in worker.model for buffer in chunk.buffers]
+    buffers = [buffer for chunk in worker.model for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     result["named"] = [
         (name, tuple(p.shape)) for part in worker.stage for name, p in part.named_parameters() if p.requires_grad
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -40,6 +42,18 @@ class Observed:
             "tinker_requests", "Requests in the database", ("kind", "state"), registry=self._registry
         )
         self._things = Gauge("tinker_things", "What there is in the database", ("what",), registry=self._registry)
+        self._execution = Gauge(
+            "tinker_execution",
+            "What the service has executed since its start, and has under way",
+            ("what",),
+            registry=self._registry,
+        )
+        self._busy = Gauge(
+            "tinker_execution_seconds",
+            "Seconds that calls of a kind took, since the start",
+            ("kind",),
+            registry=self._registry,
+        )
         self._models: OrderedDict[str, str] = OrderedDict()  # request id -> model id
         self._losses: OrderedDict[str, deque[tuple[float, float]]] = OrderedDict()
 
@@ -79,8 +93,17 @@ class Observed:
         """(time, summed loss) of a model's latest passes whose answers were fetched since the server started."""
         return list(self._losses.get(model_id, ()))
 
-    async def exposition(self, rows: Rows) -> bytes:
-        """The metrics in Prometheus' text format, with the database's as they are now."""
+    async def exposition(self, rows: Rows, stats: Mapping[str, Any]) -> bytes:
+        """The metrics in Prometheus' text format, with the database's and the service's as they are now."""
+        for name, value in stats.items():
+            if name == "seconds":
+                for kind, seconds in value.items():
+                    self._busy.labels(kind).set(seconds)
+            elif name == "ended":
+                for what, number in value.items():
+                    self._execution.labels(f"ended {what}").set(number)
+            else:  # of each tenant: their sum, since no tenant is named
+                self._execution.labels(name).set(sum(value.values()) if isinstance(value, Mapping) else value)
         self._requests.clear()
         for (kind, state), number in (await listings.queue_lengths(rows)).items():
             self._requests.labels(kind, state).set(number)

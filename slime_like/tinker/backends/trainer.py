@@ -196,7 +196,7 @@ def adapted_modules(model: ModelConfig, *, attention: bool = True, mlp: bool = T
         {
             name.rsplit(".", 1)[-1]
             for name in target_modules(model)
-            if any(part in name and is_wanted for part, is_wanted in wanted.items())
+            if expert_of(name) is None and any(part in name and is_wanted for part, is_wanted in wanted.items())
         }
     )
 

@@ -18,9 +18,11 @@ class ModelQueue:
         self.snapshot, self.snapshot_seq = snapshot, snapshot_seq
         self.stepped_seq = snapshot_seq  # the last call that changed weights: what a snapshot taken now would hold
         self.steps_since_snapshot = 0
+        self.snapshot_took_s = 0.0
         self.snapshot_time = self.last_used = time.monotonic()
         self.waiting: dict[int, Entry] = {}
         self.highest_seq = done_seq
+        self.has_ended = False  # it takes no more calls
 
     @property
     def model_id(self) -> str:

@@ -24,10 +24,10 @@ class ModelRegistry:
     async def get(self, model_id: str) -> ModelQueue | None:
         """The model's; None: there is no such model, or it takes no calls any more."""
         if model_id in self.models:
-            return self.models[model_id]
+            return self._living(model_id)
         async with self._reading:
             if model_id in self.models:
-                return self.models[model_id]
+                return self._living(model_id)
             row = await find_model(self._database, model_id)
             if row is None or row.released is not None:
                 return None
@@ -41,9 +41,9 @@ class ModelRegistry:
             self.models[model_id] = model
             return model
 
-    def put(self, model: ModelQueue) -> None:
-        """A model that was written a moment ago."""
-        self.models.setdefault(model.model_id, model)
+    def _living(self, model_id: str) -> ModelQueue | None:
+        model = self.models[model_id]
+        return None if model.has_ended else model
 
     @contextlib.contextmanager
     def pinned(self, model_id: str) -> Iterator[None]:

@@ -130,7 +130,9 @@ class Residency:
         seq = model.stepped_seq
         if seq == model.snapshot_seq:
             return
+        begun = time.monotonic()
         where = await self.write_state(model, seq)
+        model.snapshot_took_s = time.monotonic() - begun
         async with self._database.write() as session:
             await move_snapshot(session, model.model_id, where, seq)
         await self.moved(model, where, seq)
@@ -155,10 +157,12 @@ class Residency:
             await self.folders.remove(folder.rpartition("/")[0])
 
     def is_due(self, model: ModelQueue) -> bool:
-        """Enough steps, or time, since the last snapshot."""
+        """Enough steps, or time, since the last snapshot; and not so soon that saving is most of what is done."""
         if model.stepped_seq == model.snapshot_seq:
             return False
         age_s = time.monotonic() - model.snapshot_time
+        if age_s * self._settings.snapshot_share < model.snapshot_took_s:
+            return False
         return (
             model.steps_since_snapshot >= self._settings.snapshot_every_steps
             or age_s >= self._settings.snapshot_every_s

@@ -14,6 +14,7 @@ from slime_like.tinker.execution.entries import Entry
 from slime_like.tinker.execution.fair_clock import FairClock
 from slime_like.tinker.execution.folders import Folders
 from slime_like.tinker.execution.settings import ServiceSettings
+from slime_like.tinker.execution.turns import Side, Turns
 from slime_like.tinker.protocols import SamplingBackend
 from slime_like.tinker.records import CallFailure, CallResult, SampleResult, StillWaiting
 from slime_like.tinker.store.database import Database
@@ -34,10 +35,11 @@ class SamplingLane:
         database: Database,
         book: CallBook,
         folders: dict[str, Folders],
+        turns: Turns,
         settings: ServiceSettings,
     ):
         self.engines, self._database, self._book, self._settings = engines, database, book, settings
-        self._folders = folders
+        self._folders, self._turns = folders, turns
         self._clock = FairClock(settings.tenant_weights)
         self._waiting: dict[str, collections.deque[Entry]] = {}
         self._tasks: dict[str, asyncio.Task] = {}
@@ -155,7 +157,10 @@ class SamplingLane:
         assert job is not None, "a sample call has a sample"
         while True:
             try:
-                async with asyncio.timeout(self._settings.backend_timeout_s):
+                async with (
+                    self._turns.of(Side.SAMPLING),
+                    asyncio.timeout(self._settings.backend_timeout_s),
+                ):
                     await self._open(job.sampler_id)
                     return await self.engines.sample(job)
             except BackendLost as error:
@@ -187,7 +192,7 @@ class SamplingLane:
             raise SlimeLikeError(f"there is no sampler {sampler_id}: its session is over.")
         folder = row.folder
         if folder is not None:
-            home = next((home for root, home in self._folders.items() if folder.startswith(root)), None)
+            home = next((home for root, home in self._folders.items() if folder.startswith(f"{root}/")), None)
             folder = folder if home is None else await home.local(folder)
         await self.engines.open(sampler_id, folder)
 

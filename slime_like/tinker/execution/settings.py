@@ -22,6 +22,9 @@ class ServiceSettings:
     max_samples_running_a_tenant: int = 128
     step_cost_tokens: int = 256  # what a call without rows counts as, in the tenant's share
     resident_slack_tokens: int = 4096  # how far a model in the trainer may go ahead of one that must be fetched
+    shared_devices: bool = False  # training and sampling, in turn
+    sampling_weight: float = 1.0  # of its seconds on shared devices, training's being 1
+    turn_s: float = 2.0
 
     # What a tenant may have waiting; more is refused.
     max_requests_a_tenant: int = 4096
@@ -31,6 +34,7 @@ class ServiceSettings:
     # State.
     snapshot_every_steps: int = 8
     snapshot_every_s: float = 60.0
+    snapshot_share: float = 0.1  # of a model's time that its snapshots may take; they are rarer where they take long
     max_attempts: int = 3  # of a call that the trainer, or an engine, dies over
 
     # Deadlines.

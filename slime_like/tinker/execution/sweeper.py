@@ -82,7 +82,7 @@ class Sweeper:
     @contextlib.asynccontextmanager
     async def _trainer(self) -> AsyncIterator[None]:
         """The trainer, while the training lane does not use it."""
-        async with self._training.trainer_lock:
+        async with self._training.trainer():
             try:
                 yield
             except BackendLost as error:
@@ -112,6 +112,7 @@ class Sweeper:
             async with self._trainer():
                 model = self._registry.models.get(model_id)
                 if model is not None:
+                    model.has_ended = True
                     await self._residency.forget(model)
                 async with self._database.write() as session:
                     await release_model(session, model_id)
@@ -129,9 +130,9 @@ class Sweeper:
     async def expired(self) -> None:
         """Delete checkpoints whose time is over, and answers that nobody asks for any more."""
         now = time.time()
-        for path, tenant in await checkpoints.expired_checkpoints(self._database, now):
+        for path in await checkpoints.expired_checkpoints(self._database, now):
             async with self._database.write() as session:
-                folder = await checkpoints.remove_checkpoint(session, path, tenant)
+                folder = await checkpoints.remove_expired(session, path, now)
             if folder is not None and self.weights is not None:
                 await self.weights.remove(folder)
         async with self._database.write() as session:

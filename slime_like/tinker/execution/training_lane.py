@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from slime_like.errors import SlimeLikeError
@@ -19,6 +20,7 @@ from slime_like.tinker.execution.ordering import ModelQueue
 from slime_like.tinker.execution.registry import ModelRegistry
 from slime_like.tinker.execution.residency import Residency, tenant_pass
 from slime_like.tinker.execution.settings import ServiceSettings
+from slime_like.tinker.execution.turns import Side, Turns
 from slime_like.tinker.execution.verbs import Done, TrainingVerbs
 from slime_like.tinker.records import CallFailure, CallResult, Kind, StillWaiting
 from slime_like.tinker.store.requests import advance_model, forget_model
@@ -41,13 +43,14 @@ class TrainingLane:
         book: CallBook,
         residency: Residency,
         verbs: TrainingVerbs,
+        turns: Turns,
         settings: ServiceSettings,
     ):
+        self._turns = turns
         self._registry, self._book, self._residency, self._verbs = registry, book, residency, verbs
         self._settings = settings
         self._clock = FairClock(settings.tenant_weights)
         self._work = asyncio.Event()
-        #: Held while the trainer is used; the sweeper takes it for what it saves.
         self.trainer_lock = asyncio.Lock()
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.writing: set[asyncio.Task] = set()  # of answers
@@ -58,6 +61,12 @@ class TrainingLane:
     def wake(self) -> None:
         """There may be something to do."""
         self._work.set()
+
+    @contextlib.asynccontextmanager
+    async def trainer(self) -> AsyncIterator[None]:
+        """Held while the trainer is used; the sweeper takes it for what it saves."""
+        async with self.trainer_lock, self._turns.of(Side.TRAINING):
+            yield
 
     async def run(self) -> None:
         """Serve until `stop`, or cancelled."""
@@ -70,7 +79,7 @@ class TrainingLane:
                 # What comes at the same time is served together.
                 await asyncio.sleep(self._settings.batch_window_s)
                 continue
-            async with self.trainer_lock:
+            async with self.trainer():
                 try:
                     await self._serve(batch)
                 except Exception:  # the database does not take what became of them: they are served once more
@@ -94,7 +103,7 @@ class TrainingLane:
             model = self._due.pop()
             if model.model_id not in self._residency or not self._residency.is_due(model):
                 continue
-            async with self.trainer_lock:
+            async with self.trainer():
                 try:
                     async with asyncio.timeout(self._settings.backend_timeout_s):
                         await self._residency.snapshot(model)
@@ -263,6 +272,7 @@ class TrainingLane:
         await self._end_model(model, f"{model.model_id} was not created: {failure.message}")
 
     async def _end_model(self, model: ModelQueue, reason: str) -> None:
+        model.has_ended = True
         left = [(entry, entry.failure("user", reason)) for entry in model.waiting.values()]
         await self._book.finish(left)
         model.waiting.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -10,9 +12,10 @@ from slime_like.tinker.store.tables import CheckpointRow, SamplerRow
 
 
 async def find_checkpoint(database: Database, path: str) -> CheckpointRow | None:
-    """The row of `tinker://…`."""
+    """The row of `tinker://…`, unless its time is over."""
     async with database.read() as session:
-        return await session.get(CheckpointRow, path)
+        row = await session.get(CheckpointRow, path)
+    return None if row is None or (row.expires is not None and row.expires <= time.time()) else row
 
 
 async def put_checkpoint(session: AsyncSession, row: CheckpointRow) -> str | None:
@@ -31,17 +34,17 @@ async def put_sampler(session: AsyncSession, row: SamplerRow) -> None:
     session.add(row)
 
 
-async def remove_checkpoint(session: AsyncSession, path: str, tenant: str) -> str | None:
-    """Delete a tenant's row; the folder that is not needed any more. None: the tenant has no such."""
+async def expired_checkpoints(database: Database, now: float) -> list[str]:
+    """Paths of those whose time is over."""
+    query = select(CheckpointRow.path).where(CheckpointRow.expires <= now)
+    async with database.read() as session:
+        return list(await session.scalars(query))
+
+
+async def remove_expired(session: AsyncSession, path: str, now: float) -> str | None:
+    """Delete the row; the folder that is not needed any more. None: what is there now is another, still good."""
     row = await session.get(CheckpointRow, path)
-    if row is None or row.tenant != tenant:
+    if row is None or row.expires is None or row.expires > now:
         return None
     await session.delete(row)
     return row.folder
-
-
-async def expired_checkpoints(database: Database, now: float) -> list[tuple[str, str]]:
-    """(path, tenant) of those whose time is over."""
-    query = select(CheckpointRow.path, CheckpointRow.tenant).where(CheckpointRow.expires <= now)
-    async with database.read() as session:
-        return [(path, tenant) for path, tenant in await session.execute(query)]

@@ -11,6 +11,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from slime_like.tinker.errors import Refused
 from slime_like.tinker.records import Kind, ModelSpec
 from slime_like.tinker.store.database import Database
 from slime_like.tinker.store.tables import ModelRow, RequestRow, SamplerRow, SessionRow
@@ -48,7 +49,8 @@ async def add_request(database: Database, row: RequestRow, model: ModelRow | Non
         async with database.read() as session:
             known = await _same_request(session, row)
         if known is None:
-            raise
+            what = row.model_id or row.sampler_id
+            raise Refused(f"{what} is there already, or its session is not there.", status=400) from None
         return known.id, known.kind, False
 
 

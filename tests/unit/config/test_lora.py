@@ -144,7 +144,23 @@ def test_files_of_a_peft_folder(tmp_path):
     [
         ({"lora": LoraConfig()}, "needs adapters: --lora-rank"),
         ({"placement": PlacementConfig(debug_train_only=True)}, "sends no weights"),
-        ({"model": EXPERTS}, "adapters on experts cannot be served, only merged"),
+        ({"model": EXPERTS}, "adapters on experts cannot be served"),
+        ({"model": DENSE, "lora": LoraConfig(lora_rank=4, lora_target_modules=["q_proj"])}, "on q_proj and v_proj"),
+        (
+            {"model": DENSE, "lora": LoraConfig(lora_rank=4, lora_exclude_modules=["1.self_attn.k_proj"])},
+            "alike in all layers",
+        ),
+        (
+            {"model": DENSE, "lora": LoraConfig(lora_rank=4, lora_target_modules=["up_proj"])},
+            "without one on gate_proj",
+        ),
+        (
+            {
+                "model": dataclasses.replace(DENSE, untie_embeddings_and_output_weights=True),
+                "lora": LoraConfig(lora_rank=4, lora_target_modules=["o_proj", "lm_head"]),
+            },
+            "on lm_head were not tried",
+        ),
         (
             {"sync": SyncConfig(update_weight_mode="adapter", update_weight_pause_mode="retract")},
             "--update-weight-pause-mode",

@@ -95,6 +95,11 @@ def test_what_has_no_meaning_here_is_refused(argv, message):
     assert any(message in problem for problem in problems(*argv)), problems(*argv)
 
 
+def test_a_model_that_is_not_there():
+    (problem,) = problems(model="models/none")
+    assert "--base-model" in problem and "--hf-checkpoint" not in problem
+
+
 def test_a_key_of_the_servers_own_flags_may_not_contradict_them():
     (problem,) = problems("--max-loras", "2", keys={"trainer.policy.model.lora.max_loras": 3})
     assert "max_loras" in problem and "--max-loras 2" in problem

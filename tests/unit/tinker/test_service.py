@@ -1,5 +1,7 @@
 """Calls are durable before they have an id, idempotent, and executed in order."""
 
+# Covers slime_like.tinker.store.requests.
+
 from __future__ import annotations
 
 import asyncio
@@ -8,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.errors import ConfigError
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.records import CallFailure, Kind, StillWaiting
+from slime_like.tinker.store.database import Database
+from tests.helpers.postgres import postgres_server
 from tests.helpers.tinker_backends import VectorEngines, VectorTrainer
 from tests.helpers.tinker_service import Client, plain_losses, running_service
 
@@ -145,5 +150,53 @@ def test_a_sampler_of_its_own_samples_what_was_trained(tmp_path: Path):
             answers = [await client.do(client.sample(f"sampler-{n}", 0, seed=3, num_samples=2)) for n in (1, 1, 2)]
             tokens = [answer.sequences[1].tokens.tolist() for answer in answers]
             assert tokens[0] == tokens[1] != tokens[2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_on_postgresql_as_on_sqlite(tmp_path: Path):
+    """The same call twice at one moment is one; a second server is refused; a new one goes on."""
+
+    async def run(url: str) -> list[float]:
+        losses = []
+        for part in range(3):
+            settings = {"max_adapters_resident": 1, "snapshot_every_steps": 2, "sweep_every_s": 0.05}
+            async with running_service(tmp_path, VectorTrainer(), url=url, **settings) as service:
+                client = Client(service, seq_id=4 * part)
+                if part == 0:
+                    await client.open_session()
+                    creation = client.creation()
+                    ids = await asyncio.gather(*(service.submit(creation) for _ in range(8)))
+                    assert len(set(ids)) == 1
+                rival = Database(url)
+                with pytest.raises(ConfigError, match="another server uses"):
+                    await rival.claim(wait_s=0.2)
+                await rival.close()
+                for step in range(2):
+                    calls = [client.forward_backward(2 * part + step), client.optim_step()]
+                    ids = await asyncio.gather(*(service.submit(call) for call in (*calls[::-1], *calls, *calls)))
+                    assert len(set(ids)) == 2
+                    losses.append((await client.do(calls[0])).metrics["loss"])
+                    await client.do(calls[1])
+                await client.open_sampler(f"base-{part}")
+                samples = [client.sample(f"base-{part}", 3_000_000_000 + n) for n in range(5)]
+                await asyncio.gather(*(client.do(sample) for sample in samples))
+        return losses
+
+    with postgres_server() as url:
+        assert asyncio.run(run(url)) == plain_losses(list(range(6)))
+
+
+def test_a_second_server_on_one_file_is_refused(tmp_path: Path):
+    async def run() -> None:
+        async with running_service(tmp_path, VectorTrainer()) as service:
+            rival = Database(str(tmp_path / "server.db"))
+            with pytest.raises(ConfigError, match="another server uses"):
+                await rival.claim(wait_s=0.2)
+            await service.close()
+            await service.database.close()
+            await rival.claim(wait_s=1.0)
+            await rival.close()
 
     asyncio.run(run())

@@ -101,7 +101,7 @@ async def page() -> Response:
 @router.get("/metrics")
 async def metrics(api: Api) -> Response:
     """Prometheus'. Any tenant's key reads them; they name none."""
-    return Response(await api.observed.exposition(api.rows), media_type=CONTENT_TYPE_LATEST)
+    return Response(await api.observed.exposition(api.rows, api.service.stats()), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/api/v1/overview")

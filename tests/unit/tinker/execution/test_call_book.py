@@ -1,5 +1,7 @@
 """What a tenant may have under way."""
 
+# Covers slime_like.tinker.execution.entries.
+
 from __future__ import annotations
 
 import asyncio

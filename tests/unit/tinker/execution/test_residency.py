@@ -67,7 +67,15 @@ async def mortal_run(folder: Path, last: int | None, **settings: Any) -> tuple[l
     return numbers(answers), mortal, names
 
 
-SETTINGS = {"max_adapters_resident": 1, "snapshot_every_steps": 2, "batch_window_s": 0.0, "resident_slack_tokens": 0}
+#: Snapshots by steps alone, so that every run has the same moments.
+OFTEN = {"snapshot_every_s": 1e9, "snapshot_share": 1e9}
+SETTINGS = {
+    **OFTEN,
+    "max_adapters_resident": 1,
+    "snapshot_every_steps": 2,
+    "batch_window_s": 0.0,
+    "resident_slack_tokens": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +157,7 @@ def test_bodies_are_kept_until_a_snapshot_has_them(tmp_path: Path):
     from sqlalchemy import text
 
     async def run() -> list[list[int]]:
-        async with running_service(tmp_path, VectorTrainer(), snapshot_every_steps=2) as service:
+        async with running_service(tmp_path, VectorTrainer(), **OFTEN, snapshot_every_steps=2) as service:
             client = Client(service)
             await client.open_session()
             await client.do(client.creation())
@@ -192,3 +200,23 @@ def test_an_end_in_the_middle_of_a_verb_loses_and_doubles_nothing(tmp_path: Path
 
     for timeout_s in (30.0, 0.0):
         assert asyncio.run(run(tmp_path / str(timeout_s), timeout_s)) == plain_losses([0, 1, 2, 3])
+
+
+def test_snapshots_that_take_long_are_rare(tmp_path: Path):
+    async def run(seconds: float) -> int:
+        class SlowToSave(VectorTrainer):
+            async def save_state(self, model_id: str, folder: str, *, optimizer: bool) -> None:
+                await asyncio.sleep(seconds)
+                await super().save_state(model_id, folder, optimizer=optimizer)
+
+        async with running_service(tmp_path / str(seconds), SlowToSave(), snapshot_every_steps=1) as service:
+            client = Client(service)
+            await client.open_session()
+            await client.do(client.creation())
+            for step in range(6):
+                await client.do(client.forward_backward(step))
+                await client.do(client.optim_step())
+            return service.stats()["snapshots"]
+
+    (tmp_path / "1.0").mkdir()
+    assert asyncio.run(run(1.0)) == 1  # the next may come after 10 s

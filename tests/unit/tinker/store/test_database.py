@@ -1,5 +1,7 @@
 """Both databases have the tables that tables.py says, and what was committed is there."""
 
+# Covers slime_like.tinker.store.migrations.
+
 from __future__ import annotations
 
 import asyncio

@@ -47,6 +47,11 @@ def test_losses_runs_and_sessions(tmp_path):
             assert metrics["tinker_rows_total", "forward_backward"] == 2
             assert metrics["tinker_answers_total", "optim_step", "done"] == 2
             assert metrics["tinker_http_seconds_count", "/api/v1/optim_step", "200"] == 2
+            assert (
+                metrics["tinker_execution", "queued_requests"] == 5
+                and metrics["tinker_execution", "ended sample/done"] == 4
+            )
+            assert metrics["tinker_execution_seconds", "optim_step"] == 1.5
             assert metrics["tinker_things", "models"] == 1 and metrics["tinker_things", "checkpoints"] == 2
             assert metrics["tinker_http_under_way",] == 1, "the one that asks"
 
