@@ -28,6 +28,8 @@ from slime_like.tinker.store.requests import advance_model, forget_model
 logger = logging.getLogger(__name__)
 
 Outcome = CallResult | CallFailure
+#: Beside passes: what the trainer need not wait for. After a load or a creation its snapshot's row must be there first.
+_WRITTEN_LATER = frozenset({Kind.OPTIM_STEP, Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER})
 
 
 class TrainingLane:
@@ -191,7 +193,7 @@ class TrainingLane:
         model = await self._model(entry)
         done = await self._verbs.run(model, entry)
         outcomes = [(model, entry, CallResult(kind=entry.kind, result=done.result))]
-        if entry.kind is Kind.OPTIM_STEP:
+        if entry.kind in _WRITTEN_LATER:
             self._finish_later(outcomes, done)
             return
         await self._residency.written(model)

@@ -135,6 +135,7 @@ class TrainingVerbs:
             raise RunError(
                 f"{name!r} is no name for weights. Fix: letters, digits and any of . _ - + = @ , (up to 200)."
             )
+        await self._residency.written(model)  # one of that name may be on its way
         path = f"tinker://{model.model_id}/{side}/{name}"
         if not entry.call.fields.get("overwrite") and await find_checkpoint(self._database, path) is not None:
             raise RunError(f"{path} is there already. Fix: another name, or overwrite=True.")

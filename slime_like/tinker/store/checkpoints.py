@@ -30,8 +30,8 @@ async def put_checkpoint(session: AsyncSession, row: CheckpointRow) -> str | Non
 
 
 async def put_sampler(session: AsyncSession, row: SamplerRow) -> None:
-    """Write it."""
-    session.add(row)
+    """Write it, in the place of one of that id."""
+    await session.merge(row)
 
 
 async def expired_checkpoints(database: Database, now: float) -> list[str]:

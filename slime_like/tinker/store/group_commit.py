@@ -7,13 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.orm.session import JoinTransactionMode
 
 #: Writers that share a commit at most, so that the first of them does not wait for ever.
 MOST = 64
 
 
 class _Group:
-    """A transaction that several writers are in, each in a savepoint of its own."""
+    """A transaction that several writers are in, all but the first in a savepoint of their own."""
 
     def __init__(self, connection: AsyncConnection):
         self.connection = connection
@@ -42,7 +43,10 @@ class GroupCommit:
         group = None
         try:
             group = await self._join()
-            async with _savepoint(group.connection) as session:
+            # The first needs no savepoint: what it undoes is all that there is.
+            mode: JoinTransactionMode = "create_savepoint" if group.num_writers else "rollback_only"
+            session = AsyncSession(group.connection, join_transaction_mode=mode, expire_on_commit=False)
+            async with session, session.begin():
                 yield session
             group.num_writers += 1
         finally:
@@ -80,7 +84,8 @@ class GroupCommit:
 
     async def _leave(self) -> None:
         try:
-            if self._group is not None and (not self._num_waiting or self._group.num_writers >= MOST):
+            group = self._group
+            if group is not None and (not self._num_waiting or group.num_writers >= MOST or not group.num_writers):
                 await self._commit()
         finally:
             self._turn.release()
@@ -89,24 +94,15 @@ class GroupCommit:
         group, self._group = self._group, None
         if group is None:
             return
+        if not group.num_writers:  # its only writer has failed
+            await group.connection.close()
+            return
         try:
             await group.connection.commit()
         except BaseException as error:
-            if group.num_writers:
-                group.ended.set_exception(error)
+            group.ended.set_exception(error)
             raise
         else:
             group.ended.set_result(None)
         finally:
             await group.connection.close()
-
-
-def _savepoint(connection: AsyncConnection) -> contextlib.AbstractAsyncContextManager[AsyncSession]:
-    session = AsyncSession(connection, join_transaction_mode="create_savepoint", expire_on_commit=False)
-
-    @contextlib.asynccontextmanager
-    async def within() -> AsyncIterator[AsyncSession]:
-        async with session, session.begin():
-            yield session
-
-    return within()

@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import sqlalchemy
 from sqlalchemy import delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -38,20 +40,31 @@ async def add_request(database: Database, row: RequestRow, model: ModelRow | Non
     """
     try:
         async with database.write() as session:
-            known = await _same_request(session, row)
-            if known is not None:
-                return known.id, known.kind, False
             if model is not None:
+                known = await _same_request(session, row)
+                if known is not None:
+                    return known.id, known.kind, False
                 session.add(model)
-            session.add(row)
+                session.add(row)
+            elif not await _insert_new(session, row):
+                known = await _same_request(session, row)
+                return known.id, known.kind, False
         return row.id, row.kind, True
-    except IntegrityError:  # PostgreSQL, the same request in two transactions at once
+    except IntegrityError:  # PostgreSQL, the same creation in two transactions at once; or there is no such session
         async with database.read() as session:
             known = await _same_request(session, row)
         if known is None:
             what = row.model_id or row.sampler_id
             raise Refused(f"{what} is there already, or its session is not there.", status=400) from None
         return known.id, known.kind, False
+
+
+async def _insert_new(session: AsyncSession, row: RequestRow) -> bool:
+    """Write it unless its (model_id, seq_id) or (sampler_id, seq_id) is there: one statement, as calls are many."""
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    values = {column.key: getattr(row, column.key) for column in sqlalchemy.inspect(RequestRow).column_attrs}
+    statement = insert(RequestRow).values(**values).on_conflict_do_nothing().returning(RequestRow.id)
+    return await session.scalar(statement) is not None
 
 
 async def _same_request(session: AsyncSession, row: RequestRow) -> Any:

@@ -36,10 +36,10 @@ async def compete(turns: Turns, seconds: float, *, samplers: int = 3, work_s: fl
 
 
 @pytest.mark.long_run  # a comparison of times
-@pytest.mark.parametrize(("weight", "low", "high"), [(1.0, 0.7, 1.4), (3.0, 2.0, 4.2)])
+@pytest.mark.parametrize(("weight", "low", "high"), [(1.0, 0.6, 1.6), (3.0, 1.7, 6.0)])
 def test_the_seconds_are_as_the_weights(weight: float, low: float, high: float):
     turns = Turns(shared=True, sampling_weight=weight, turn_s=0.05)
-    busy = asyncio.run(compete(turns, 2.0))
+    busy = asyncio.run(compete(turns, 4.0))
     assert low <= turns.seconds[Side.SAMPLING] / turns.seconds[Side.TRAINING] <= high
     assert all(seconds > 0.2 for seconds in busy.values())
 
