@@ -79,6 +79,19 @@ EXTRAS = {
     ],
     # Checkers of --rm-type ifbench; exact versions that were tried: scripts/requirements/ifbench.txt.
     "ifbench": ["if-verifiable>=0.1.2,<0.2", "langdetect>=1.0.9,<2"],
+    # The Tinker server: its HTTP side, its database (SQLite, PostgreSQL), weights on a disk or elsewhere.
+    "tinker": [
+        "aiosqlite>=0.22,<0.23",
+        "alembic>=1.16,<2",
+        "fastapi",
+        "fsspec>=2025",
+        "prometheus_client",
+        "protobuf>=5,<8",
+        "psycopg[binary]>=3.2,<4",
+        "pydantic>=2,<3",
+        "sqlalchemy[asyncio]>=2.1,<2.2",
+        "uvicorn",
+    ],
     "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",
@@ -89,6 +102,8 @@ EXTRAS = {
         "pytest-xdist>=3.8,<4",
         "pyyaml>=6,<7",
         "ruff>=0.17,<0.18",
+        # The client that the Tinker server is tested with; nothing of the package imports it.
+        "tinker>=0.38,<0.39",
         "types-requests",
     ],
 }

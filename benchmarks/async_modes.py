@@ -157,16 +157,15 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-#: What real runs are compared over: a case, its modes, and cases in mode off that say more of the engine's pace.
+#: What real runs are compared over.
 REAL_CASE, REAL_MODES = "engine longer", ("off", "one-step", "full, 1", "full, 2")
-REAL_PACE = ("small batch", "large batch")
 
 
 def measure_real(runs: Path | None, output: Path | None) -> None:
     """Make the runs, unless they are there, and print their table."""
     with contextlib.ExitStack() as stack:
         folder = runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        rows = real_modes.rows_of(REAL_CASES[REAL_CASE], REAL_MODES, folder, REAL_PACE)
+        rows = real_modes.rows_of(REAL_CASES[REAL_CASE], REAL_MODES, folder)
     text = real_modes.real_table(rows)
     print(text)
     if output:

@@ -3,8 +3,8 @@
 Called by `python -m benchmarks.async_modes --engine real`; runs are benchmarks/real_runs.py's. On a host whose
 processors both sides share no schedule beats any of
 
-    generate    tokens of a step x seconds of a token in an engine with all its requests running, as fitted over runs in
-                mode off (planning/simulate/measured.py): never idle, no batch's last answer alone
+    generate    tokens of a step x seconds of a token in an engine with all its requests running, as fitted over the
+                run in mode off (planning/simulate/measured.py): never idle, no batch's last answer alone
     train, sync as in mode off, where nothing else runs
     processors  what engine, trainer, driver and the rest used in a step of that run, over the number of processors
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.real_runs import CASES, GROUP, RealCase, real_run, used_between
+from benchmarks.real_runs import GROUP, RealCase, real_run, used_between
 from slime_like.planning.simulate.measured import MeasuredRun, fit, read_run
 from slime_like.utils.files import RunDirectory, read_json_lines
 
@@ -44,8 +44,8 @@ class RealRow:
     alone_s: float  # train and sync in mode off
     trainer_idle_s: float
     processor_s: Mapping[str, float]  # by side
+    others_s: float | None  # of processors, what processes used that were no part of the run; None: not measured
     num_processors: int
-    load_average: float
     staleness_mean: float
 
     @property
@@ -96,18 +96,16 @@ def row_of(
         generate_s=mean("rollout", "rollout/tokens") * token, train_s=train_s, sync_s=sync_s, alone_s=train_s + sync_s,
         trainer_idle_s=mean("step", "async/trainer_idle_seconds"),
         processor_s={side: used.get(side, 0.0) / len(numbers) for side in SIDES},
-        num_processors=os.cpu_count() or 1, load_average=os.getloadavg()[0],
+        others_s=(used["host"] - sum(used.get(side, 0.0) for side in SIDES)) / len(numbers) if "host" in used else None,
+        num_processors=os.cpu_count() or 1,
         staleness_mean=mean("rollout", "async/staleness_mean"),
     )  # fmt: skip
 
 
-def rows_of(case: RealCase, modes: Sequence[str], folder: Path, calibration: Sequence[str]) -> list[RealRow]:
-    """A row for each mode; the first is "off". calibration: cases that ran in mode off, for the engine's pace."""
+def rows_of(case: RealCase, modes: Sequence[str], folder: Path) -> list[RealRow]:
+    """A row for each mode; the first is "off", which the engine's pace is taken from too."""
     assert modes[0] == "off", "the others are held against it"
-    off_runs = [
-        read_run(str(real_run(CASES[name], "off", folder))) for name in dict.fromkeys([case.name, *calibration])
-    ]
-    token = token_s(off_runs, case.batch * GROUP)
+    token = token_s([read_run(str(real_run(case, "off", folder)))], case.batch * GROUP)
     rows = []
     for mode in modes:
         run = RunDirectory(str(real_run(case, mode, folder)))
@@ -129,12 +127,15 @@ def real_table(rows: Sequence[RealRow]) -> str:
         "ideal",
         "of ideal",
     ]
-    heads += ["train + sync here", "trainer waits", "processor s: engine", "trainer", "driver", "other", "staleness"]
+    heads += ["train + sync here", "trainer waits", "trainer's processor s", "the run's others'", "not the run's"]
+    heads += ["staleness"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
         cells = [row.mode, f"{row.step_s:.3f}", f"{row.step_s / rows[0].step_s:.2f}", f"{row.generate_s:.3f}"]
         cells += [f"{row.alone_s:.3f}", f"{row.processors_s:.3f}", f"{row.ideal_s:.3f} ({row.bound})"]
         cells += [f"**{row.ideal_s / row.step_s:.2f}**", f"{row.train_s + row.sync_s:.3f}", f"{row.trainer_idle_s:.3f}"]
-        cells += [f"{row.processor_s[side]:.3f}" for side in SIDES] + [f"{row.staleness_mean:.2f}"]
+        trainer_s = row.processor_s["trainer"]
+        cells += [f"{trainer_s:.3f}", f"{sum(row.processor_s.values()) - trainer_s:.3f}"]
+        cells += ["" if row.others_s is None else f"{row.others_s:.3f}", f"{row.staleness_mean:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

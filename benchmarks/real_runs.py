@@ -23,6 +23,8 @@ from pathlib import Path
 
 import psutil
 
+from slime_like.utils.guard import start_guarded
+
 ROOT = Path(__file__).resolve().parents[1]
 RUN_S = 400.0
 GROUP = 4
@@ -94,19 +96,17 @@ def real_run(case: RealCase, mode: str, folder: Path) -> Path:
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }  # fmt: skip
     log = folder / f"{run_dir.name}.log"
-    with open(log, "w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        meter = ProcessorMeter(process.pid)
-        try:
-            status = process.wait(RUN_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(60.0)
-            raise
-        finally:
-            samples = meter.stop()
-    if status:
-        raise SystemExit(f"{' '.join(command)}\nended with status {status}:\n{log.read_text(errors='replace')[-3000:]}")
+    process = start_guarded(command, env=environment, log_path=str(log), cwd=str(ROOT))  # it ends with this process
+    meter, deadline = ProcessorMeter(process.pid), time.monotonic() + RUN_S
+    try:
+        while (status := process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+    finally:
+        samples = meter.stop()
+        process.close(grace_s=30.0)
+    if status != 0:
+        what = f"did not end within {RUN_S:g} s" if status is None else f"ended with status {status}"
+        raise SystemExit(f"{' '.join(command)}\n{what}:\n{process.log_tail(60)}")
     (run_dir / "processors.json").write_text(json.dumps(samples) + "\n", encoding="utf-8")
     return run_dir
 
@@ -132,7 +132,7 @@ class ProcessorMeter:
         self._thread.start()
 
     def stop(self) -> list[dict[str, float]]:
-        """The samples: {"time": unix seconds, side: processor seconds}."""
+        """The samples: {"time": unix seconds, side: processor seconds}; side "host" is all of the host's."""
         self._over.set()
         self._thread.join(10.0)
         return self._samples
@@ -155,7 +155,8 @@ class ProcessorMeter:
                 continue  # it ended between two looks
             side = next((name for word, name in SIDES if word in line), "other")
             self._used[key] = (side, times.user + times.system)
-        sample = {"time": time.time()}
+        busy = psutil.cpu_times()
+        sample = {"time": time.time(), "host": busy.user + busy.nice + busy.system}
         for side, seconds in self._used.values():
             sample[side] = sample.get(side, 0.0) + seconds
         self._samples.append(sample)

@@ -209,7 +209,7 @@ def measure_real(megabytes: float, way: str, repeats: int = 5) -> dict:
             end_at = time.monotonic()
             for asker in askers:
                 asker.wait_for(20)
-            seen = [interruption(asker.stop(), begin, end_at, before_s=0.5) for asker in askers]
+            seen = [interruption(asker.stop(), begin, end_at, before_s=2.0) for asker in askers]
             if repeat:
                 lost.append(sum(one.lost_s for one in seen))
                 taken.append(end_at - begin)

@@ -43,7 +43,7 @@ class Interruption:
 
 
 def interruption(arrivals: Sequence[Arrivals], begin: float, end: float, *, before_s: float = 1.0) -> Interruption:
-    """Of what happened from `begin` to `end`. before_s: how long before that the usual pace is taken from.
+    """Of what happened from `begin` to `end`. before_s: how long before that the usual step is taken from.
 
     Tokens that a request had before, and that it was asked for again, are no new ones.
     """
@@ -59,8 +59,7 @@ def interruption(arrivals: Sequence[Arrivals], begin: float, end: float, *, befo
     every = sorted(when for one in fresh for when, _ in one)
     silent_from, silent_until = _longest_gap(every, begin, end)
     last = max(end, *(until for _, until in gaps))
-    rate = (_count(fresh, begin) - _count(fresh, begin - before_s)) / before_s
-    lost_s = (last - begin) - (_count(fresh, last) - _count(fresh, begin)) / rate
+    lost_s = (last - begin) - (_count(fresh, last) - _count(fresh, begin)) * step_s / len(fresh)
     waits = [max(0.0, until - since - step_s) for since, until in gaps]
     return Interruption(
         step_s=step_s,

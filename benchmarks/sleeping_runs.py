@@ -109,7 +109,7 @@ class SleepingEngines:
     def __init__(self, case: SleepCase):
         self._case = case
 
-    def sync(self, weights, trainer):
+    def sync(self, weights, trainer, in_use=frozenset()):
         """Sleeps."""
         from slime_like.records import SyncReceipt
 

@@ -9,7 +9,7 @@ orders it (weight_sync.session.run_session, with its receipts). At each sync one
 sync of each way, which connects and, with deltas, sends everything, is not counted. Medians over repeats. All but the
 decode step are seconds beyond a usual decode step (benchmarks/running_requests.py):
 
-    nothing    the longest time in which no request got a token
+    nothing    the longest time in which no request got a token; the least of all repeats behind it
     next       until a request went on, mean over requests; most: over requests and repeats
     lost       seconds of generating at the pace before, from the sync's beginning until all went on: what the trainer
                takes of the shared processor counts too
@@ -162,7 +162,7 @@ class Bench:
         prefilled = sum(map(int, PREFILL.findall(log.read_text(errors="replace")[at:])))
         arrivals = requests.stop()
         self._client.abort_all()
-        seen = interruption(arrivals, begin, end, before_s=0.5)
+        seen = interruption(arrivals, begin, end, before_s=1.0)
         return Update(end - begin, prefilled, REQUESTS if mode == "abort" and way != "adapter" else 0, seen)
 
     def close(self) -> None:
@@ -224,8 +224,9 @@ def benched(shape: Shape, ways: Sequence[str], log: Path) -> Iterator[Bench]:
         yield bench
 
 
-def measure(shape: Shape, ways: Sequence[str], repeats: int, folder: Path, output: Path | None) -> list[dict]:
-    """A row for each way and mode; those of a way are saved once they are there."""
+def measure(shape: Shape, args: argparse.Namespace, folder: Path) -> list[dict]:
+    """A row for each way and mode, saved once it is there."""
+    ways, modes = args.ways.split(","), args.modes.split(",")
     rows: list[dict] = []
     for number, group in enumerate(
         [[way for way in ways if way != "adapter"], [way for way in ways if way == "adapter"]]
@@ -236,12 +237,12 @@ def measure(shape: Shape, ways: Sequence[str], repeats: int, folder: Path, outpu
         with benched(shape, group, log) as bench:
             for way in group:
                 bench.sync(way, MODES[0])  # connects; everything travels
-                for mode in MODES if way != "adapter" else MODES[:1]:
-                    updates = [bench.measure(way, mode, log) for _ in range(repeats + 1)][1:]
+                for mode in modes if way != "adapter" else MODES[:1]:
+                    updates = [bench.measure(way, mode, log) for _ in range(args.repeats + 1)][1:]
                     rows.append(row_of(shape.num_bytes, way, mode if way != "adapter" else "", updates))
                     print(table(rows).splitlines()[-1], flush=True)
-                if output:
-                    save(output, rows)
+                    if args.output:
+                        save(args.output, rows)
     return rows
 
 
@@ -273,7 +274,11 @@ def table(rows: Sequence[dict]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
         cells = [f"{row['bytes'] / MEGABYTE:.0f}", row["way"], row["mode"] or "none pauses"]
-        cells += [f"{1e3 * row['step_s']:.1f}", f"{row['sync_s']:.3f}", f"**{row['silent_s']:.3f}**"]
+        cells += [
+            f"{1e3 * row['step_s']:.1f}",
+            f"{row['sync_s']:.3f}",
+            f"**{row['silent_s']:.3f}** ({min(row['silent_s_all']):.3f})",
+        ]
         cells += [f"{row[name]:.3f}" for name in ("next_token_s", "next_token_max_s", "lost_s")]
         cells += [f"{row['prefilled_tokens']:.0f} of {row['tokens_in_flight']:.0f}", f"{row['thrown_tokens']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -281,14 +286,14 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def save(output: Path, rows: list[dict]) -> None:
-    """Into OUTPUT.json and OUTPUT.md, beside those of other sizes and ways that are there."""
+    """Into OUTPUT.json and OUTPUT.md, beside others that are there."""
     path = output.with_suffix(".json")
-    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    new = {(row["bytes"], row["way"]) for row in rows}
-    rows = sorted(
-        [*(row for row in kept if (row["bytes"], row["way"]) not in new), *rows],
-        key=lambda row: (row["bytes"], WAYS.index(row["way"])),
-    )
+    kept: list[dict] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+    def key(row: dict) -> tuple:
+        return row["bytes"], WAYS.index(row["way"]), MODES.index(row["mode"] or MODES[0])
+
+    rows = sorted(({key(row): row for row in kept} | {key(row): row for row in rows}).values(), key=key)
     hardware = f"{cpu_name()}, {os.cpu_count()} CPUs"
     what = f"{REQUESTS} requests of {PROMPT_TOKENS} tokens and more run; medians. See benchmarks/update_pauses.py"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -301,17 +306,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default="3,200", help="Megabytes of each model, separated by commas.")
     parser.add_argument("--ways", default=",".join(WAYS), help="Which, separated by commas.")
+    parser.add_argument("--modes", default=",".join(MODES), help="Ways of pausing, separated by commas.")
     parser.add_argument("--repeats", type=int, default=5, help="Syncs of each kind that count.")
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
-    ways = args.ways.split(",")
-    unknown = [way for way in ways if way not in WAYS]
-    if unknown:
-        parser.error(f"--ways {','.join(unknown)}: known are {', '.join(WAYS)}")
+    for flag_name, words, known in (("--ways", args.ways, WAYS), ("--modes", args.modes, MODES)):
+        unknown = [word for word in words.split(",") if word not in known]
+        if unknown:
+            parser.error(f"{flag_name} {','.join(unknown)}: known are {', '.join(known)}")
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="update-pauses-") as folder:
         for size in args.sizes.split(","):
-            rows += measure(Shape.of_bytes(float(size) * MEGABYTE), ways, args.repeats, Path(folder), args.output)
+            rows += measure(Shape.of_bytes(float(size) * MEGABYTE), args, Path(folder))
     print(table(rows))
 
 

@@ -115,7 +115,7 @@ class Bench:
             sender.send(weights)
 
         def check() -> None:
-            engines, left_out = sender.prove()
+            engines, left_out = sender.prove([self.client.endpoint])
             if engines != 1 or left_out:
                 raise SystemExit(f"weight_sync: the receipt compared {engines} engines and left {left_out} tensors out")
 

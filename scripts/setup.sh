@@ -158,7 +158,7 @@ install_gpu() {
   stage "build tools" pip_install "${pins[@]}" setuptools wheel ninja
   stage "torch (CUDA)" pip_install "${pins[@]}" "torch==${TORCH}"
   stage "sglang" pip_install "${pins[@]}" "sglang==${SGLANG}"
-  stage "slime_like (editable)" pip_install "${pins[@]}" --no-build-isolation -e ".[dev]"
+  stage "slime_like (editable)" pip_install "${pins[@]}" --no-build-isolation -e ".[dev,tinker]"
   if [[ -z "${TRANSFORMER_ENGINE}" ]]; then
     printf 'setup: no transformer-engine: the trainer uses layers of torch'"'"'s own (docs/install.md)\n'
   elif ! command -v nvcc >/dev/null; then

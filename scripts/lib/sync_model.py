@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,10 +117,14 @@ def write_model(folder: Path, shape: Shape, weights: dict[str, torch.Tensor]) ->
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, tp: int, log_path: Path, timeout_s: float) -> Iterator[Engine]:
-    """A real SGLang server of that folder on loopback; it is ended afterwards, or with this process."""
+def serving(
+    folder: Path, *, tp: int, log_path: Path, timeout_s: float, flags: Mapping[str, object] | None = None
+) -> Iterator[Engine]:
+    """A real SGLang server of that folder on loopback; it is ended afterwards, or with this process. flags: more of
+    SGLang's.
+    """
     # No tokenizer: prompts are token ids.
-    flags = {"skip_tokenizer_init": True, "max_total_tokens": _CACHE_TOKENS}
+    own_flags = {"skip_tokenizer_init": True, "max_total_tokens": _CACHE_TOKENS}
     spec = EngineSpec(
         index=0,
         model_path=str(folder),
@@ -128,7 +132,7 @@ def serving(folder: Path, *, tp: int, log_path: Path, timeout_s: float) -> Itera
         dtype="float32",
         log_path=str(log_path),
         context_length=1024,
-        extra_flags=flags,
+        extra_flags=own_flags | dict(flags or {}),
     )
     engine = launch_engine(spec, timeout_s)
     try:

@@ -45,6 +45,7 @@ class LossBatch:
     #: 1.0 at tokens that clip_cov or kl_cov treats apart, known before the step (algorithms/covariance.py)
     picked: torch.Tensor | None = None
     metadata: tuple[dict, ...] = ()  # records.Sample.metadata of each sample that sample_of_token counts
+    ratio_mask: torch.Tensor | None = None  # which tokens a client's ratio of a whole sample is taken over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -208,25 +208,27 @@ class EngineFleet:
 
     # ------------------------------------------------------------------ weights
 
-    def sync(self, weights: WeightsRef, trainer: Publishes) -> SyncReceipt:
+    def sync(self, weights: WeightsRef, trainer: Publishes, in_use: frozenset[WeightsRef] = frozenset()) -> SyncReceipt:
         """One weight sync to all serving members and to those that wait for weights.
 
-        A failed one leaves engines paused.
+        in_use: adapters that requests under way name, which members serve on. A failed one leaves engines paused.
         """
         joining = [member for member in self.membership.in_state(MemberState.STARTING) if member.endpoint is not None]
         members = sorted([*self.membership.serving, *joining], key=lambda member: member.index)
-        receipt = self._publish(weights, members, trainer)
+        receipt = self._publish(weights, members, trainer, in_use)
         self._digest = receipt.digest
         self.membership = self.membership.prove([member.index for member in members], weights)
         for member in joining:
             self._admit(member.index)
         return receipt
 
-    def _publish(self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes) -> SyncReceipt:
+    def _publish(
+        self, weights: WeightsRef, members: Sequence[Member], trainer: Publishes, in_use: frozenset = frozenset()
+    ) -> SyncReceipt:
         endpoints = [member.endpoint for member in members if member.endpoint is not None]
         assert self._plan.transport is not None, "a run with trainer and engines has a transport"
         cards = cards_of(self._plan, [self._plans.get(endpoint.index) for endpoint in endpoints])
-        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards)
+        order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards, in_use=in_use)
         try:
             return trainer.publish(order, self.check_watch)
         except BaseException:
@@ -247,11 +249,12 @@ class EngineFleet:
         )
 
     def release_memory(self) -> None:
-        """Engines give back weights and KV cache."""
+        """Engines give back KV cache and weights, or what of them the config says."""
+        tags = self._config.released_by_engines
         for client in self.clients:
             client.flush_cache()
-            client.release_memory_occupation(["kv_cache", "weights"])
-        self._released = {"kv_cache", "weights"}
+            client.release_memory_occupation(list(tags))
+        self._released = set(tags)
 
     def resume_memory(self, tag: str) -> None:
         """Engines take back "weights" (before a sync) or "kv_cache" (after it), if they had given it back."""

@@ -18,6 +18,7 @@ from slime_like.cluster.engine_actor import EngineActor
 from slime_like.cluster.gpu_environment import nccl_environment
 from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.receivers import Receivers
+from slime_like.config.adapter_rules import versions_at_once
 from slime_like.config.lora import adapter_flags
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
@@ -131,7 +132,11 @@ class EngineProcesses:
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang
             | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {})
-            | (adapter_flags(config.lora, config.model) if config.sync.sends_adapters else {}),
+            | (
+                adapter_flags(config.lora, config.model, num_versions=versions_at_once(config))
+                if config.sync.sends_adapters
+                else {}
+            ),
             memory_saver=config.offload_rollout,
             shares_gpus=config.shares_cards,
             log_level=config.observability.log_level,

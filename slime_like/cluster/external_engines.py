@@ -8,13 +8,20 @@ import dataclasses
 import os
 
 from slime_like.cluster.ray_session import running_cluster
+from slime_like.config.adapter_rules import versions_at_once
+from slime_like.config.lora import served_modules
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan, cannot_run_yet
 from slime_like.records import EngineEndpoint
 from slime_like.rollout.data_source import DataSource, context_tokens
-from slime_like.sglang_backend.external_server import ExternalServer, disagreements, inspect_server
+from slime_like.sglang_backend.external_server import (
+    ExternalServer,
+    adapter_disagreements,
+    disagreements,
+    inspect_server,
+)
 from slime_like.sglang_backend.launcher import host_has_cuda
 
 #: Deadline of one question to a server, in seconds.
@@ -68,12 +75,18 @@ def _problems(config: RunConfig, server: ExternalServer, data: DataSource | None
     assert config.checkpoint.hf_checkpoint, "--hf-checkpoint is checked before"
     longest = max((len(row.tokens) for row in data.rows), default=0) if data is not None else 0
     needed = min(context_tokens(config), longest + config.rollout.rollout_max_response_len)
-    return disagreements(
+    problems = disagreements(
         server,
         hf_checkpoint=config.checkpoint.hf_checkpoint,
         dtype=_trainer_dtype(config),
         needed_context=needed,
         routed_experts=config.loss.use_rollout_routing_replay,
+    )
+    if not config.sync.sends_adapters:
+        return problems
+    modules = served_modules(config.lora, config.model)
+    return problems + adapter_disagreements(
+        server, rank=config.lora.lora_rank, modules=modules, num_versions=versions_at_once(config)
     )
 
 

@@ -22,6 +22,8 @@ from slime_like.cluster.gpu_environment import device_number, nccl_environment
 from slime_like.cluster.ray_session import Wait, kill_actors
 from slime_like.cluster.sample_batch import SampleBatch, merged
 from slime_like.config.run import RunConfig
+from slime_like.config.tree import TENANTS
+from slime_like.errors import RunError
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import StepReport, SyncReceipt, TrainSample
 from slime_like.utils.logs import start_logging
@@ -118,7 +120,7 @@ class TrainActor:
 #: How long ranks may take to leave.
 _LEAVE_S = 2.0
 #: Roles that run as a TrainGroup, in the words of messages.
-_WHO = {"actor": "trainer", "critic": "critic", "ref": "reference"}
+_WHO = {"actor": "trainer", "critic": "critic", "ref": "reference", TENANTS: "trainer"}
 
 
 def role_config(config: RunConfig, role: str) -> RunConfig:
@@ -226,6 +228,22 @@ class TrainGroup:
     def release_memory(self, keep: Sequence[str] = ()) -> None:
         """Give the engines on these GPUs what is not in `keep` (megatron_backend/card_memory.py)."""
         self._all("release_memory", "release memory", tuple(keep))
+
+    def tenants(self, method: str, *args) -> Any:
+        """What a verb of role "tenants" gives (megatron_backend/lora/tenant_verbs.py).
+
+        Raises what the verb raises, on every rank or on one: see in_step.
+        """
+        shared = [ray.put(arg) for arg in args] if len(self.actors) > 1 else args
+        return self._all(method, method, *shared)[0]
+
+    def in_step(self, timeout_s: float = 10.0) -> bool:
+        """Whether every rank lives and has ended what it was asked for: then an error of a verb was the same on all."""
+        try:
+            Wait(timeout_s, whom=f"the {self._who}", phase="check").gather(self.pings())
+        except RunError:
+            return False
+        return True
 
     def _follow(self, method: str, phase: str, *args) -> list:
         """What a method of the recipe gives on each rank."""

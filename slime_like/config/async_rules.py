@@ -29,6 +29,7 @@ def async_problems(config: ConfigTree) -> list[str]:
         *_share_problems(config),
         *(_mixing_problems(config) if asynchrony.is_full or asynchrony.partial_rollout else []),
         *_pause_problems(config),
+        *_rolling_problems(config),
         *_over_sampling_problems(config),
     ]
 
@@ -119,6 +120,24 @@ def _pause_problems(config: ConfigTree) -> list[str]:
             )
         ]
     return []
+
+
+def _rolling_problems(config: ConfigTree) -> list[str]:
+    """--update-weight-rolling where an engine cannot take weights up by itself, or none is in the others' way."""
+    sync, flag_name = config.sync, "--update-weight-rolling"
+    if not sync.update_weight_rolling:
+        return []
+    if not config.asynchrony.is_full:
+        why = "nothing is generated during a sync, which it only makes longer"
+        return [f"{flag_name} needs --async-mode full: without it {why}. Fix: add that, or drop this."]
+    if sync.sends_adapters:
+        return [f"{flag_name} does nothing with --update-weight-mode adapter: no engine pauses. Fix: drop it."]
+    row = sync.mode_row or sync.transport_row
+    if row is not None and row.loads_from is not None:
+        return []
+    name = "broadcast, the default" if row is None else row.name
+    why = f"{flag_name} does not go with --update-weight-transport {name}: all engines take in what is sent at once."
+    return [f"{why} Fix: --update-weight-transport disk, --update-weight-mode delta, or drop it."]
 
 
 def _over_sampling_problems(config: ConfigTree) -> list[str]:

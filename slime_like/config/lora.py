@@ -8,13 +8,17 @@ import os
 import re
 
 from slime_like.config.base import flag
-from slime_like.config.lora_targets import expert_modules, target_modules
+from slime_like.config.lora_targets import OUTPUT, expert_of, target_modules
 from slime_like.config.model import ModelConfig
 
 #: PEFT's word for every linear layer but the output layer.
 ALL_LINEAR = "all-linear"
 #: What a name of a module looks like; anything else is a pattern.
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+#: How one of an adapter's matrices may start.
+STARTS = ("uniform", "gaussian", "zeros")
+#: --lora-init -> (A, B); orthogonal draws both from one matrix.
+_STARTS_OF = {"true": ("uniform", "zeros"), "gaussian": ("gaussian", "zeros"), "false": ("uniform", "uniform")}
 #: A folder of PEFT's.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -47,6 +51,17 @@ class LoraConfig:
             " 1/rank, B zero; orthogonal and false start away from the base."
         ),
     )
+    lora_a_init: str | None = flag(
+        None,
+        choices=STARTS,
+        help=(
+            "How A starts, instead of as --lora-init says: uniform as torch's linear layers, gaussian of deviation"
+            " 1/rank, or zeros."
+        ),
+    )
+    lora_b_init: str | None = flag(
+        None, choices=STARTS, help="How B starts, instead of as --lora-init says; as --lora-a-init."
+    )
     lora_load: str | None = flag(
         None, help="PEFT folder (adapter_config.json, adapter_model.safetensors) whose adapters the run starts from."
     )
@@ -66,6 +81,14 @@ class LoraConfig:
     def scale(self) -> float:
         """Factor on B A x."""
         return self.alpha / (math.sqrt(self.lora_rank) if self.lora_use_rslora else self.lora_rank)
+
+    @property
+    def starts(self) -> tuple[str, str] | None:
+        """How A and B start, each one of STARTS; None: orthogonal, from one matrix."""
+        if self.lora_init not in _STARTS_OF:
+            return None
+        start_a, start_b = _STARTS_OF[self.lora_init]
+        return self.lora_a_init or start_a, self.lora_b_init or start_b
 
     def targets(self, module: str) -> bool:
         """Whether the HF module of this whole name has an adapter (PEFT's check_target_module_exists)."""
@@ -91,30 +114,62 @@ class LoraConfig:
             problems.append(f"--lora-plus-lr-ratio {self.lora_plus_lr_ratio}: must be above 0.")
         if self.lora_init == "orthogonal" and self.lora_rank % 2:
             problems.append(f"--lora-init orthogonal needs an even --lora-rank, not {self.lora_rank}.")
-        if self.lora_load and self.lora_init != "true":
-            problems.append(f"--lora-init {self.lora_init} does nothing with --lora-load. Fix: drop one of them.")
+        problems += self._start_problems()
         for name in ("lora_target_modules", "lora_exclude_modules"):
             problems += _pattern_problems(name, getattr(self, name) or [])
         return problems
+
+    def _start_problems(self) -> list[str]:
+        flags = {"--lora-a-init": self.lora_a_init, "--lora-b-init": self.lora_b_init}
+        chosen = [f"{name} {value}" for name, value in flags.items() if value is not None]
+        if self.lora_load:
+            idle = [f"--lora-init {self.lora_init}"] if self.lora_init != "true" else []
+            return [f"{name} does nothing with --lora-load. Fix: drop one of them." for name in idle + chosen]
+        if chosen and self.starts is None:
+            return [f"{chosen[0]}: --lora-init orthogonal draws A and B together. Fix: drop one of them."]
+        if self.starts == ("zeros", "zeros"):
+            return [f"{' '.join(chosen)}: A and B of zeros have no gradient, ever. Fix: another start for one."]
+        return []
 
     def target_problems(self, model: ModelConfig) -> list[str]:
         """Names that no module of the model has, or none at all."""
         if not self.enabled:
             return []
         modules = target_modules(model)
-        ends = {module.rsplit(".", 1)[-1] for module in modules}
-        kinds = ", ".join(sorted(ends - {module.rsplit(".", 1)[-1] for module in expert_modules(model)}))
-        of_experts = [module for module in expert_modules(model) if self.targets(module)]
-        if of_experts:
-            asked = f"--lora-target-modules {' '.join(self.lora_target_modules)} asks for adapters on {of_experts[0]}"
-            return [f"{asked}, and experts cannot have any yet. Fix: name others: {kinds}."]
+        kinds = ", ".join(sorted({module.rsplit(".", 1)[-1] for module in modules}))
         names = self.lora_target_modules
         strangers = [name for name in names if not any(_matches([name], module) for module in modules)]
         if strangers:
             wrong = f"--lora-target-modules {' '.join(strangers)}: no linear layer has such a name"
+            if set(strangers) & set(OUTPUT.modules):
+                wrong = (
+                    f"--lora-target-modules {' '.join(strangers)}: this model's output layer is its embedding (tied)"
+                )
             return [f"{wrong}. There are: {kinds}."]
         if not any(self.targets(module) for module in modules):
             return ["--lora-exclude-modules leaves no module with an adapter. Fix: exclude less."]
+        return self._expert_problems(modules)
+
+    def _expert_problems(self, modules: tuple[str, ...]) -> list[str]:
+        """What experts' adapters cannot be, since PEFT (0.21.2) cannot compute them on HF's joined experts."""
+        kinds: dict[str, set[str]] = {"gate_proj": set(), "up_proj": set(), "down_proj": set()}
+        for module in modules:
+            if expert_of(module) is not None and self.targets(module):
+                expert, _, kind = module.rpartition(".")
+                kinds[kind].add(expert)
+        if not any(kinds.values()):
+            return []
+        asked = f"--lora-target-modules {' '.join(self.lora_target_modules)} asks for adapters on experts"
+        if self.lora_dropout:
+            return [f"{asked}, which cannot drop any of their input: --lora-dropout {self.lora_dropout}. Fix: drop it."]
+        if kinds["gate_proj"] != kinds["up_proj"]:
+            odd = min(kinds["gate_proj"] ^ kinds["up_proj"])
+            return [f"{asked}, but of {odd} on one of gate_proj and up_proj only, which PEFT cannot load. Fix: both."]
+        for kind, those in kinds.items():
+            whole = {module.rpartition(".")[0] for module in modules if expert_of(module) is not None}
+            if those and those != whole:
+                odd = min(whole - those)
+                return [f"{asked}, but not on {kind} of {odd}: PEFT has one of all experts or none. Fix: name all."]
         return []
 
     def missing_files(self) -> list[str]:
@@ -130,7 +185,7 @@ class LoraConfig:
 def _matches(patterns: list[str], module: str) -> bool:
     """PEFT's rule: one pattern is for the whole name, names are ends of it at a dot."""
     if patterns == [ALL_LINEAR]:
-        return True
+        return module not in OUTPUT.modules
     if len(patterns) == 1 and not _NAME.fullmatch(patterns[0]):
         return re.fullmatch(patterns[0], module) is not None
     return any(module == name or module.endswith("." + name) for name in patterns)
@@ -150,13 +205,20 @@ def _pattern_problems(name: str, patterns: list[str]) -> list[str]:
     return []
 
 
-def adapter_flags(lora: LoraConfig, model: ModelConfig) -> dict[str, str | bool | list[str]]:
-    """SGLang's arguments of an engine that serves these adapters: one version, the one before it, and the base."""
-    ends = {name.rsplit(".", 1)[-1] for name in target_modules(model) if lora.targets(name)}
+def served_modules(lora: LoraConfig, model: ModelConfig) -> list[str]:
+    """Ends of HF names of the modules with adapters, as SGLang's --lora-target-modules has them."""
+    return sorted({name.rsplit(".", 1)[-1] for name in target_modules(model) if lora.targets(name)})
+
+
+def adapter_flags(lora: LoraConfig, model: ModelConfig, *, num_versions: int = 2) -> dict[str, str | bool | list[str]]:
+    """SGLang's arguments of an engine that serves so many versions of these adapters at a time, and the base.
+
+    How many are loaded is left to the syncs: SGLang would unload the oldest by itself, and load nothing until the last
+    request for it has ended.
+    """
     return {
         "enable_lora": True,
         "max_lora_rank": str(lora.lora_rank),
-        "lora_target_modules": sorted(ends),
-        "max_loras_per_batch": "3",
-        "max_loaded_loras": "4",
+        "lora_target_modules": served_modules(lora, model),
+        "max_loras_per_batch": str(num_versions + 1),
     }

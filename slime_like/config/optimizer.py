@@ -62,3 +62,29 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be in [0, 1).")
         return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamParams:
+    """The numbers of one optimizer step that a caller gives itself, instead of the flags and the learning rate's
+    schedule.
+
+    weight_decay is decoupled, and not taken from norms and biases.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self):
+        wrong = []
+        if not 0 <= self.lr < float("inf"):
+            wrong.append(f"lr {self.lr}: must be at least 0")
+        wrong += [f"beta {beta}: must be in [0, 1)" for beta in self.betas if not 0 <= beta < 1]
+        if not 0 < self.eps < float("inf"):
+            wrong.append(f"eps {self.eps}: must be above 0")
+        if not 0 <= self.weight_decay < float("inf"):
+            wrong.append(f"weight_decay {self.weight_decay}: must be at least 0")
+        if wrong:
+            raise ValueError("; ".join(wrong))

@@ -37,8 +37,8 @@ class RunConfig(ConfigTree):
         """Everything impossible that needs no file to see."""
         return problems_of(self)
 
-    def missing_files(self) -> list[str]:
-        """Every path that a run needs and that is not there."""
+    def missing_files(self, *, data: bool = True) -> list[str]:
+        """Every path that a run needs and that is not there. data: whether it reads any."""
         problems = (
             self.checkpoint.missing_files()
             + self.lora.missing_files()
@@ -47,6 +47,6 @@ class RunConfig(ConfigTree):
             + self.observability.missing_files()
             + self.serving.missing_files()
         )
-        if not self.observability.load_debug_rollout_data:
+        if data and not self.observability.load_debug_rollout_data:
             problems += self.data.missing_files()
         return problems

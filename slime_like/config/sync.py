@@ -6,7 +6,6 @@ import dataclasses
 
 from slime_like.config.base import flag
 from slime_like.config.transports import (
-    ADAPTER_FOLDER,
     RECEIVER,
     SHARED_FOLDER,
     Transport,
@@ -24,7 +23,12 @@ class SyncConfig:
     """Weight sync"""
 
     update_weight_transport: str | None = flag(
-        None, choices=choices(), help="How weights travel. Default: ipc with --colocate, else broadcast."
+        None,
+        choices=choices(),
+        help=(
+            "How weights travel. Default: ipc with --colocate, else broadcast. With --update-weight-mode adapter: disk,"
+            " or http, which needs no folder."
+        ),
     )
     update_weight_mode: str = flag(
         "full",
@@ -75,6 +79,13 @@ class SyncConfig:
             " --async-mode full retract, and there abort keeps what was answered and goes on from it."
         ),
     )
+    update_weight_rolling: bool = flag(
+        False,
+        help=(
+            "With --async-mode full, and weights by disk or delta: engines load one after another while the others"
+            " serve. For engines that share one slow link to the folder; the trainer waits for all of them."
+        ),
+    )
     custom_weight_transform_path: str | None = flag(
         None,
         help=(
@@ -116,7 +127,9 @@ class SyncConfig:
             problems.append(f"--update-weight-buffer-size {self.update_weight_buffer_size}: must be at least 1 byte.")
         transport = self.transport_row
         writes_folder = transport is not None and transport.loads_from == SHARED_FOLDER
-        if self.update_weight_disk_dir and not (writes_folder or self.sends_deltas or self.sends_adapters):
+        by_http = self.update_weight_transport == "http"
+        keeps_folder = writes_folder or self.sends_deltas or (self.sends_adapters and not by_http)
+        if self.update_weight_disk_dir and not keeps_folder:
             problems.append("--update-weight-disk-dir needs --update-weight-transport disk.")
         for name in (
             "update_weight_delta_encoding",
@@ -133,10 +146,15 @@ class SyncConfig:
                 f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode delta,"
                 " which is sent over HTTP to a receiver beside each engine. Fix: leave it out."
             )
-        if self.sends_adapters and self.update_weight_transport is not None:
+        if self.sends_adapters and self.update_weight_transport not in (None, "disk", "http"):
             problems.append(
                 f"--update-weight-transport {self.update_weight_transport} does not go with --update-weight-mode"
-                " adapter, which goes through --update-weight-disk-dir. Fix: leave it out."
+                " adapter. Fix: disk or http."
+            )
+        if not self.sends_adapters and self.update_weight_transport == "http":
+            problems.append(
+                "--update-weight-transport http is for adapters alone: --lora-rank with --update-weight-mode adapter."
+                " Fix: add them, or another one."
             )
         if self.update_weight_disk_keep_files and not writes_folder:
             problems.append("--update-weight-disk-keep-files needs --update-weight-transport disk.")
@@ -159,7 +177,10 @@ class SyncConfig:
     @property
     def mode_row(self) -> Transport | None:
         """The transport that --update-weight-mode stands for; None with full, which any transport sends."""
-        return None if self.update_weight_mode == "full" else transport_of(self.update_weight_mode)
+        if self.update_weight_mode == "full":
+            return None
+        row = self.transport_row if self.update_weight_transport == "http" else None
+        return row or transport_of(self.update_weight_mode)
 
     @property
     def sends_deltas(self) -> bool:
@@ -169,7 +190,7 @@ class SyncConfig:
     @property
     def sends_adapters(self) -> bool:
         """Whether engines serve the base and are sent adapters, which requests then name."""
-        return self.mode_row is not None and self.mode_row.loads_from == ADAPTER_FOLDER
+        return self.mode_row is not None and self.mode_row.of_adapters
 
     @property
     def delta_encoding(self) -> str:
@@ -183,8 +204,8 @@ class SyncConfig:
 
     def probes_at(self, num_syncs: int) -> bool:
         """Whether the sync after `num_syncs` others of this run is followed by a probe."""
-        if self.sends_adapters:  # there is no digest of adapters
-            return self.verify_weight_sync != "off"
+        if self.mode_row is not None and not (self.mode_row.digests or self.mode_row.compared_by_engines):
+            return self.verify_weight_sync != "off"  # nothing else proves adapters in a folder
         if self.verify_weight_sync == "digest":
             return self.verify_weight_sync_interval > 0 and num_syncs % self.verify_weight_sync_interval == 0
         return self.verify_weight_sync != "off"

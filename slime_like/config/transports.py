@@ -17,8 +17,6 @@ _POSITION_BYTES = 4
 
 #: Transport.loads_from: a folder that trainer and engines both see, or the one of the receiver beside each engine.
 SHARED_FOLDER, RECEIVER = "shared folder", "receiver"
-#: or the shared folder of the adapters alone, which are loaded beside the base
-ADAPTER_FOLDER = "adapter folder"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +62,7 @@ class Transport:
     #: Least time of a sync, for the plan; of several ways the last one that is available is taken.
     bounds: Callable[[SyncShape], tuple[SyncBound, ...]]
     is_mode: bool = False  # asked for by --update-weight-mode <name> instead of --update-weight-transport <name>
+    of_adapters: bool = False  # sends the adapters alone, which engines load beside the base under a name of their own
     needs_pause: bool = True  # whether generation stops while weights change
     #: what the engine is told to load when all was sent; None: it takes tensors in as they are sent
     loads_from: str | None = None
@@ -83,6 +82,8 @@ class Transport:
     reaches_stages: bool = True  # engines of several pipeline stages
     reaches_spread: bool = True  # engines on several machines
     digests: bool = True  # whether engines can be asked for digests of what they got
+    #: engines compare what they load with digests that are sent beside it, and fail where one differs
+    compared_by_engines: bool = False
     best_rate: str | None = None  # what weight_sync/bounds.py measures for a receipt's share: memory, loopback or file
 
     def goes_with(self, *, colocate: bool) -> bool:
@@ -151,6 +152,14 @@ def _adapter_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
     return (SyncBound(transport="adapter", bytes=size, bound_s=bound_s, how=how, available=size > 0),)
 
 
+def _http_bounds(shape: SyncShape) -> tuple[SyncBound, ...]:
+    # in base64, whole for each GPU of an engine
+    size = shape.adapter_bytes * 4 // 3 * shape.engine_gpus
+    how = "adapters alone: in the body of a request, once for each GPU of an engine, over network"
+    bound_s = size / shape.rates["network"]
+    return (SyncBound(transport="http", bytes=size, bound_s=bound_s, how=how, available=size > 0),)
+
+
 #: Name -> row. Of those that fit, the first one is the default.
 TRANSPORTS: dict[str, Transport] = {
     row.name: row
@@ -202,11 +211,23 @@ TRANSPORTS: dict[str, Transport] = {
             publisher="transports.adapter:AdapterPublisher",
             bounds=_adapter_bounds,
             is_mode=True,
+            of_adapters=True,
             needs_pause=False,
-            loads_from=ADAPTER_FOLDER,
+            loads_from=SHARED_FOLDER,
             every_gatherer_writes=True,
             digests=False,
             best_rate="file",
+        ),
+        Transport(
+            name="http",
+            publisher="transports.adapter_http:HttpPublisher",
+            bounds=_http_bounds,
+            of_adapters=True,
+            needs_pause=False,
+            sources_meet=True,
+            digests=False,
+            compared_by_engines=True,
+            best_rate="loopback",
         ),
     )
 }
@@ -237,5 +258,7 @@ def fitting(*, colocate: bool, several_machines: bool = False) -> tuple[str, ...
     """
     rows = (TRANSPORTS[name] for name in choices())
     return tuple(
-        row.name for row in rows if row.goes_with(colocate=colocate) and not (several_machines and row.one_machine)
+        row.name
+        for row in rows
+        if not row.of_adapters and row.goes_with(colocate=colocate) and not (several_machines and row.one_machine)
     )

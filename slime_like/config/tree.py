@@ -45,6 +45,10 @@ GROUPS = {
 }
 
 
+#: The role of a trainer whose base is frozen and whose clients each bring what they train.
+TENANTS = "tenants"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigTree:
     """All groups, and values derived from them; RunConfig is this with its rules."""
@@ -67,7 +71,7 @@ class ConfigTree:
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
-    #: whose config this is: "actor", "critic", or "ref" in the processes of a reference on GPUs of its own
+    #: whose config this is: "actor", "critic", "ref" in the processes of a reference on GPUs of its own, or TENANTS
     role: str = "actor"
     #: what --custom-config-path holds: args.<key> of the user's functions
     custom: dict = dataclasses.field(default_factory=dict)
@@ -100,6 +104,17 @@ class ConfigTree:
         value = self.placement.offload_rollout
         value = self.placement.offload if value is None else value
         return self.placement.colocate if value is None else value
+
+    @property
+    def released_by_engines(self) -> tuple[str, ...]:
+        """What engines give back around training, by SGLang's names; nothing without --offload-rollout.
+
+        Weights come back without their contents, which a sync sends again; of engines that are sent adapters only, the
+        base stays.
+        """
+        if not self.offload_rollout:
+            return ()
+        return ("kv_cache",) if self.sync.sends_adapters else ("kv_cache", "weights")
 
     @property
     def shares_cards(self) -> bool:

@@ -192,8 +192,8 @@ class Phases:
         started = time.monotonic()
         with self.timers.phase("sync"):
             weights = self.weights.next()
-            self._rollouts.policy_changing()
-            receipt = self._sync(weights)
+            in_use = self._rollouts.policy_changing()
+            receipt = self._sync(weights, in_use)
             if self._num_set_aside:
                 self._rollouts.engines_changed(self._engines.endpoints)
         self.weights = weights
@@ -206,7 +206,7 @@ class Phases:
             self.console.note(f"{proven}; logs/actor-*.log say why not of the others")
         return receipt
 
-    def _sync(self, weights: WeightsRef) -> SyncReceipt:
+    def _sync(self, weights: WeightsRef, in_use: frozenset[WeightsRef]) -> SyncReceipt:
         """Each step takes what the one before it has given back: a card never holds the trainer's optimizer beside the
         engines' weights, nor anything of the trainer beside their KV cache.
         """
@@ -215,7 +215,7 @@ class Phases:
             self._trainers_release(keep=("weights",))
             if offload:
                 self._engines.resume_memory("weights")
-            receipt = self._engines.sync(weights, self._trainer)
+            receipt = self._engines.sync(weights, self._trainer, in_use)
             probe = self._probe_trainer() if self.job.config.sync.probes_at(self._num_syncs) else None
             self._trainers_release()
             if offload:

@@ -62,8 +62,10 @@ class Rollouts(Protocol):
     def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
         """These engines take the training's requests from now on, and no others."""
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights: what they abort now did not fail."""
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights: what they abort now did not fail. Adapters that requests under way
+        have named, which engines must serve on.
+        """
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these weights from now on. steps: rollouts that they were trained on."""
@@ -89,9 +91,9 @@ class Engines(Protocol):
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
         """Of those that serve."""
 
-    def sync(self, weights: WeightsRef, trainer: Trainer) -> SyncReceipt:
+    def sync(self, weights: WeightsRef, trainer: Trainer, in_use: frozenset[WeightsRef] = frozenset()) -> SyncReceipt:
         """Every member that is not set aside gets the trainer's weights, proves that it holds them, and serves them as
-        `weights`.
+        `weights`. in_use: adapters that it serves on beside them.
         """
 
     def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:

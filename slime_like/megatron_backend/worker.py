@@ -23,6 +23,7 @@ from slime_like.megatron_backend.initialize import initialize, set_seeds, shut_d
 from slime_like.megatron_backend.lora.adapter import AdapterSwitch, dropping
 from slime_like.megatron_backend.lora.held import held_beside
 from slime_like.megatron_backend.lora.peft_files import first_adapters
+from slime_like.megatron_backend.lora.tenant_verbs import TenantVerbs, tenants_config
 from slime_like.megatron_backend.model.provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
 from slime_like.megatron_backend.publish import gathering, gathering_of_adapters
 from slime_like.megatron_backend.reference import HeldWeights
@@ -48,7 +49,7 @@ from slime_like.weight_sync.session import PublishOrder, run_session
 from slime_like.weight_sync.transports.slots import slot_bytes
 
 
-class TrainWorker:
+class TrainWorker(TenantVerbs):
     """Builds this rank's part of the model and does what it is told with it: pass forward, add gradients, step, export,
     save, load.
 
@@ -72,7 +73,7 @@ class TrainWorker:
     ):
         assert config.model.is_known, "the architecture must be resolved before workers are built"
         self._is_critic = config.role == "critic"
-        self.config = config = critic_config(config) if self._is_critic else config
+        self.config = config = critic_config(config) if self._is_critic else tenants_config(config)
         self.rank = rank
         self.world_size, self.local_rank = world_size, local_rank
         self.master_address, self.master_port, self._store_path = master_address, master_port, store_path
@@ -233,6 +234,7 @@ class TrainWorker:
         Raises ValueError for ones that are not here.
         """
         self._card.need("weights")
+        self.show_base()
         with self._held.using(weights):
             yield
 

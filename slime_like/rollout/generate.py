@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,7 +18,7 @@ import orjson
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
-from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
+from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt, WeightsRef
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.utils.activity import Activity
@@ -110,11 +111,25 @@ class Generation:
         return np.array(self.logprobs, dtype=np.float32)
 
 
+@dataclasses.dataclass
+class _Asked:
+    """One request over all its tries. weights: of the adapters that the last one has named."""
+
+    body: dict
+    weights: WeightsRef | None = None
+
+    @functools.cached_property
+    def whole(self) -> bytes:
+        """As it is sent."""
+        return orjson.dumps(self.body, option=_JSON)
+
+
 class GenerationClient:
     """The `/generate` face of a router or engine; handed to custom generate functions as `engine`.
 
     Create and use it inside one running event loop. concurrency: requests in flight at most. weight_version: gives the
-    version to record when an engine does not tell one.
+    version to record when an engine does not tell one. adapter: where engines serve adapters, gives those that a
+    request names, each try anew: as long as the context is open it needs them.
     engines: requests go to these themselves, to the one with the fewest in flight; (): by way of the router. routing:
     ask for the experts of every token, which needs `engines`, because sglang-router (0.3.2) drops fields that it does
     not know, `return_routed_experts` among them.
@@ -128,7 +143,7 @@ class GenerationClient:
         *,
         concurrency: int,
         weight_version: Callable[[], int],
-        adapter: Callable[[], str] | None = None,
+        adapter: Callable[[], contextlib.AbstractContextManager[WeightsRef]] | None = None,
         routing: RoutingShape | None = None,
         engines: Sequence[EngineEndpoint] = (),
     ):
@@ -173,13 +188,11 @@ class GenerationClient:
         }
         if self.routing:
             body["return_routed_experts"] = True
-        version = self._weight_version()
-        if self._adapter is not None:
-            body["lora_path"] = self._adapter()
+        asked = _Asked(body)
         try:
             with self.activity.call():
                 answer = await ask(
-                    functools.partial(self._exchange, orjson.dumps(body, option=_JSON), session),
+                    functools.partial(self._exchange, asked, session),
                     slots=self._slots,
                     tries=self._tries,
                     timeout_s=self._timeout_s,
@@ -195,12 +208,20 @@ class GenerationClient:
             }
             raise EngineError(f"{self.url}/generate {why[error.kind]}") from error
         generation = self._read(answer, num_sent=len(tokens))
-        if self._adapter is not None:  # the engine tells the newest version, the request its own
-            return dataclasses.replace(generation, weight_version=version)
+        if asked.weights is not None:  # the engine tells its newest version, also where that changed under the answer
+            return dataclasses.replace(generation, weight_version=asked.weights.version, weight_versions=None)
         return generation
 
-    async def _exchange(self, body: bytes, session: str | None) -> tuple[bytes, int]:
-        """(the answer, its HTTP status), of the router or of an engine."""
+    async def _exchange(self, asked: _Asked, session: str | None) -> tuple[bytes, int]:
+        """(the answer, its HTTP status); the request names its adapters when it is sent, however long it has waited."""
+        if self._adapter is None:
+            return await self._sent(asked.whole, session)
+        with self._adapter() as weights:
+            asked.weights = weights
+            return await self._sent(orjson.dumps(asked.body | {"lora_path": str(weights)}, option=_JSON), session)
+
+    async def _sent(self, body: bytes, session: str | None) -> tuple[bytes, int]:
+        """To the router or to an engine."""
         if not self._engines:
             headers = self._headers | {SESSION_HEADER: session} if session else self._headers
             return await self._post(f"{self.url}/generate", body, headers)

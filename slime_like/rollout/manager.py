@@ -98,9 +98,11 @@ class RolloutManager:
         """These engines take the training's requests from now on, and no others."""
         self._tell(lambda: self._running().engines_changed(serving))
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights; what they abort now did not fail."""
-        self._tell(self._running().policy_changing)
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights; what they abort now did not fail. Adapters that requests under way
+        have named.
+        """
+        return self._tell(self._running().policy_changing)
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these from now on: also what to record for those that do not tell their version.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+from collections.abc import Iterator
 
 from slime_like.errors import WaitTimeout
 from slime_like.records import WeightsRef
@@ -17,9 +20,27 @@ class Policy:
     def __init__(self, weights: WeightsRef | None = None):
         self.weights = weights or WeightsRef()
         self.num_changes = 0  # begun or ended
+        self._in_use: collections.Counter[WeightsRef] = collections.Counter()
         self._settled, self._going_on = asyncio.Event(), asyncio.Event()
         self._settled.set()
         self._going_on.set()
+
+    @property
+    def in_use(self) -> frozenset[WeightsRef]:
+        """Weights that requests under way have named: engines must serve these, too."""
+        return frozenset(self._in_use)
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[WeightsRef]:
+        """The weights that a request names which begins now; they are in use until it has ended."""
+        weights = self.weights
+        self._in_use[weights] += 1
+        try:
+            yield weights
+        finally:
+            self._in_use[weights] -= 1
+            if not self._in_use[weights]:
+                del self._in_use[weights]
 
     def changing(self) -> None:
         """Engines are about to get other weights: what runs may be aborted."""

@@ -192,9 +192,13 @@ class RolloutService:
         if isinstance(self._client, ContinuingClient):
             self._client.hold_on(serving)
 
-    def policy_changing(self) -> None:
-        """Engines are about to get other weights; what they abort now did not fail."""
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights; what they abort now did not fail.
+
+        Where requests name their adapters: those that are named by requests under way.
+        """
         self.policy.changing()
+        return self.policy.in_use
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """The engines serve these from now on. steps: rollouts that they were trained on."""
@@ -354,7 +358,7 @@ class RolloutService:
             "rollout": config.rollout,
             "concurrency": config.engine.sglang_server_concurrency * max(1, access.num_engines),
             "weight_version": lambda: policy.weights.version,
-            "adapter": (lambda: str(policy.weights)) if config.sync.sends_adapters else None,
+            "adapter": policy.request if config.sync.sends_adapters else None,
             "routing": RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
             "engines": access.endpoints if config.loss.use_rollout_routing_replay else (),
         }

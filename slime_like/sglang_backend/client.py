@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import orjson
 
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
@@ -248,14 +249,9 @@ class EngineClient:
         timeout_s: float,
     ) -> None:
         """Receive one broadcast of rank 0 and load it. The caller flushes the cache."""
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group_name,
-            "load_format": load_format,
-        }
-        self._checked("/update_weights_from_distributed", {**body, "flush_cache": False}, timeout_s)
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
+        more = {"load_format": load_format, "flush_cache": False}
+        self._checked("/update_weights_from_distributed", body | more, timeout_s)
 
     def destroy_weights_update_group(self, group_name: str, timeout_s: float | None = None) -> None:
         """Leave a process group."""
@@ -305,9 +301,8 @@ class EngineClient:
         """POST; an answer that says `"success": false` is an error too."""
         answer = self._request("POST", path, body, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineHttpError(
-                f"engine {self.endpoint.index}: POST {self.url}{path} refused: {answer.get('message')}", 200
-            )
+            why = answer.get("message") or answer.get("error_message")  # the latter of adapters
+            raise EngineHttpError(f"engine {self.endpoint.index}: POST {self.url}{path} refused: {why}", 200)
         return answer if isinstance(answer, dict) else {}
 
     def _optional(self, path: str) -> bool:
@@ -349,15 +344,13 @@ class EngineClient:
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s))
         try:
             with self._http() as http:
-                response = http.request(method, self.url + path, json=body, timeout=timeout)
+                content = None if body is None else orjson.dumps(body)  # megabytes of tensors, five times as fast
+                response = http.request(method, self.url + path, content=content, timeout=timeout)
         except httpx.TimeoutException as error:
-            who = f"engine {self.endpoint.index} at {self.url}"
+            whom, phase = f"engine {self.endpoint.index} at {self.url}", f"{method} {path}"
+            seconds = time.monotonic() - start
             raise WaitTimeout(
-                who="client",
-                whom=who,
-                phase=f"{method} {path}",
-                seconds=time.monotonic() - start,
-                last=type(error).__name__,
+                who="client", whom=whom, phase=phase, seconds=seconds, last=type(error).__name__
             ) from error
         except httpx.LocalProtocolError:  # its text has the header that is wrong, which is the key
             raise EngineHttpError(f"{what} cannot be sent. Fix: an API key of one line.") from None
@@ -378,8 +371,9 @@ class EngineClient:
 def _http_client(endpoint: EngineEndpoint, keep_s: float) -> httpx.Client:
     """Without the environment's proxies: an engine is always reached directly."""
     over_https = endpoint.url.lower().startswith("https:")
+    key = {b"Authorization": f"Bearer {endpoint.api_key}".encode("latin-1")} if endpoint.api_key else {}
     return httpx.Client(
-        headers={b"Authorization": f"Bearer {endpoint.api_key}".encode("latin-1")} if endpoint.api_key else None,
+        headers={b"Content-Type": b"application/json"} | key,
         trust_env=False,
         verify=_trust(certificates()) if over_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts nobody
         limits=httpx.Limits(keepalive_expiry=keep_s),

@@ -237,6 +237,57 @@ class _Unpinned(types.ModuleType):
         return make
 
 
+def take_seeds() -> None:
+    """Let sglang's --enable-deterministic-inference be used without CUDA: requests' seeds hold (`sampling_seed`).
+
+    Only that: its kernels whose results do not depend on the rest of the batch want CUDA, so log-probs may differ by
+    1e-6 from run to run. Call before the server's arguments are made. Remove when sglang's list of attention backends
+    has torch_native and sgl_kernel has a CPU wheel (0.5.23: arg_groups/choices.py, kernels/ops/sampling/murmur_hash.py,
+    batch_invariant_ops).
+    """
+    import torch
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups import choices
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+    global _SEED_LIBRARY
+    _SEED_LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
+    _SEED_LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    _SEED_LIBRARY.impl("murmur_hash32_cpu", murmur_hash32, "CompositeExplicitAutograd")
+
+
+#: Holds the operator of `take_seeds`: torch forgets it with its library.
+_SEED_LIBRARY = None
+
+
+def murmur_hash32(seed, positions, columns):
+    """[N, M] int64: MurmurHash3 (x86, 32 bit, seed 0) of 16 bytes for each row and column: a row's 64-bit seed, low
+    half first, its position, and the column's number.
+
+    seed and positions: [N], columns: [M].
+    """
+    import torch
+
+    mask = 0xFFFFFFFF
+
+    def rotated(value, bits):
+        return ((value << bits) | (value >> (32 - bits))) & mask
+
+    seed = seed.to(torch.int64)[:, None]
+    blocks = (seed, seed >> 32, positions.to(torch.int64)[:, None], columns.to(torch.int64)[None, :])
+    value = torch.zeros_like(seed)
+    for block in blocks:
+        # Products overflow 64 bits; the 32 that count are right all the same.
+        mixed = (rotated(((block & mask) * 0xCC9E2D51) & mask, 15) * 0x1B873593) & mask
+        value = (rotated(value ^ mixed, 13) * 5 + 0xE6546B64) & mask
+    value = value ^ 16
+    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & mask
+    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & mask
+    return value ^ (value >> 16)
+
+
 def _unavailable(name: str):
     def kernel(*args, **kwargs):
         raise NotImplementedError(f"sgl_kernel.{name} (speculative decoding) is not available without CUDA")

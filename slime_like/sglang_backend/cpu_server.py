@@ -91,6 +91,8 @@ def main(argv: list[str]) -> None:
             import_only_needed_models(model_path)
     if "--enable-lora" in argv:
         cpu_compat.keep_adapters_pageable()
+    if "--enable-deterministic-inference" in argv:
+        cpu_compat.take_seeds()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -44,6 +44,15 @@ _LIVENESS_PATH = "/model_info"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedAdapters:
+    """What a server that was started with --enable-lora has room for. None: no bound, or it does not say."""
+
+    max_rank: int | None
+    modules: frozenset[str] | None  # ends of HF names; "all" is every one
+    max_loaded: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExternalServer:
     """What a running server says about itself. None or empty: it does not say."""
 
@@ -59,6 +68,7 @@ class ExternalServer:
     model_type: str | None = None
     architectures: tuple[str, ...] = ()
     returns_routed_experts: bool = False  # whether a request may ask for them
+    adapters: ServedAdapters | None = None  # None: it takes none
     #: of the model it was started with, where it tells or its folder can be read from here
     hf_config: dict | None = None
 
@@ -98,6 +108,7 @@ def inspect_server(
         **sizes,
         num_gpus=sizes["tp_size"] * sizes["pp_size"] * copies, version=str(info.get("version") or "unknown"),
         returns_routed_experts=info.get("enable_return_routed_experts") is True,
+        adapters=_adapters(info),
         model_type=model.get("model_type"), architectures=tuple(model.get("architectures") or ()),
         hf_config=_hf_config(path, model, info),
     )  # fmt: skip
@@ -137,6 +148,27 @@ def disagreements(
             " with --enable-return-routed-experts (on a GPU host), or drop the flag."
         )
     return differences
+
+
+def adapter_disagreements(server: ExternalServer, *, rank: int, modules: Sequence[str], num_versions: int) -> list[str]:
+    """Where a running server cannot serve so many versions of adapters of this rank on these modules. Empty: it can."""
+    who = f"the external engine at {server.url}"
+    flags = f"--enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(modules)}"
+    if server.adapters is None:
+        why = "was started without adapters, which --update-weight-mode adapter sends"
+        return [f"{who} {why}. Fix: start it with {flags}, or drop the flag: merged weights are sent then."]
+    adapters, problems = server.adapters, []
+    if adapters.max_rank is not None and adapters.max_rank < rank:
+        problems.append(f"takes adapters of rank {adapters.max_rank} at most, and --lora-rank is {rank}")
+    unserved = sorted(set(modules) - adapters.modules) if adapters.modules is not None else []
+    if unserved and "all" not in (adapters.modules or ()):
+        problems.append(f"was started without adapters on {' '.join(unserved)}")
+    if adapters.max_loaded is not None and adapters.max_loaded < num_versions + 1:
+        # It would unload one by itself, and load nothing until the last request for that one has ended.
+        problems.append(
+            f"holds {adapters.max_loaded} adapters at most (--max-loaded-loras), and {num_versions + 1} may be in use"
+        )
+    return [f"{who} {problem}. Fix: start it with {flags}, and no --max-loaded-loras." for problem in problems]
 
 
 def answers(endpoint: EngineEndpoint, timeout_s: float = 2.0) -> bool:
@@ -247,6 +279,18 @@ def _listed_models(client: EngineClient) -> dict:
         return {}
     models = answer.get("data") if isinstance(answer, dict) else None
     return models[0] if models and isinstance(models[0], dict) else {}
+
+
+def _adapters(info: dict) -> ServedAdapters | None:
+    """As /server_info tells it."""
+    if not (info.get("enable_lora") or info.get("lora_paths")):
+        return None
+    rank, modules, loaded = (info.get(name) for name in ("max_lora_rank", "lora_target_modules", "max_loaded_loras"))
+    return ServedAdapters(
+        max_rank=rank if isinstance(rank, int) else None,
+        modules=frozenset(modules) if isinstance(modules, list) else None,
+        max_loaded=loaded if isinstance(loaded, int) else None,
+    )
 
 
 def _context_length(model: dict, info: dict, listed: dict) -> int | None:

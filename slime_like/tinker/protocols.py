@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slime_like.records import PassResult, TenantPass
 from slime_like.tinker.records import (
@@ -35,6 +35,9 @@ class Service(Protocol):
     async def cancel(self, request_id: str, *, tenant: str) -> None:
         """A sample that nobody wants any more; one that is done, or unknown, stays as it is."""
 
+    def stats(self) -> dict[str, Any]:
+        """Numbers for metrics; keys: service.py."""
+
 
 class TrainingBackend(Protocol):
     """The trainer. Models are known by their ids; nothing here is durable but what was saved.
@@ -52,10 +55,12 @@ class TrainingBackend(Protocol):
         """Most tokens of a row."""
 
     async def create(self, spec: ModelSpec) -> None:
-        """A new model: the same numbers for the same spec."""
+        """A new model: the same numbers for the same spec. One of that id that is there already is begun anew."""
 
     async def run_passes(self, passes: Sequence[TenantPass]) -> list[PassResult | str]:
-        """Of several models at once, where it can; a str: what was wrong with that one."""
+        """Of several models at once (one pass of each), where it can; a str: what was wrong with that one, whose
+        gradients are as they were before.
+        """
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
         """Metrics."""
@@ -64,13 +69,13 @@ class TrainingBackend(Protocol):
         """Weights (a PEFT folder, or HF's) and, if asked for, the optimizer's state; on disk when it returns."""
 
     async def load_state(self, model_id: str, folder: str, *, optimizer: bool) -> None:
-        """What save_state wrote, perhaps of another model of the same shape; gradients are cleared."""
+        """What save_state wrote, perhaps of another of its shape; gradients are cleared. Only after create."""
 
     async def save_sampler(self, model_id: str, folder: str) -> None:
         """What engines load: a PEFT folder, or HF's."""
 
     async def release(self, model_id: str) -> None:
-        """Forget it."""
+        """Forget it; nothing to do where there is no such."""
 
     async def close(self) -> None:
         """End the trainer."""

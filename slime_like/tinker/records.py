@@ -27,6 +27,7 @@ class Kind(enum.StrEnum):
     SAVE_FOR_SAMPLER = "save_weights_for_sampler"
     LOAD_WEIGHTS = "load_weights"
     UNLOAD_MODEL = "unload_model"
+    REFUSED = "refused"
     SAMPLE = "sample"
 
 
@@ -112,6 +113,7 @@ class Call:
     FORWARD_BACKWARD {"loss", "config"} and rows; OPTIM_STEP {"adam": AdamSettings' fields}; SAVE_WEIGHTS {"name",
     "ttl_seconds", "overwrite", "user_metadata"}; SAVE_FOR_SAMPLER the same with "name" or, for a sampler that lives as
     long as its session, "sampler_id"; LOAD_WEIGHTS {"path", "optimizer"}; SAMPLE: sample.
+    REFUSED {"message"}: a call that makes no sense; it fails in its turn, so that those after it do not wait for it.
     """
 
     kind: Kind
@@ -127,7 +129,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """What became of a call. Of passes and samples `result` is a PassResult or SampleResult, of the others a dict."""
+    """What became of a call. Of passes and samples `result` is a PassResult or SampleResult, of the others a dict.
+
+    CREATE_MODEL, CREATE_FROM_STATE, UNLOAD_MODEL {"model_id"}, LOAD_WEIGHTS {"path", "model_id"}; OPTIM_STEP
+    {"metrics"}; SAVE_WEIGHTS and SAVE_FOR_SAMPLER {"path", "size_bytes"}, for a sampler of its own {"sampler_id"}.
+    """
 
     kind: Kind
     result: Any

@@ -15,7 +15,7 @@ import torch
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import transport_of
 from slime_like.errors import WeightSyncError
-from slime_like.records import DeltaCount, SyncReceipt, WeightsRef
+from slime_like.records import DeltaCount, EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import address_of_interface, is_own_address, own_address, url_host
 from slime_like.weight_sync.bounds import best_rate
@@ -177,17 +177,18 @@ class WeightSender:
             delta=sum(deltas, start=DeltaCount()) if deltas else None,
         )
 
-    def prove(self) -> tuple[int, int]:
-        """Compare what the engines hold with what the last `send` sent.
+    def prove(self, endpoints: Sequence[EngineEndpoint]) -> tuple[int, int]:
+        """Compare what these engines hold with what the last `send` sent.
 
         Raises WeightSyncError naming the engine and the first tensor that differs.
         """
         timeout_s, receipt = self.route.timeout_s, self._receipt
+        engines = frozenset(endpoint.index for endpoint in endpoints)
 
         def compare() -> tuple | None:
             if receipt is None:
                 return None
-            return receipt.differences(timeout_s), receipt.readers(), receipt.parameters(), receipt.unknown
+            return receipt.differences(timeout_s, engines), receipt.readers(), receipt.parameters(), receipt.unknown
 
         compared = self._group.on_gatherers("verify", compare, in_turn=True)
         # Of all sources together, so that every rank says the same: which engines are wrong.
@@ -199,14 +200,15 @@ class WeightSender:
                 for layout in layouts
             }
             self._group.on_gatherers(
-                "verify", lambda: None if receipt is None else never_sent(receipt, sent, timeout_s), in_turn=True
+                "verify",
+                lambda: None if receipt is None else never_sent(receipt, sent, timeout_s, engines),
+                in_turn=True,
             )
         every = [readers for _, readers, _, _ in compared]
         # A rank of an engine is proven by whoever sent to it: every stage, or the one trainer rank on its card.
         proven = set[Reader]() if not every else (set.union if self.route.cards else set.intersection)(*every)
         num_engines = sum(
-            all((endpoint.index, rank) in proven for rank in range(endpoint.tp_size))
-            for endpoint in self.route.endpoints
+            all((endpoint.index, rank) in proven for rank in range(endpoint.tp_size)) for endpoint in endpoints
         )
         return num_engines, len({name for _, _, _, unknown in compared for name in unknown})
 

@@ -1,6 +1,7 @@
 """One weight sync, whole: begin -> send -> prove -> continue. No torch: the driver only gives the order.
 
-Where engines load a folder it is send -> begin -> load -> prove -> continue: they generate until all of it is there.
+Where engines load a folder it is send -> begin -> load -> prove -> continue: they generate until all of it is there;
+with PublishOrder.rolling one engine after the other does the rest, while the others serve.
 
     driver      receipt = trainer.publish(PublishOrder(...))  # one call; after a failure: abandon(order.endpoints)
     every rank  receipt = run_session(order, ranks)             # ranks: sender.WeightSender
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slime_like.config.run import RunConfig
-from slime_like.config.transports import ADAPTER_FOLDER, RECEIVER, SHARED_FOLDER, transport_of
+from slime_like.config.transports import RECEIVER, SHARED_FOLDER, transport_of
 from slime_like.errors import SlimeLikeError, WaitTimeout, WeightSyncError
 from slime_like.records import EngineEndpoint, SyncReceipt, WeightsRef
 from slime_like.sglang_backend.adapter_client import AdapterClient
@@ -61,7 +62,8 @@ class PublishOrder:
     the old weights left in the cache, which is then forgotten only where nothing runs. finds_unsent: look for
     parameters of the engine of which nothing was sent; needs compares_digests. cards: of each endpoint, of each of its
     ranks, the trainer rank on the same card, which then sends everything to it; empty: pipeline stages send their
-    shares to all.
+    shares to all. in_use: adapters that requests under way name, which engines serve on. rolling: engines load the
+    folder one after another, each with its own proof, and only one is paused.
     """
 
     weights: WeightsRef
@@ -73,6 +75,8 @@ class PublishOrder:
     compares_digests: bool = True
     finds_unsent: bool = False
     cards: tuple[tuple[int, ...], ...] = ()
+    in_use: frozenset[WeightsRef] = frozenset()
+    rolling: bool = False
 
     @staticmethod
     def of(
@@ -82,6 +86,7 @@ class PublishOrder:
         weights: WeightsRef,
         *,
         cards: tuple[tuple[int, ...], ...] = (),
+        in_use: frozenset[WeightsRef] = frozenset(),
     ) -> PublishOrder:
         """As the flags say. cards: where trainer and engines share GPUs; a transport that gains nothing by it leaves
         them out.
@@ -99,19 +104,22 @@ class PublishOrder:
             compares_digests=sync.compares_digests and transport_of(transport).digests,
             finds_unsent=sync.verify_weight_sync == "full" and transport_of(transport).digests,
             cards=cards if transport_of(transport).by_card else (),
+            in_use=in_use,
+            rolling=sync.update_weight_rolling,
         )
 
     @property
     def route(self) -> PublishOrder:
         """The order without its weights: what a connection is made for and kept."""
-        return dataclasses.replace(self, weights=WeightsRef())
+        return dataclasses.replace(self, weights=WeightsRef(), in_use=frozenset())
 
     def longest_s(self, num_stages: int) -> float:
         """How long the driver waits for a rank: longer than all steps, since the rank itself says which engine is
         late in which step. num_stages: of the trainer's pipeline.
         """
         num_sources = len({source for ranks in self.cards for source in ranks}) or num_stages
-        return (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
+        num_turns = len(self.endpoints) if self.rolling else 1
+        return num_turns * (_NUM_STEPS + _STEPS_IN_TURN * num_sources) * self.timeout_s + _HEAR_S
 
 
 class Publishes(Protocol):
@@ -136,8 +144,8 @@ class Ranks(Protocol):
     def send(self, weights: WeightsRef) -> SyncReceipt:
         """Every source sends its share; what was sent, by all."""
 
-    def prove(self) -> tuple[int, int]:
-        """Compare the engines' digests with what was sent: (engines compared, tensors of which it is not known where
+    def prove(self, endpoints: Sequence[EngineEndpoint]) -> tuple[int, int]:
+        """Compare these engines' digests with what was sent: (engines compared, tensors of which it is not known where
         an engine keeps them).
         """
 
@@ -160,19 +168,25 @@ def run_session(order: PublishOrder, ranks: Ranks) -> SyncReceipt:
     receipt = ranks.send(order.weights)
     if receipt.num_tensors == 0:
         raise WeightSyncError(f"weights {order.weights}: the trainer sent no tensor")
-    if loads_folder:
-        # Only now: engines go on generating while what they will load is gathered, sent and written.
-        on_lead("begin", engines.begin)
-        on_lead("load", engines.load)
-    if order.compares_digests:
-        started = time.monotonic()
+    if engines.transport.compared_by_engines:
+        receipt = dataclasses.replace(receipt, engines_proven=len(order.endpoints))
+    for turn in engines.turns():
         if loads_folder:
-            on_lead("open for digests", engines.open)
-        proven, left_out = ranks.prove()
-        receipt = dataclasses.replace(
-            receipt, engines_proven=proven, tensors_unproven=left_out, verify_seconds=time.monotonic() - started
-        )
-    on_lead("finish", engines.finish)
+            # Only now: engines go on generating while what they will load is gathered, sent and written.
+            on_lead("begin", turn.begin)
+            on_lead("load", turn.load)
+        if order.compares_digests:
+            started = time.monotonic()
+            if loads_folder:
+                on_lead("open for digests", turn.open)
+            proven, left_out = ranks.prove(turn.endpoints)
+            receipt = dataclasses.replace(
+                receipt,
+                engines_proven=receipt.engines_proven + proven,
+                tensors_unproven=left_out,
+                verify_seconds=receipt.verify_seconds + time.monotonic() - started,
+            )
+        on_lead("finish", turn.finish)
     return receipt
 
 
@@ -200,6 +214,17 @@ class EngineSide:
         self.transport = transport_of(order.transport)
         self._clients = [AdapterClient(endpoint, timeout_s=order.timeout_s) for endpoint in order.endpoints]
 
+    @property
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        """The engines."""
+        return self._order.endpoints
+
+    def turns(self) -> list[EngineSide]:
+        """These engines as they take the weights up: all at the same time, or one behind the other."""
+        if not self._order.rolling:
+            return [self]
+        return [EngineSide(dataclasses.replace(self._order, endpoints=(endpoint,))) for endpoint in self.endpoints]
+
     def begin(self) -> None:
         """Stop generation and get every engine ready to receive."""
         self._on_all(self._begin_one, "begin weight update")
@@ -212,12 +237,12 @@ class EngineSide:
         order, loads_from = self._order, self.transport.loads_from
         if loads_from is None:
             return
-        if loads_from in (SHARED_FOLDER, ADAPTER_FOLDER):
+        if loads_from == SHARED_FOLDER:
             if order.directory is None:
                 raise WeightSyncError(
                     f"the {order.transport} transport needs its folder. Fix: --update-weight-disk-dir."
                 )
-            if loads_from == SHARED_FOLDER:
+            if not self.transport.of_adapters:
                 check_whole(version_directory(order.directory, order.weights.version))
         self._on_all(self._load_one, "load weights from disk")
 
@@ -244,10 +269,12 @@ class EngineSide:
         if self.transport.needs_pause:
             self._on_all(lambda client: client.continue_generation(), "continue generation")
 
-    def _begin_one(self, client: EngineClient) -> None:
+    def _begin_one(self, client: AdapterClient) -> None:
         if self.transport.needs_pause:
             self._pause(client)
-        if self.transport.loads_from is None:
+        if self.transport.of_adapters:
+            self._unload_others(client)
+        elif self.transport.loads_from is None:
             client.begin_weight_update()
 
     def _pause(self, client: EngineClient) -> None:
@@ -269,8 +296,9 @@ class EngineSide:
 
     def _load_one(self, client: AdapterClient) -> None:
         order, endpoint = self._order, client.endpoint
-        if self.transport.loads_from == ADAPTER_FOLDER:
-            self._load_adapter(client)
+        if self.transport.of_adapters:
+            folder = version_directory(order.directory or "", order.weights.version)
+            client.load_adapter(str(order.weights), folder, timeout_s=order.timeout_s)
             return
         if self.transport.loads_from == RECEIVER:
             assert endpoint.receiver_url is not None, "the trainer has sent to it"
@@ -281,22 +309,20 @@ class EngineSide:
             folder = version_directory(order.directory or "", order.weights.version)
         client.update_weights_from_disk(folder, timeout_s=order.timeout_s)
 
-    def _load_adapter(self, client: AdapterClient) -> None:
-        """Beside the base, under the weights' own name, and beside the version before, whose requests may still run.
-
-        The one before that goes, once its last request has ended.
+    def _unload_others(self, client: AdapterClient) -> None:
+        """Before adapters are loaded beside the base, under the weights' own name, and beside the version before and
+        those in use: the others go, whose last request has ended. While SGLang waits for one that runs, it loads
+        nothing.
         """
         order, weights = self._order, self._order.weights
         versions = [dataclasses.replace(weights, version=weights.version - ago) for ago in (0, 1)]
-        kept = {str(version) for version in versions}
+        kept = {str(version) for version in (*versions, *order.in_use)}
         for name in client.adapters():
             if name.startswith(f"{weights.name}@") and (name not in kept or name == str(weights)):
                 client.unload_adapter(name, timeout_s=order.timeout_s)
-        folder = version_directory(order.directory or "", weights.version)
-        client.load_adapter(str(weights), folder, timeout_s=order.timeout_s)
 
     def _finish_one(self, client: EngineClient) -> None:
-        if self.transport.loads_from == ADAPTER_FOLDER:
+        if self.transport.of_adapters:
             # Nothing to flush: SGLang keeps the cached prefixes of each adapter apart.
             client.update_weight_version(str(self._order.weights.version))
             return

@@ -57,10 +57,10 @@ class Trainer:
             weights=weights, transport="broadcast", num_tensors=1, num_bytes=4, seconds=0.1, digest=self.digest
         )
 
-    def prove(self):
+    def prove(self, endpoints):
         if not self.proves:
             raise WeightSyncError("model.norm.weight is not what was sent")
-        return len(self.orders[-1].endpoints), 0
+        return len(endpoints), 0
 
 
 @dataclasses.dataclass

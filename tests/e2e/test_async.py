@@ -54,6 +54,18 @@ def test_one_step_off(train, tiny_data_dir):
 
 
 @pytest.mark.long_run
+def test_weights_change_in_one_engine_after_the_other(train):
+    """Every token is of the version that its own engine names, while two serve different ones."""
+    run = train(
+        *("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 2, "--update-weight-transport", "disk"),
+        *("--update-weight-rolling", "--async-mode", "full", "--max-staleness", 2),
+    )
+    assert run.worst(later=False) < 1e-4 and run.worst(later=True) < 1e-4
+    assert max(run.spreads) >= 1 and max(run.ages) <= 2
+    assert all(line["sync/engines_proven"] == 2 for line in run.metrics("sync"))
+
+
+@pytest.mark.long_run
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("way", [("broadcast",), ("disk",), ("delta",)], ids=lambda way: way[0])
 def test_weights_change_under_running_answers(train, mode: str, way: tuple[str]):

@@ -65,8 +65,9 @@ class Sampling:
 
     version: int | None = None
 
-    def policy_changing(self) -> None:
+    def policy_changing(self) -> frozenset[WeightsRef]:
         """As RolloutManager's."""
+        return frozenset()
 
     def policy_changed(self, weights: WeightsRef, steps: int = 0) -> None:
         """As RolloutManager's."""

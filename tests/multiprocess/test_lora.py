@@ -36,9 +36,10 @@ LAYOUTS = {
     "dp2, gathered late": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "interleaved pp2": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
     "ep2": (2, {"expert_model_parallel_size": 2}),
+    "ep2 and tp2": (2, SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
 }
 ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-ATTENTION = [f"{x}_proj" for x in "qkvo"]
+ATTENTION, OUTPUT = [f"{x}_proj" for x in "qkvo"], ["q_proj", "lm_head"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 #: adapters' name -> (family, PEFT's options, our flags)
 ADAPTERS = {
@@ -49,13 +50,17 @@ ADAPTERS = {
         {"lora_use_rslora": True, "lora_target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
     ),
     "llama": ("llama", ALL, {}),
+    "output": ("llama", ALL | {"target_modules": OUTPUT}, {"lora_target_modules": OUTPUT}),
     "glm4": ("glm4", ALL, {}),
     "qwen3_moe": ("qwen3_moe", ALL | {"target_modules": ATTENTION}, {"lora_target_modules": ATTENTION}),
+    "experts": ("qwen3_moe", ALL | {"target_modules": ATTENTION, "experts": True}, {}),
     "deepseek_v3": ("deepseek_v3", ALL | {"target_modules": LATENT}, {"lora_target_modules": LATENT}),
 }
-ROWS = [("qwen3", layout) for layout in LAYOUTS if layout not in ("interleaved pp2", "ep2")]
+ROWS = [("qwen3", layout) for layout in LAYOUTS if layout != "interleaved pp2" and "ep2" not in layout]
 ROWS += [("some modules", "tp2 with sequence parallelism"), ("llama", "interleaved pp2"), ("glm4", "tp2")]
-ROWS += [("qwen3_moe", "ep2")]
+ROWS += [(name, layout) for name in ("qwen3_moe", "experts") for layout in ("ep2", "ep2 and tp2")]
+ROWS += [("output", layout) for layout in ("tp2 with sequence parallelism", "pp2")]
+ROWS += [("experts", layout) for layout in ("one rank", "tp2 with sequence parallelism", "pp2")]
 ROWS += [(name, layout) for name in ("qwen3_moe", "deepseek_v3") for layout in ("tp2 with sequence parallelism", "pp2")]
 #: In every run; the others with scripts/test_long.sh.
 QUICK = [("qwen3", "tp2 with sequence parallelism"), ("qwen3", "dp2, reduced early"), ("glm4", "tp2")]
@@ -124,7 +129,7 @@ def one_row(worker, samples, folder):
     config = worker.config
     save_adapters(worker.stage, folder, lora=config.lora, model=config.model, base=config.checkpoint.hf_checkpoint)
     trained = [p for chunk in worker.model for p in chunk.parameters() if p.requires_grad]
-    buffers = [buffer for chunk in worker.model for buffer in chunk.buffers]
+    buffers = [buffer for chunk in worker.model for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     result["named"] = [
         (name, tuple(p.shape)) for part in worker.stage for name, p in part.named_parameters() if p.requires_grad
     ]
@@ -161,8 +166,13 @@ def in_world(place, rows, folders, ports, saves):
 
 
 #: A run of one rank goes on under these: adapters -> layout.
-RESUMED = {"glm4": "tp2 with sequence parallelism", "qwen3": "pp2"}
-EACH_RESUMED = ["glm4", pytest.param("qwen3", marks=pytest.mark.long_run)]
+RESUMED = {
+    "glm4": "tp2 with sequence parallelism",
+    "qwen3": "pp2",
+    "experts": "ep2 and tp2",
+    "output": "tp2 with sequence parallelism",
+}
+EACH_RESUMED = ["glm4", *(pytest.param(name, marks=pytest.mark.long_run) for name in ("qwen3", "experts", "output"))]
 
 
 def resumed(place, names, folders, ports, saves):
@@ -291,17 +301,19 @@ def planned(row, of_rank):
     stage, within = divmod(of_rank["rank"], ranks // parallel.pipeline_model_parallel_size)
     chunks = adapter_chunks(model, parallel, stage, of_rank["config"].lora)
     frozen = sum(parameter.numel for chunk in stage_chunks(model, parallel, stage) for parameter in chunk)
+    # As without experts where there are none: their sizes default to the others'.
+    width = parallel.expert_tp_size * parallel.expert_model_parallel_size
     copies = ranks // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
     sizes = StageBytes(
         chunks,
         parallel,
         Precision.of(of_rank["config"].optimizer),
         dp_size=copies,
-        expert_dp_size=copies,
+        expert_dp_size=ranks // parallel.pipeline_model_parallel_size // width,
         frozen_elements=frozen,
     )
     rank = within // parallel.tensor_model_parallel_size
-    return [(p.name, p.shape) for chunk in chunks for p in chunk], sizes.of(rank, rank)
+    return [(p.name, p.shape) for chunk in chunks for p in chunk], sizes.of(rank, within // width)
 
 
 each_row = pytest.mark.parametrize("row", MARKED, ids=lambda row: ": ".join(row))
@@ -350,10 +362,7 @@ def test_merged_weights_are_pefts_and_the_base_stays(outcomes, truths, folders, 
         for name, tensor in of_rank[row]["merged"].items():
             seen.add(name)
             np.testing.assert_array_equal(of_rank[row]["exported base"][name], base[name], err_msg=name)
-            if name in truth.merged:
-                np.testing.assert_allclose(tensor, truth.merged[name], atol=1e-6, rtol=0, err_msg=name)
-            else:  # experts, which HF joins into one tensor in memory
-                np.testing.assert_array_equal(tensor, base[name], err_msg=name)
+            np.testing.assert_allclose(tensor, truth.merged[name], atol=1e-6, rtol=0, err_msg=name)
     assert seen == set(base)
 
 
@@ -373,7 +382,9 @@ def test_only_adapters_have_gradients_and_moments(outcomes, truths, row):
     sizes = [of_rank[row]["sizes"] for of_rank in outcomes[:ranks]]
     for size in sizes:
         assert size["trained"] == size["gradients"]
-    if not {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & set(parallel):
+    split = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+    split |= {"expert_model_parallel_size"} if row[0] == "experts" else set()
+    if not split & set(parallel):
         assert [size["trained"] for size in sizes] == [whole] * ranks
         assert sum(size["moments"] for size in sizes) == whole  # each data parallel rank has its part of them
 

@@ -45,7 +45,7 @@ def one_step(place: dict, model: str, folder: str) -> list[tuple[str, int]]:
     worker = TrainWorker(config, **place)
     worker.start()
 
-    def sync(weights, trainer) -> SyncReceipt:
+    def sync(weights, trainer, in_use) -> SyncReceipt:
         return worker.publish(disk_order(f"{folder}/weights", weights.version))
 
     run = Run(

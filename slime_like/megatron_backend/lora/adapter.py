@@ -68,7 +68,33 @@ class AdapterShape:
     rank: int
     scale: float
     dropout: float
-    group: torch.distributed.ProcessGroup  # tensor parallel
+    group: torch.distributed.ProcessGroup  # tensor parallel; of an expert the experts'
+    num_local_experts: int = 0  # on this rank; 0: the layer is no expert's
+    num_rows: int | None = None  # HF's of all ranks together, where Megatron pads them: the vocabulary
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the layer is one of an expert's: tokens come to it gathered, and what it gives is summed later."""
+        return self.num_local_experts > 0
+
+
+class _SummedGradient(torch.autograd.Function):
+    """A tensor as it is, whose gradient is summed over the ranks of a group. Megatron's own (0.16.1, mappings.py) loses
+    the sum of a gradient that is not contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.group.size() == 1:
+            return gradient, None
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class AdapterPart(torch.nn.Module):
@@ -76,7 +102,7 @@ class AdapterPart(torch.nn.Module):
 
     Of a layer that is split by rows A is whole on every tensor parallel rank and B split; by columns the other way
     round; with sequence parallelism the gradients of what is whole are summed over the ranks, each of which saw its
-    part of the tokens.
+    part of the tokens. An expert's ranks saw the same tokens, and sum these gradients as they come (LoraAdapter).
     """
 
     def __init__(self, module: str, shape: AdapterShape, num_outputs: int, config: TransformerConfig):
@@ -85,6 +111,15 @@ class AdapterPart(torch.nn.Module):
         self.lora_a = torch.nn.Parameter(torch.zeros(shape.rank, shape.num_inputs, dtype=config.params_dtype))
         self.lora_b = torch.nn.Parameter(torch.zeros(num_outputs, shape.rank, dtype=config.params_dtype))
         shared = {COLUMN: (self.lora_b, 0), ROW: (self.lora_a, 1)}.get(shape.split)
+        if shape.is_expert:
+            assert shared is not None, "experts' layers are split by rows or columns"
+            for matrix in (self.lora_a, self.lora_b):
+                # As Megatron marks experts' weights: other buffers where ranks hold other experts. Of what is whole
+                # one rank's counts in the norm.
+                matrix.allreduce = config.expert_model_parallel_size == 1
+                counts = matrix is shared[0] or shape.group.rank() == 0
+                set_tensor_model_parallel_attributes(matrix, counts, shared[1], 1)
+            return
         if shared is not None and shape.group.size() > 1:
             set_tensor_model_parallel_attributes(shared[0], True, shared[1], 1)
         for matrix in (self.lora_a, self.lora_b):
@@ -126,7 +161,7 @@ class LoraAdapter(torch.nn.Module):
         narrow = self._between_ranks(self._narrowed(hidden, list(parts.values())))
         gains: list[torch.Tensor | None] = [None] * len(self.shape.sizes)
         for (place, part), inner in zip(parts.items(), narrow.split(self.shape.rank, -1), strict=True):
-            gains[place] = functional.linear(inner, part.lora_b) * self.shape.scale
+            gains[place] = functional.linear(inner, self._whole(part.lora_b, COLUMN)) * self.shape.scale
         return self._joined(gains, narrow)
 
     def delta(self) -> torch.Tensor:
@@ -138,10 +173,18 @@ class LoraAdapter(torch.nn.Module):
         like = next(row for row in rows if row is not None)
         return self._joined([None if row is None else row.T for row in rows], like.T).T.contiguous()
 
+    def _whole(self, matrix: torch.Tensor, split: str) -> torch.Tensor:
+        """A matrix of an expert that its tensor parallel ranks each have all of, unless the layer is split like this:
+        the gradient is summed over them.
+        """
+        if not self.shape.is_expert or self.shape.split == split:
+            return matrix
+        return _SummedGradient.apply(matrix, self.shape.group)
+
     def _narrowed(self, hidden: torch.Tensor, parts: Sequence[AdapterPart]) -> torch.Tensor:
         """[..., parts x rank]: A x of each part."""
         if not (self._switch.drops and self.shape.dropout):
-            return functional.linear(hidden, torch.cat([part.lora_a for part in parts]))
+            return functional.linear(hidden, self._whole(torch.cat([part.lora_a for part in parts]), ROW))
         # Ranks that see the same input drop the same of it, others something else: as Megatron's own dropout.
         own = self.shape.split == ROW or self._sequence_parallel
         with get_cuda_rng_tracker().fork() if own else contextlib.nullcontext():
@@ -152,6 +195,8 @@ class LoraAdapter(torch.nn.Module):
     def _between_ranks(self, narrow: torch.Tensor) -> torch.Tensor:
         """What tensor parallel ranks exchange: a few numbers a token, in forward or in backward."""
         split, group, sequence = self.shape.split, self.shape.group, self._sequence_parallel
+        if self.shape.is_expert:
+            return narrow
         if split == COLUMN and sequence:
             return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=group)
         if split == COLUMN:
@@ -191,3 +236,40 @@ def added(adapter: LoraAdapter):
         return output if gain is None else (output[0] + gain, *output[1:])
 
     return hook
+
+
+def added_by_segments(
+    adapters: Sequence[LoraAdapter | None],
+    hidden: torch.Tensor,
+    input_sizes: Sequence[int],
+    output_sizes: Sequence[int],
+) -> torch.Tensor | None:
+    """What one layer's output gains where its tokens (the first dimension) are segments with an adapter each; None
+    where no segment has one.
+
+    The sizes differ where tensor parallel ranks share the tokens on one side of the layer. A x of all segments goes
+    between the ranks at once, with ranks padded to the largest.
+    """
+    some = next((adapter for adapter in adapters if adapter is not None), None)
+    if some is None:
+        return None
+    widths = [0 if adapter is None else adapter.shape.rank * len(adapter.places) for adapter in adapters]
+    narrow = [
+        functional.pad(adapter._narrowed(part, list(adapter.parts.values())), (0, max(widths) - width))
+        if adapter is not None
+        else part.new_zeros(*part.shape[:-1], max(widths))
+        for adapter, part, width in zip(adapters, hidden.split(list(input_sizes)), widths, strict=True)
+    ]
+    pieces = some._between_ranks(torch.cat(narrow)).split(list(output_sizes))
+    rows = sum(some.shape.sizes)
+    gains = []
+    for adapter, piece, width in zip(adapters, pieces, widths, strict=True):
+        if adapter is None:
+            gains.append(piece.new_zeros(*piece.shape[:-1], rows))
+            continue
+        columns: list[torch.Tensor | None] = [None] * len(adapter.shape.sizes)
+        inner = piece[..., :width].split(adapter.shape.rank, -1)
+        for (place, part), own in zip(adapter.parts.items(), inner, strict=True):
+            columns[place] = functional.linear(own, part.lora_b) * adapter.shape.scale
+        gains.append(adapter._joined(columns, piece))
+    return torch.cat(gains)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -13,11 +14,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime_like.config.lora import LoraConfig
-from slime_like.config.lora_targets import COLUMN, ROW, WHOLE, TargetMatrix, layer_targets
+from slime_like.config.lora_targets import COLUMN, OUTPUT, ROW, WHOLE, TargetMatrix, layer_targets, target_modules
 from slime_like.config.model import ModelConfig
 from slime_like.errors import ConfigError
 from slime_like.megatron_backend.hf.tables import table_for
-from slime_like.megatron_backend.hf.tables.row import GATE_UP_JOINED, QKV
+from slime_like.megatron_backend.hf.tables.row import GATE_UP_JOINED, PLAIN, QKV
 from slime_like.megatron_backend.lora.adapter import AdapterPart, AdapterShape, AdapterSwitch, LoraAdapter, added
 from slime_like.megatron_backend.model.layer_spec import ReplicatedLinear
 from slime_like.megatron_backend.model.stage_weights import ADAPTER
@@ -35,28 +36,43 @@ def put_adapters(chunk: GPTModel, model: ModelConfig, switch: AdapterSwitch) -> 
         parameter.requires_grad = False
     layouts = {row.megatron: row.layout for row in table_for(model)}
     offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+    num_local = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    experts = [num_local * parallel_state.get_expert_model_parallel_rank() + place for place in range(num_local)]
     for number, layer in enumerate(chunk.decoder.layers):
         prefix = f"model.layers.{number + offset}."
-        for matrix in layer_targets(model, has_experts=model.expert_layers[number + offset]):
+        for matrix in layer_targets(model, has_experts=model.expert_layers[number + offset], experts=experts):
             modules = [prefix + name for name in matrix.modules]
             if not any(map(lora.targets, modules)):
                 continue
-            linear = layer.get_submodule(matrix.name)
-            _check_layer(linear, matrix)
-            layout = layouts[f"decoder.layers.{{layer}}.{matrix.name}.weight"]
+            linear = _linear_of(layer, matrix)
+            layout = layouts[f"decoder.layers.{{layer}}.{matrix.row_name}.weight"]
             shape = _shape_of(linear, matrix, layout, lora, chunk)
-            parts = {
-                place: AdapterPart(module, shape, shape.sizes[place], chunk.config)
-                for place, module in enumerate(modules)
-                if lora.targets(module)
-            }
-            adapter = LoraAdapter(shape, parts, chunk.config, switch)
-            linear.add_module(ADAPTER, adapter)
-            linear.register_forward_hook(added(adapter), with_kwargs=True)
+            if matrix.is_expert:
+                group = parallel_state.get_expert_tensor_parallel_group()
+                shape = dataclasses.replace(shape, group=group, num_local_experts=num_local)
+            _put_on(linear, modules, shape, chunk, switch)
+    if chunk.post_process and any(lora.targets(name) for name in OUTPUT.modules if name in target_modules(model)):
+        linear = _linear_of(chunk, OUTPUT)
+        shape = dataclasses.replace(_shape_of(linear, OUTPUT, PLAIN, lora, chunk), num_rows=model.vocab_size)
+        _put_on(linear, OUTPUT.modules, shape, chunk, switch)
     if chunk.pre_process and chunk.config.recompute_granularity == "full":
         # A layer that is computed again gets gradients only where its input asks for one, and the frozen embedding
         # does not.
         chunk.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
+
+
+def _put_on(
+    linear: torch.nn.Module, modules: Sequence[str], shape: AdapterShape, chunk: GPTModel, switch: AdapterSwitch
+) -> None:
+    """Give one layer its adapter, of those of its HF modules that are to have one."""
+    parts = {
+        place: AdapterPart(module, shape, shape.sizes[place], chunk.config)
+        for place, module in enumerate(modules)
+        if switch.config.targets(module)
+    }
+    adapter = LoraAdapter(shape, parts, chunk.config, switch)
+    linear.add_module(ADAPTER, adapter)
+    linear.register_forward_hook(added(adapter), with_kwargs=True)
 
 
 def adapters(stage: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, LoraAdapter]]:
@@ -95,6 +111,9 @@ def put_whole(adapter: LoraAdapter, part: AdapterPart, matrix_a: torch.Tensor, m
     rank, size = shape.group.rank(), shape.group.size()
     if shape.split == ROW:
         matrix_a = matrix_a.chunk(size, 1)[rank]
+    if shape.num_rows is not None:
+        padding = size * part.lora_b.size(0) - matrix_b.size(0)
+        matrix_b = torch.nn.functional.pad(matrix_b, (0, 0, 0, padding))
     if shape.split == COLUMN:
         halves = matrix_b.chunk(2) if adapter.halves() else (matrix_b,)
         matrix_b = torch.cat([half.chunk(size)[rank] for half in halves])
@@ -113,7 +132,7 @@ def gathered(adapter: LoraAdapter, part: AdapterPart) -> tuple[torch.Tensor, tor
         if adapter.halves():
             matrix_b = torch.cat([rows.chunk(2)[half] for half in (0, 1) for rows in ranks])
         else:
-            matrix_b = torch.cat(ranks)
+            matrix_b = torch.cat(ranks)[: adapter.shape.num_rows]
     return matrix_a.contiguous(), matrix_b.contiguous()
 
 
@@ -126,10 +145,18 @@ def _of_all_ranks(matrix: torch.Tensor, group: torch.distributed.ProcessGroup) -
     return every
 
 
-def _check_layer(linear: torch.nn.Module, matrix: TargetMatrix) -> None:
+def _linear_of(parent: torch.nn.Module, matrix: TargetMatrix) -> torch.nn.Module:
+    """The layer of that name. Raises ConfigError for one that is not torch's: transformer-engine's grouped experts are
+    one layer for all of them.
+    """
+    try:
+        linear = parent.get_submodule(matrix.name)
+    except AttributeError:
+        linear = parent.get_submodule(matrix.row_name.replace("local_experts.{expert}.", ""))
     if not isinstance(linear, _LAYER_TYPES[matrix.split]):
         kind = f"{matrix.name} is transformer-engine's {type(linear).__name__}"
         raise ConfigError([f"--lora-rank: adapters are for torch's layers; {kind}. Fix: --attention-backend local."])
+    return linear
 
 
 def _shape_of(
@@ -167,20 +194,23 @@ def _first_matrices(
     """Whole A and B in fp32, drawn as PEFT's Linear draws them (peft 0.21, tuners/lora/layer.py)."""
     size, rank = adapter.shape.group.size(), lora.lora_rank
     num_inputs = part.lora_a.size(1) * (size if adapter.shape.split == ROW else 1)
-    num_outputs = part.lora_b.size(0) * (size if adapter.shape.split == COLUMN else 1)
-    if lora.lora_init == "orthogonal":
+    num_outputs = adapter.shape.num_rows or part.lora_b.size(0) * (size if adapter.shape.split == COLUMN else 1)
+    if lora.starts is None:  # orthogonal
         basis, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
         matrix_a = (torch.randn(num_inputs, rank // 2, generator=generator) @ basis[0::2]).T / 10.0
         return matrix_a, (torch.randn(num_outputs, rank // 2, generator=generator) @ basis[1::2]) / 10.0
-    if lora.lora_init == "gaussian":
-        matrix_a = torch.randn(rank, num_inputs, generator=generator) / rank
-    else:
-        matrix_a = _uniform(rank, num_inputs, generator)
-    if lora.lora_init == "false":
-        return matrix_a, _uniform(num_outputs, rank, generator)
-    return matrix_a, torch.zeros(num_outputs, rank)
+    start_a, start_b = lora.starts
+    return (
+        _started(start_a, (rank, num_inputs), rank, generator),
+        _started(start_b, (num_outputs, rank), rank, generator),
+    )
 
 
-def _uniform(num_outputs: int, num_inputs: int, generator: torch.Generator) -> torch.Tensor:
-    """torch.nn.Linear's own start: kaiming_uniform_(a=sqrt(5)), which reaches 1 / sqrt(inputs)."""
-    return (2 * torch.rand(num_outputs, num_inputs, generator=generator) - 1) / math.sqrt(num_inputs)
+def _started(start: str, shape: tuple[int, int], rank: int, generator: torch.Generator) -> torch.Tensor:
+    """One matrix [outputs, inputs] that starts as config.lora.STARTS names it."""
+    if start == "zeros":
+        return torch.zeros(shape)
+    if start == "gaussian":
+        return torch.randn(shape, generator=generator) / rank
+    # torch.nn.Linear's own: kaiming_uniform_(a=sqrt(5)), which reaches 1 / sqrt(inputs).
+    return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])

@@ -8,18 +8,21 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from megatron.core import parallel_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slime_like.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig
-from slime_like.config.lora_targets import target_modules
+from slime_like.config.lora_targets import OUTPUT, expert_of, of_expert, target_modules
 from slime_like.config.model import ModelConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError
+from slime_like.megatron_backend.lora.adapter import AdapterPart, LoraAdapter
 from slime_like.megatron_backend.lora.build import gathered, parts, put_whole, start_adapters
 
 _PREFIX = "base_model.model."
 _MATRICES = ("lora_A", "lora_B")
+_COPIES = tuple(f"{_PREFIX}{name}.base_layer.weight" for name in OUTPUT.modules)
 #: What a configuration may say without changing what an adapter computes, with the only values that we compute.
 _ONLY = {
     "use_dora": (False,),
@@ -42,10 +45,32 @@ def adapter_tensors(stage: Iterable[torch.nn.Module]) -> dict[str, torch.Tensor]
 
 
 def stream_adapters(stage: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same one after another, where they are. Collective: to be iterated to the end."""
+    """The same one after another, where they are, those of experts on other ranks too.
+
+    Collective: to be iterated to the end.
+    """
     for adapter, part in parts(stage):
         for kind, matrix in zip(_MATRICES, gathered(adapter, part), strict=True):
-            yield f"{_PREFIX}{part.module}.{kind}.weight", matrix
+            for module, whole in _of_every_expert_rank(adapter, part, matrix):
+                yield f"{_PREFIX}{module}.{kind}.weight", whole
+
+
+def _of_every_expert_rank(
+    adapter: LoraAdapter, part: AdapterPart, matrix: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF module, its matrix) of the expert in this place on every rank of the expert parallel group; of another module
+    itself.
+    """
+    number = expert_of(part.module)
+    group = parallel_state.get_expert_model_parallel_group() if number is not None else None
+    if number is None or group is None or group.size() == 1:
+        yield part.module, matrix
+        return
+    place = number % adapter.shape.num_local_experts
+    for rank in range(group.size()):
+        whole = matrix if rank == group.rank() else torch.empty_like(matrix)
+        torch.distributed.broadcast(whole, torch.distributed.get_global_rank(group, rank), group=group)
+        yield of_expert(part.module, rank * adapter.shape.num_local_experts + place), whole
 
 
 def adapter_names(lora: LoraConfig, model: ModelConfig) -> frozenset[str]:
@@ -124,6 +149,8 @@ def load_adapters(stage: Iterable[torch.nn.Module], folder: str, lora: LoraConfi
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     expected = adapter_names(lora, model)
+    # PEFT writes the frozen output layer itself beside its adapter (save_embedding_layers): the base has it.
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in _COPIES}
     for problem, names in (("has no", expected - set(tensors)), ("has, beside the targets,", set(tensors) - expected)):
         if names:
             raise CheckpointError(
@@ -161,6 +188,13 @@ def check_config(folder: str, lora: LoraConfig) -> None:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no configuration of LoRA adapters: {error!r}") from None
+    whole = config.get("modules_to_save")
+    if whole:
+        raise CheckpointError(
+            f"{path} is of adapters with whole copies of {', '.join(whole)} (modules_to_save) that were trained beside"
+            " its adapters, and --lora-rank trains adapters alone. Fix: merge it into a model of its own (PEFT's"
+            " merge_and_unload), and take that as --hf-checkpoint without --lora-load."
+        )
     odd = [name for name, values in _ONLY.items() if name in config and config[name] not in values]
     if config.get("peft_type", "LORA") != "LORA" or odd:
         what = ", ".join(f"{name} {config[name]!r}" for name in odd) or config["peft_type"]

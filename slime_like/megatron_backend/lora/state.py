@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,14 +22,22 @@ _SPLIT = {COLUMN: {"lora_b": 0}, ROW: {"lora_a": 1}}
 def sharded_adapters(stage: Sequence[torch.nn.Module]) -> dict:
     """Megatron's description of every A and B here, by the HF module that they belong to."""
     sharded = {}
-    groups = {
+    everywhere = {
         "tp_group": parallel_state.get_tensor_model_parallel_group(),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+    of_experts = {
+        "tp_group": parallel_state.get_expert_tensor_parallel_group(),
+        "dp_cp_group": parallel_state.get_expert_data_parallel_group(),
+    }
     for adapter, part in parts(stage):
+        groups = of_experts if adapter.shape.is_expert else everywhere
         prefix = f"adapters.{part.module}."
         axes = _SPLIT.get(adapter.shape.split, {})
         state = make_sharded_tensors_for_checkpoint(part.state_dict(keep_vars=True), prefix, axes, (), **groups)
+        if adapter.shape.num_rows is not None:  # another tensor parallel size pads the vocabulary to another length
+            name = prefix + "lora_b"
+            state[name] = dataclasses.replace(state[name], allow_shape_mismatch=True)
         if adapter.halves():
             name = prefix + "lora_b"
             state[name] = apply_swiglu_sharded_factory(state[name], ())

@@ -102,11 +102,8 @@ class StepCutter:
         share = ContextShare.of_this_rank()
 
         def packed(tokens_per_gpu: int | None) -> tuple[PackedBatch, ...]:
-            mine = self._plan(lengths, share, tokens_per_gpu)
-            layout = self._layout
-            if self._num_chunks > 1:
-                # The interleaved schedule knows one shape for all micro-batches (model/provider.py says why).
-                layout = layout.holding([[lengths[i] for i in indices] for indices in mine], share)
+            mine = self.plan(lengths, share, tokens_per_gpu)
+            layout = self.layout_of([[lengths[i] for i in indices] for indices in mine], share)
             return tuple(
                 pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine
             )
@@ -139,7 +136,12 @@ class StepCutter:
         ]
         return tuple(row * p.own_weights for row, p in zip(each, packs, strict=True))
 
-    def _plan(
+    def layout_of(self, packs: Sequence[Sequence[int]], share: ContextShare) -> PackLayout:
+        """How packs, given as lengths of their samples, lie in tensors."""
+        # The interleaved schedule knows one shape for all micro-batches (model/provider.py says why).
+        return self._layout.holding(packs, share) if self._num_chunks > 1 else self._layout
+
+    def plan(
         self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None
     ) -> Sequence[tuple[int, ...]]:
         """This data parallel rank's micro-batches: positions of samples.

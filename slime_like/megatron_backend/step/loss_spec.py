@@ -26,6 +26,9 @@ class PlainLoss:
 
     of_tokens: TokenLoss
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    #: what a client's rows must bring for it (records.LossRow.inputs)
+    reads: tuple[str, ...] = ()
+    one_target: bool = False  # a position cannot have several targets
 
 
 def _ratio(batch: LossBatch) -> torch.Tensor:
@@ -47,13 +50,49 @@ def _ppo(batch: LossBatch, numbers: Mapping[str, float]) -> torch.Tensor:
     return -torch.minimum(ratio * batch.advantages, bounded * batch.advantages)
 
 
+def _cispo(batch: LossBatch, numbers: Mapping[str, float]) -> torch.Tensor:
+    bounded = _ratio(batch).detach().clamp(numbers["clip_low_threshold"], numbers["clip_high_threshold"])
+    return -bounded * batch.log_probs * batch.advantages
+
+
+def _gspo(batch: LossBatch, numbers: Mapping[str, float]) -> torch.Tensor:
+    log_ratio = (batch.log_probs - batch.engine_log_probs).detach()
+    mask = batch.ratio_mask
+    if mask is None:  # what was not sampled has neither
+        mask = (batch.engine_log_probs != 0) | (batch.advantages != 0)
+    counted, owner = (mask != 0).to(log_ratio.dtype), batch.sample_of_token
+    size = int(owner.max()) + 1 if len(owner) else 0
+    totals, counts = (log_ratio.new_zeros(size).index_add(0, owner, x) for x in (log_ratio * counted, counted))
+    mean = (totals / counts.clamp(min=1))[owner].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = torch.exp(mean + batch.log_probs - batch.log_probs.detach())
+    bounded = ratio.clamp(numbers["clip_low_threshold"], numbers["clip_high_threshold"])
+    return -torch.minimum(ratio * batch.advantages, bounded * batch.advantages)
+
+
+def _dro(batch: LossBatch, numbers: Mapping[str, float]) -> torch.Tensor:
+    penalty = 0.5 * numbers["beta"] * (batch.log_probs - batch.engine_log_probs) ** 2
+    return penalty - batch.log_probs * batch.advantages
+
+
+_OF_POLICY = ("logprobs", "advantages")
 #: Sums over the trained tokens, each times its weight in the record. cross_entropy: -log p. importance_sampling: -ratio
 #: x advantage, against the log-probs in the record. ppo: the same with the ratio held between two thresholds
-#: (arXiv:1707.06347, eq. 7).
+#: (arXiv:1707.06347, eq. 7). cispo: -advantage x log p x that held ratio, which has no gradient (arXiv:2506.13585).
+#: gspo: as ppo, where all tokens of a sample have the geometric mean of their ratios and each its own gradient
+#: (GSPO-token, arXiv:2507.18071, sec. 4.3, and its clipping range). dro: -advantage x log p + beta / 2 x log-ratio
+#: squared (arXiv:2405.19107). So they are defined in Tinker's documentation, too.
 PLAIN_LOSSES = {
     "cross_entropy": PlainLoss(_cross_entropy),
-    "importance_sampling": PlainLoss(_importance_sampling),
-    "ppo": PlainLoss(_ppo, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "importance_sampling": PlainLoss(_importance_sampling, reads=_OF_POLICY),
+    "ppo": PlainLoss(_ppo, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, reads=_OF_POLICY),
+    "cispo": PlainLoss(_cispo, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, reads=_OF_POLICY),
+    "gspo": PlainLoss(
+        _gspo,
+        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        reads=_OF_POLICY,
+        one_target=True,
+    ),
+    "dro": PlainLoss(_dro, {"beta": 0.05}, reads=_OF_POLICY),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,36 +13,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from slime_like.config.lora import LoraConfig
-from slime_like.config.optimizer import OptimizerConfig
+from slime_like.config.optimizer import AdamParams, OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.model.provider import trains_in_bf16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamParams:
-    """The numbers of one optimizer step that a caller gives itself, instead of the flags and the learning rate's
-    schedule.
-
-    weight_decay is decoupled, and not taken from norms and biases.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self):
-        wrong = []
-        if not 0 <= self.lr < float("inf"):
-            wrong.append(f"lr {self.lr}: must be at least 0")
-        wrong += [f"beta {beta}: must be in [0, 1)" for beta in self.betas if not 0 <= beta < 1]
-        if not 0 < self.eps < float("inf"):
-            wrong.append(f"eps {self.eps}: must be above 0")
-        if not 0 <= self.weight_decay < float("inf"):
-            wrong.append(f"weight_decay {self.weight_decay}: must be at least 0")
-        if wrong:
-            raise ValueError("; ".join(wrong))
 
 
 def build_optimizer(

@@ -180,12 +180,12 @@ def _gpus(config: RunConfig, cards: _Cards, engine: EngineBytes | None, limit: i
 
 def _engine_phases(config: RunConfig, engine: EngineBytes) -> PhaseBytes:
     """Engines on the trainer's GPUs give weights and KV cache back after generating, weights first come back for the
-    sync.
+    sync; the base of adapters stays.
     """
     held = {"engine weights": engine.weights, "kv_cache": max(0, engine.kv_cache), "communication": PROCESS_BYTES}
-    idle = {"communication": PROCESS_BYTES} if config.offload_rollout else held
     bucket = {"sync buffers": config.sync.update_weight_buffer_size}
     back = {"engine weights": engine.weights, "communication": PROCESS_BYTES} if config.offload_rollout else held
+    idle = {"communication": PROCESS_BYTES} if "weights" in config.released_by_engines else back
     return {
         "start": held,
         "generate": held | {"engine work": engine.work},

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, Integer, LargeBinary, String, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    UniqueConstraint,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -58,7 +69,7 @@ class ModelRow(Base):
     released: Mapped[float | None] = mapped_column(Float)
     snapshot: Mapped[str | None] = mapped_column(String(1024))
     snapshot_seq: Mapped[int] = mapped_column(Integer, default=0)
-    done_seq: Mapped[int] = mapped_column(Integer, default=0)  # every call up to it has its answer
+    done_seq: Mapped[int] = mapped_column(Integer, default=-1)  # every call up to it has its answer; creation is call 0
     num_steps: Mapped[int] = mapped_column(Integer, default=0)
     user_metadata: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
 
@@ -69,6 +80,7 @@ class RequestRow(Base):
     __tablename__ = "requests"
     __table_args__ = (
         UniqueConstraint("model_id", "seq_id", name="one_request_a_seq_id"),
+        UniqueConstraint("sampler_id", "seq_id", name="one_sample_a_seq_id"),
         Index("requests_of_a_model_by_state", "model_id", "state"),
     )
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -76,11 +88,11 @@ class RequestRow(Base):
     session_id: Mapped[str] = mapped_column(String(64), index=True)
     kind: Mapped[str] = mapped_column(String(32))
     model_id: Mapped[str | None] = mapped_column(String(128))
-    sampler_id: Mapped[str | None] = mapped_column(String(128), index=True)
-    seq_id: Mapped[int | None] = mapped_column(Integer)
+    sampler_id: Mapped[str | None] = mapped_column(String(128))
+    seq_id: Mapped[int | None] = mapped_column(BigInteger)  # of a cloned sampling client: from its number times 1e9
     state: Mapped[str] = mapped_column(String(16), index=True)
     created: Mapped[float] = mapped_column(Float)
-    finished: Mapped[float | None] = mapped_column(Float)
+    finished: Mapped[float | None] = mapped_column(Float, index=True)
     body: Mapped[bytes | None] = mapped_column(LargeBinary)  # until a snapshot has it, or it is done
     result: Mapped[bytes | None] = mapped_column(LargeBinary)
     category: Mapped[str | None] = mapped_column(String(16))
@@ -110,7 +122,7 @@ class CheckpointRow(Base):
     kind: Mapped[str] = mapped_column(String(16))
     name: Mapped[str] = mapped_column(String(256))
     folder: Mapped[str] = mapped_column(String(1024))
-    size_bytes: Mapped[int] = mapped_column(Integer)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
     created: Mapped[float] = mapped_column(Float)
     expires: Mapped[float | None] = mapped_column(Float, index=True)
     public: Mapped[bool] = mapped_column(Boolean, default=False)

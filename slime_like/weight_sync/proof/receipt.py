@@ -193,8 +193,9 @@ class Receipt:
         raise_different(self.differences(timeout_s))
         return len(self._layouts)
 
-    def differences(self, timeout_s: float) -> list[str]:
-        """Ask all engines at once; of each that differs its name, its rank and its first tensor that does.
+    def differences(self, timeout_s: float, engines: Collection[int] | None = None) -> list[str]:
+        """Ask all engines at once, or those of these numbers; of each that differs its name, its rank and its first
+        tensor that does.
 
         Raises EngineError or WaitTimeout.
         """
@@ -208,6 +209,7 @@ class Receipt:
         tasks = {
             f"engine {client.endpoint.index} at {client.url}": functools.partial(self._difference, client, timeout_s)
             for client in self._layouts
+            if engines is None or client.endpoint.index in engines
         }
         differences = run_together(tasks, timeout_s=timeout_s, who=self._who, phase="verify weights")
         return [differences[engine] for engine in tasks if differences[engine]]
@@ -324,13 +326,15 @@ def layout_of(client: EngineClient) -> EngineLayout | str:
     )
 
 
-def never_sent(receipt: Receipt, sent: Mapping[EngineLayout, set[str]], timeout_s: float) -> None:
-    """Raise WeightSyncError if an engine has a parameter of which no source sent anything.
+def never_sent(
+    receipt: Receipt, sent: Mapping[EngineLayout, set[str]], timeout_s: float, engines: Collection[int]
+) -> None:
+    """Raise WeightSyncError if an engine of these numbers has a parameter of which no source sent anything.
 
     Makes the engine hash all it holds: for whoever sends to its first rank.
     """
     for client, layout in receipt.engines():
-        if (client.endpoint.index, 0) not in receipt.readers():
+        if client.endpoint.index not in engines or (client.endpoint.index, 0) not in receipt.readers():
             continue
         left = sorted(set(client.parameter_names(timeout_s)) - sent[layout] - {BUFFER})
         if left:

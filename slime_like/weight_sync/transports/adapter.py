@@ -21,15 +21,23 @@ class AdapterPublisher(DiskPublisher):
 
     def _complete(self, folder: str) -> None:
         """Join what all writers wrote. Raises WeightSyncError if two sent the same tensor."""
-        whole: dict = {}
-        for name in sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")):
-            path = os.path.join(folder, name)
-            part = load_file(path)
-            again = sorted(set(part) & set(whole))
-            if again:
-                raise WeightSyncError(f"{again[0]} was sent twice ({name} in {folder})")
-            whole |= part
-            os.remove(path)
-        save_file(whole, os.path.join(folder, ADAPTER_WEIGHTS), metadata={"format": "pt"})
+        parts = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+        if len(parts) == 1:
+            os.rename(os.path.join(folder, parts[0]), os.path.join(folder, ADAPTER_WEIGHTS))
+        else:
+            _join(folder, parts)
         with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
             json.dump(self._options.adapter_config, file, indent=1)
+
+
+def _join(folder: str, parts: list[str]) -> None:
+    whole: dict = {}
+    for name in parts:
+        path = os.path.join(folder, name)
+        part = load_file(path)
+        again = sorted(set(part) & set(whole))
+        if again:
+            raise WeightSyncError(f"{again[0]} was sent twice ({name} in {folder})")
+        whole |= part
+        os.remove(path)
+    save_file(whole, os.path.join(folder, ADAPTER_WEIGHTS), metadata={"format": "pt"})

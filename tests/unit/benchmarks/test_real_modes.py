@@ -25,11 +25,15 @@ def lines() -> list[dict]:
 
 
 def test_the_ideal_is_the_largest_of_three_bounds():
-    samples = [{"time": 100.0}, {"time": 1000.0, "engine": 900.0, "trainer": 450.0}]  # 1 and 0.5 a second
+    samples = [
+        {"time": 100.0},
+        {"time": 1000.0, "engine": 900.0, "trainer": 450.0, "host": 1800.0},
+    ]  # 1, 0.5, 2 a second
     row = dataclasses.replace(row_of("case", "full, 1", lines(), samples, token=0.002), num_processors=2)
     assert (row.steps, row.step_s) == (COUNTED, 2.0) and row.generate_s == pytest.approx(1.2)
     assert row.processor_s["engine"] == pytest.approx(2.0) and row.processor_s["trainer"] == pytest.approx(1.0)
     assert row.alone_s == pytest.approx(0.9) and row.processors_s == pytest.approx(1.5)
+    assert row.others_s == pytest.approx(1.0)
     assert (row.ideal_s, row.bound) == (row.processors_s, "processors")
     assert "| 1.500 (processors) | **0.75** |" in real_table([row])
     assert dataclasses.replace(row, alone_s=1.7).bound == "trainer"

@@ -47,10 +47,14 @@ def test_rows_of_other_sizes_and_ways_stay(tmp_path):
     from benchmarks.update_pauses import save
 
     numbers = dict.fromkeys(("sync_s", "silent_s", "next_token_s", "next_token_max_s", "lost_s", "step_s"), 0.5)
-    numbers |= {"prefilled_tokens": 1, "thrown_tokens": 0, "tokens_in_flight": 9}
+    numbers |= {"silent_s_all": [0.5, 0.125], "prefilled_tokens": 1, "thrown_tokens": 0, "tokens_in_flight": 9}
     row = {"bytes": 3_000_000, "way": "delta", "mode": "retract"} | numbers
     save(tmp_path / "results", [row])
-    save(tmp_path / "results", [row | {"way": "broadcast"}, row | {"way": "delta", "silent_s": 0.25}])
+    save(tmp_path / "results", [row | {"mode": "abort"}, row | {"way": "broadcast"}, row | {"silent_s": 0.25}])
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [(one["way"], one["silent_s"]) for one in rows] == [("broadcast", 0.5), ("delta", 0.25)]
-    assert "**0.250**" in (tmp_path / "results.md").read_text()
+    assert [(one["way"], one["mode"], one["silent_s"]) for one in rows] == [
+        ("broadcast", "retract", 0.5),
+        ("delta", "retract", 0.25),
+        ("delta", "abort", 0.5),
+    ]
+    assert "**0.250** (0.125)" in (tmp_path / "results.md").read_text()

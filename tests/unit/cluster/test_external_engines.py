@@ -9,8 +9,11 @@ import pytest
 from sglang_backend.fake_http import serve
 
 from slime_like.cluster.external_engines import with_servers
+from slime_like.config.lora import LoraConfig
+from slime_like.config.model import ModelConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import ConfigError, EngineError
 from slime_like.planning.placement import make_plan
 from slime_like.utils.net import free_port
@@ -80,6 +83,34 @@ def test_everything_that_disagrees_is_listed(run):
         f"--rollout-num-gpus 2, but the external engines have 5 GPUs: 1 at {one.url}, 4 at {two.url}."
     )
     assert "engine 1 has 2 pipeline stages" in said[3]
+
+
+def test_a_server_must_have_room_for_the_adapters(run):
+    """Rank and modules of the adapters, and as many versions as may be in use."""
+    served = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+    flags = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj"
+
+    def said(**info) -> list[str]:
+        with serve(answers(**info)) as server:
+            config, plan = run(server.url)
+            lora = LoraConfig(lora_rank=8, lora_target_modules=["q_proj", "v_proj"])
+            model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=320)
+            sync = SyncConfig(update_weight_mode="adapter")
+            try:
+                with_servers(dataclasses.replace(config, lora=lora, model=model, sync=sync), plan, None)
+            except ConfigError as error:
+                return [problem.removeprefix(f"the external engine at {server.url} ") for problem in error.problems]
+        return []
+
+    assert said(**served) == said(**served | {"lora_target_modules": ["all"], "max_loaded_loras": 3}) == []
+    assert len(said()) == 1 and "started without adapters" in said()[0] and flags in said()[0]
+    small = said(enable_lora=True, max_lora_rank=4, lora_target_modules=["q_proj"], max_loaded_loras=2)
+    assert [problem.partition(". Fix: ")[0] for problem in small] == [
+        "takes adapters of rank 4 at most, and --lora-rank is 8",
+        "was started without adapters on v_proj",
+        "holds 2 adapters at most (--max-loaded-loras), and 3 may be in use",
+    ]
+    assert all(flags in problem for problem in small)
 
 
 def test_a_server_that_is_not_there_is_named(run):

@@ -1,5 +1,7 @@
 """The whole command line: what users type, and what bad input gets."""
 
+# Covers slime_like.job.command_line.
+
 import json
 import shlex
 import subprocess

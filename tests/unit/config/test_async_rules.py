@@ -39,6 +39,11 @@ def test_flags_that_contradict_each_other(options: dict, message: str):
     assert message in problem and (problem.count("Fix: ") == 1 or "must" in problem)
 
 
+@pytest.mark.parametrize("way", [{"update_weight_transport": "disk"}, {"update_weight_mode": "delta"}])
+def test_engines_that_load_a_folder_may_roll(way: dict):
+    assert async_problems(RunConfig(asynchrony=FULL, sync=SyncConfig(update_weight_rolling=True, **way))) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,9 +58,22 @@ def test_what_goes_together(options: dict):
     assert AsyncConfig(**options).problems() == [] == async_problems(RunConfig(asynchrony=AsyncConfig(**options)))
 
 
+ROLLING = {"update_weight_rolling": True}
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
+        (
+            {"sync": SyncConfig(**ROLLING, update_weight_transport="disk")},
+            "--update-weight-rolling needs --async-mode full",
+        ),
+        ({"asynchrony": FULL, "sync": SyncConfig(**ROLLING)}, "--update-weight-transport broadcast, the default"),
+        (
+            {"asynchrony": FULL, "sync": SyncConfig(**ROLLING, update_weight_transport="ipc")},
+            "ipc: all engines",
+        ),
+        ({"asynchrony": FULL, "sync": SyncConfig(**ROLLING, update_weight_mode="adapter")}, "no engine pauses"),
         ({"asynchrony": FULL, "placement": PlacementConfig(colocate=True)}, "take turns on the same GPUs"),
         (
             {"asynchrony": AsyncConfig(update_weights_interval=2), "placement": PlacementConfig(colocate=True)},

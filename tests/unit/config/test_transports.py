@@ -17,7 +17,7 @@ from slime_like.planning.placement import make_plan
 def test_the_first_one_that_fits_is_the_default():
     assert fitting(colocate=True) == ("ipc", "disk") and fitting(colocate=False) == ("broadcast", "disk")
     assert fitting(colocate=True, several_machines=True) == ("disk",)
-    assert choices() == ("ipc", "broadcast", "disk") and modes() == ("delta", "adapter")
+    assert choices() == ("ipc", "broadcast", "disk", "http") and modes() == ("delta", "adapter")
 
 
 def test_an_unknown_one_is_refused_with_the_known_ones():

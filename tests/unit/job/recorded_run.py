@@ -86,7 +86,7 @@ class Run:
                 "finish_save": True,
             },
             "engines": {
-                "sync": lambda weights, trainer: SyncReceipt(
+                "sync": lambda weights, trainer, in_use: SyncReceipt(
                     weights=weights, transport="ipc", num_tensors=1, num_bytes=4, seconds=0.1, digest="d"
                 ),
                 "compare": 0.0,

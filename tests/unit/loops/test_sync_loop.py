@@ -63,7 +63,7 @@ class PausedEngines:
     def __init__(self, engine: ScriptedEngine, pause_mode: str):
         self._client, self._mode = EngineClient(EngineEndpoint(index=0, url=engine.url)), pause_mode
 
-    def sync(self, weights: WeightsRef, trainer: SlowTrainer) -> SyncReceipt:
+    def sync(self, weights: WeightsRef, trainer: SlowTrainer, in_use: frozenset[WeightsRef]) -> SyncReceipt:
         self._client.pause_generation(self._mode)
         time.sleep(SYNC_S)
         self._client.update_weight_version(str(weights.version))

@@ -12,8 +12,9 @@ import pytest
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
-from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt
+from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt, WeightsRef
 from slime_like.rollout.generate import GenerationClient, Sampling, sample_seed, token_versions
+from slime_like.rollout.policy import Policy
 from slime_like.rollout.sample_builder import SampleBuilder
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 
@@ -41,22 +42,30 @@ def ask(engine, *, sampling_params=None, api_key=None, num=1, concurrency=8, **o
 
 
 def test_a_request_names_the_adapters_of_its_version():
-    """The engine tells its newest version; the request's own counts, whatever came since."""
+    """The engine tells its newest version, also where that came under the answer; the request's own counts. What waits
+    for a slot, or is asked again, names the adapters of when it is sent. Those that are named are in use meanwhile.
+    """
+    policy, in_use = Policy(WeightsRef("policy", 3)), []
+
+    def tokens(_):
+        in_use.append(policy.in_use)
+        policy.changed(policy.weights.next())
+        return [21, 22, 2], [-0.3, -0.1, -0.7]
 
     async def run(engine):
-        client = GenerationClient(
-            engine.url, None, RolloutConfig(), concurrency=1, weight_version=lambda: 3, adapter=lambda: "policy@3"
-        )
+        options = {"concurrency": 1, "weight_version": lambda: 3, "adapter": policy.request}
+        client = GenerationClient(engine.url, None, RolloutConfig(), **options)
         try:
-            return await client.generate(PROMPT.tokens, {"max_new_tokens": 8})
+            return await asyncio.gather(*(client.generate(PROMPT.tokens, {"max_new_tokens": 8}) for _ in range(3)))
         finally:
             await client.close()
 
-    with ScriptedEngine(three_tokens) as engine:
-        engine.weight_version = "4"
-        generation = asyncio.run(run(engine))
-        assert [body["lora_path"] for body in engine.requests] == ["policy@3"]
-    assert generation.weight_version == 3
+    with ScriptedEngine(tokens, faults=[None, Fault(status=503), None, None]) as engine:
+        engine.weight_version = "9"
+        generations = asyncio.run(run(engine))
+        assert [body["lora_path"] for body in engine.requests] == ["policy@3", "policy@4", "policy@4", "policy@5"]
+    assert [generation.weight_version for generation in generations] == [3, 4, 5]
+    assert in_use == [{WeightsRef("policy", version)} for version in (3, 4, 5)] and not policy.in_use
 
 
 def test_requests_to_engines_themselves_go_to_the_least_busy_one():

@@ -105,7 +105,12 @@ def test_every_host_gets_its_set(tmp_path, repo_root, python, torch, gpu_set, ve
     installs = tree.installs()
     if has_gpu:
         pins = f"-c scripts/requirements/constraints-{name}.txt"
-        wanted = ["setuptools wheel ninja", f"torch=={version}", f"sglang=={sglang}", "--no-build-isolation -e .[dev]"]
+        wanted = [
+            "setuptools wheel ninja",
+            f"torch=={version}",
+            f"sglang=={sglang}",
+            "--no-build-isolation -e .[dev,tinker]",
+        ]
         assert [line.partition(f"{pins} ")[2] for line in installs] == wanted
     else:
         assert [line.split()[-1] for line in installs][0] == "torch==2.13.0+cpu"

@@ -17,16 +17,19 @@ import pytest
 from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.engine import EngineConfig
+from slime_like.config.lora import LoraConfig
 from slime_like.config.loss import LossConfig
+from slime_like.config.model import ModelConfig
 from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError
 from slime_like.planning.engines import EnginePlan
 from slime_like.records import EngineEndpoint
-from slime_like.sglang_backend.client import EngineClient
+from slime_like.sglang_backend.adapter_client import AdapterClient
 from slime_like.sglang_backend.launcher import EngineSpec, _server_argv
 from slime_like.sglang_backend.server_args import RESERVED, SWITCH
 from tests.helpers.sglang_interface import interface_of
@@ -61,6 +64,11 @@ CONFIGS = {
         "rollout": RolloutConfig(rollout_max_context_len=512),
     },
     "routing replay": {"loss": LossConfig(use_rollout_routing_replay=True)},
+    "adapters": {
+        "model": ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11),
+        "lora": LoraConfig(lora_rank=4),
+        "sync": SyncConfig(update_weight_mode="adapter"),
+    },
     "user's own": {
         "engine": EngineConfig(sglang={"mem_fraction_static": "0.7", "custom_weight_loader": ["mine.load"]})
     },
@@ -124,7 +132,7 @@ def test_a_wrong_command_line_is_noticed():
 def said_to_an_engine() -> list[tuple[str, dict | None]]:
     """(path, body) of every request that the client has."""
     with serve({}) as server:  # which knows none: the client's answers to that are other tests' matter
-        client = EngineClient(EngineEndpoint(index=0, url=server.url, api_key=None, tp_size=1), timeout_s=5.0)
+        client = AdapterClient(EngineEndpoint(index=0, url=server.url, api_key=None, tp_size=1), timeout_s=5.0)
         group = {"group_name": "g", "timeout_s": 5.0}
         for ask in (
             client.health,
@@ -152,6 +160,9 @@ def said_to_an_engine() -> list[tuple[str, dict | None]]:
             lambda: client.buffer_checksums("b"),
             lambda: client.release_memory_occupation(["weights"]),
             lambda: client.resume_memory_occupation(["weights"]),
+            lambda: client.load_adapter("policy@1", "/w"),
+            lambda: client.load_adapter_tensors("policy@1", "x", {}, {}),
+            lambda: client.unload_adapter("policy@1"),
         ):
             with contextlib.suppress(EngineError):
                 ask()

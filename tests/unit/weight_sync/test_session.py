@@ -85,9 +85,9 @@ class OneRank:
             weights=weights, transport="none", num_tensors=self._num_tensors, num_bytes=12, seconds=0.1, digest="0"
         )
 
-    def prove(self):
+    def prove(self, endpoints):
         self._steps.append("prove")
-        return 2, 1
+        return len(endpoints), 1
 
 
 def test_a_whole_sync():
@@ -127,8 +127,10 @@ def test_a_folder_is_loaded_outside_of_a_session_and_compared_in_one():
 
 
 def test_adapters_are_loaded_beside_the_base_and_the_version_before(tmp_path):
-    """Nothing pauses; what is two versions old goes, and so does what an earlier attempt left under this name."""
-    loaded = ["policy@5", "policy@6", "policy@7", "somebody@1"]
+    """Nothing pauses; what is two versions old goes, unless requests under way name it; and so does what an earlier
+    attempt left under this name.
+    """
+    loaded = ["policy@4", "policy@5", "policy@6", "policy@7", "somebody@1"]
     models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in loaded)]
     answers = engine_answers() | {
         "/v1/models": lambda body: (200, {"data": models}),
@@ -138,8 +140,12 @@ def test_adapters_are_loaded_beside_the_base_and_the_version_before(tmp_path):
     with engines(answers) as servers:
         steps: list[str] = []
         adapters = dataclasses.replace(
-            order(servers, "adapter", directory=str(tmp_path), compares_digests=False), weights=WeightsRef("policy", 7)
+            order(servers, "adapter", directory=str(tmp_path), compares_digests=False),
+            weights=WeightsRef("policy", 7),
+            in_use=frozenset({WeightsRef("policy", 4)}),
         )
+        assert adapters.route == dataclasses.replace(adapters, weights=WeightsRef("policy", 8)).route
+        assert adapters.route.in_use == frozenset()
         receipt = run_session(adapters, OneRank(steps))
         assert steps == ["connect", "send policy@7", "begin", "load", "finish"]
         assert [(path, body) for _, path, body in servers[0].calls if "lora" in path] == [

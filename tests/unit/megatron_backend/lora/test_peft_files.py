@@ -44,7 +44,10 @@ def test_whole_names_where_no_ends_do():
         ),
         ({"use_rslora": False}, "scale 2, the flags of 4 and 4. Fix: --lora-rank 4 --lora-alpha 8."),
         ({"use_dora": True}, "use_dora True are not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "whole copies of lm_head (modules_to_save) that were trained beside its adapters",
+        ),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"bias": "all"}, "bias 'all'"),
         ({"peft_type": "IA3"}, "IA3"),
@@ -78,3 +81,21 @@ def test_adapters_start_as_pefts(init):
         assert mine.shape == matrix.shape
         assert float(mine.std()) == pytest.approx(float(matrix.std()), rel=0.05)
         assert float(mine.abs().max()) == pytest.approx(float(matrix.abs().max()), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("flags", "spreads"),
+    [
+        ({"lora_a_init": "gaussian"}, (1 / 64, 0)),
+        ({"lora_b_init": "gaussian"}, (1 / (3 * 300) ** 0.5, 1 / 64)),
+        ({"lora_a_init": "zeros", "lora_b_init": "uniform"}, (0, 1 / (3 * 64) ** 0.5)),
+        ({"lora_init": "false", "lora_b_init": "zeros"}, (1 / (3 * 300) ** 0.5, 0)),
+    ],
+)
+def test_each_matrix_may_start_in_its_own_way(flags, spreads):
+    """Deviations: 1/rank of gaussian, 1/sqrt(3 inputs) of torch's uniform numbers."""
+    with group_of_one() as group:
+        adapter, switch = adapter_on(group, (200,), {0: "o_proj"}, num_inputs=300, lora_rank=64, **flags)
+        start_adapters(stage_with(adapter, 300, 200), switch.config, seed=3)
+    for matrix, spread in zip(adapter.parts[0].parameters(), spreads, strict=True):
+        assert float(matrix.detach().std()) == pytest.approx(spread, rel=0.05, abs=0)

@@ -1,7 +1,9 @@
 """Plain losses by hand."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,9 +51,88 @@ def test_ppo_has_no_gradient_beyond_its_thresholds():
     assert loss == pytest.approx(-1.5 + 2) and gradient == pytest.approx([0.0, 2.0])
 
 
+#: How Tinker's documentation defines each, by numpy in float64: of log-probs, the sampler's, advantages, and for gspo
+#: the mask and the sequences.
+DEFINITIONS = {
+    "cross_entropy": lambda p, q, a, m, s: -p,
+    "importance_sampling": lambda p, q, a, m, s: -np.exp(p - q) * a,
+    "ppo": lambda p, q, a, m, s: -np.minimum(np.exp(p - q) * a, np.clip(np.exp(p - q), 0.8, 1.2) * a),
+    "dro": lambda p, q, a, m, s: -(p * a - 0.5 * 0.05 * (p - q) ** 2),
+}
+
+
+def gspo_and_gradient(p, q, a, m, s):
+    """The value is a clipped sequence ratio's; the gradient of a token that is not clipped is ratio x advantage."""
+    mean = np.array([(p - q)[(s == i) & m].mean() for i in s])
+    ratio = np.exp(mean)
+    value = -np.minimum(ratio * a, np.clip(ratio, 0.5, 1.5) * a)
+    active = ratio * a <= np.clip(ratio, 0.5, 1.5) * a
+    return value, np.where(active, -ratio * a, 0.0)
+
+
+def drawn(seed=5, count=40):
+    """Log-probs, the sampler's, advantages, weights, a mask and sequences, float64."""
+    generator = np.random.default_rng(seed)
+    sampled = -2 * generator.random(count)
+    own = sampled + 0.4 * generator.normal(size=count)
+    mask = generator.random(count) < 0.7
+    sequences = np.sort(generator.integers(0, 5, count))
+    return own, sampled, generator.normal(size=count), generator.random(count), mask, sequences
+
+
+def on(p, q, a, w, m, s):
+    own, sampled, advantages, weights = (torch.tensor(x, dtype=torch.float64) for x in (p, q, a, w))
+    own.requires_grad_()
+    zeros = torch.zeros_like(sampled)
+    return LossBatch(
+        log_probs=own, entropy=zeros, old_log_probs=sampled, trainer_log_probs=zeros, engine_log_probs=sampled,
+        advantages=advantages, sample_of_token=torch.tensor(s), weights=weights, policy_weights=weights,
+        ratio_mask=torch.tensor(m, dtype=torch.float64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_losses_and_gradients_are_the_definitions(name):
+    p, q, a, w, m, s = drawn()
+    loss, gradient = loss_and_gradient(LossSpec(name=name), on(p, q, a, w, m, s))
+    of_tokens = DEFINITIONS[name]
+    assert loss == pytest.approx(float((of_tokens(p, q, a, m, s) * w).sum()), abs=1e-9)
+    step = 1e-6
+    slope = (of_tokens(p + step, q, a, m, s) - of_tokens(p - step, q, a, m, s)) / (2 * step) * w
+    np.testing.assert_allclose(gradient, slope, atol=1e-6)
+
+
+def test_cispo_weighs_log_probs_by_a_held_ratio():
+    p, q, a, w, m, s = drawn()
+    held = np.clip(np.exp(p - q), 0.9, 3.0)
+    spec = LossSpec(name="cispo", config={"clip_low_threshold": 0.9, "clip_high_threshold": 3.0})
+    loss, gradient = loss_and_gradient(spec, on(p, q, a, w, m, s))
+    assert loss == pytest.approx(float(-(held * p * a * w).sum()), abs=1e-9)
+    np.testing.assert_allclose(gradient, -held * a * w, atol=1e-9)
+
+
+def test_gspo_has_one_ratio_a_sequence_over_the_masked_tokens():
+    p, q, a, w, m, s = drawn()
+    value, slope = gspo_and_gradient(p, q, a, m, s)
+    spec = LossSpec(name="gspo", config={"clip_low_threshold": 0.5, "clip_high_threshold": 1.5})
+    loss, gradient = loss_and_gradient(spec, on(p, q, a, w, m, s))
+    assert loss == pytest.approx(float((value * w).sum()), abs=1e-9)
+    np.testing.assert_allclose(gradient, slope * w, atol=1e-9)
+
+
+def test_gspo_without_a_mask_leaves_out_what_was_not_sampled():
+    p, q, a, w, m, s = drawn()
+    q, a = np.where(m, q, 0.0), np.where(m, a, 0.0)
+    spec, tokens = LossSpec(name="gspo"), on(p, q, a, w, m, s)
+    with_mask = loss_and_gradient(spec, tokens)
+    without = loss_and_gradient(spec, dataclasses.replace(on(p, q, a, w, m, s), ratio_mask=None))
+    assert without == with_mask
+
+
 def test_wrong_specs_are_refused():
     with pytest.raises(
-        ValueError, match="'dpo' is unknown. Known: configured, cross_entropy, importance_sampling, ppo, custom"
+        ValueError,
+        match="'dpo' is unknown. Known: configured, cross_entropy, importance_sampling, ppo, cispo, gspo, dro, custom",
     ):
         LossSpec(name="dpo")
     with pytest.raises(ValueError, match="'ppo' has no clip_high. It has: clip_low_threshold, clip_high_threshold"):

@@ -1,0 +1,64 @@
+"""What time has done: sessions that went silent or were finished, answers that nobody asks for any more."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from slime_like.tinker.store.database import Database
+from slime_like.tinker.store.requests import QUEUED
+from slime_like.tinker.store.tables import ModelRow, RequestRow, SamplerRow, SessionRow
+
+
+async def silent_sessions(database: Database, session_ids: Collection[str], before: float) -> set[str]:
+    """Which of them were not finished, and had their last heartbeat before that time."""
+    query = select(SessionRow.id).where(SessionRow.finished.is_(None), SessionRow.last_heartbeat < before)
+    query = query.where(SessionRow.id.in_(session_ids))
+    async with database.read() as session:
+        return set(await session.scalars(query))
+
+
+async def finished_models(database: Database) -> list[tuple[str, str, str | None]]:
+    """(id, session_id, snapshot) of models that still take calls, whose session was finished."""
+    query = select(ModelRow.id, ModelRow.session_id, ModelRow.snapshot).join(SessionRow)
+    query = query.where(SessionRow.finished.is_not(None), ModelRow.released.is_(None))
+    async with database.read() as session:
+        return [(model_id, session_id, folder) for model_id, session_id, folder in await session.execute(query)]
+
+
+async def finished_samplers(database: Database, root: str) -> list[tuple[str, str, str]]:
+    """(id, session_id, folder) of ephemeral samplers, whose files are below root, of sessions that were finished."""
+    query = select(SamplerRow.id, SamplerRow.session_id, SamplerRow.folder).join(SessionRow)
+    query = query.where(SessionRow.finished.is_not(None), SamplerRow.folder.startswith(f"{root}/", autoescape=True))
+    async with database.read() as session:
+        return [(sampler, owner, folder) for sampler, owner, folder in await session.execute(query) if folder]
+
+
+async def sessions_of_samplers(database: Database, sampler_ids: Collection[str]) -> dict[str, str]:
+    """The session of each."""
+    query = select(SamplerRow.id, SamplerRow.session_id).where(SamplerRow.id.in_(sampler_ids))
+    async with database.read() as session:
+        rows = await session.execute(query)
+        return dict(rows.tuples().all())
+
+
+async def ended_sessions(database: Database, session_ids: Collection[str]) -> set[str]:
+    """Which of them were finished."""
+    query = select(SessionRow.id).where(SessionRow.id.in_(session_ids), SessionRow.finished.is_not(None))
+    async with database.read() as session:
+        return set(await session.scalars(query))
+
+
+async def remove_sampler(session: AsyncSession, sampler_id: str) -> None:
+    """Delete its row."""
+    await session.execute(delete(SamplerRow).where(SamplerRow.id == sampler_id))
+
+
+async def forget_answers(session: AsyncSession, before: float) -> None:
+    """Delete requests that ended before that time, but for what a model's state is still brought back with."""
+    ended = (RequestRow.state != QUEUED, RequestRow.finished < before)
+    await session.execute(delete(RequestRow).where(*ended, RequestRow.body.is_(None)))
+    kept = update(RequestRow).where(*ended, RequestRow.result.is_not(None))
+    await session.execute(kept.values(result=None, category="server", error="the answer is not kept any longer"))
