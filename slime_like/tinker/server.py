@@ -66,7 +66,9 @@ def main(argv: list[str]) -> int:
 def _run(command: ServerCommand) -> int:
     # Heavy imports only here, so that --help, --plan and mistakes answer at once.
     from slime_like.tinker.backends.start import start_cluster
+    from slime_like.tinker.store.database import database_url
 
+    database_url(command.server.database)  # raises before anything is started
     os.makedirs(command.server.state_folder, exist_ok=True)
     run = RunDirectory.create(command.config, root=os.path.join(command.server.state_folder, "runs"))
     for note in (*command.notes, f"run directory {run.path}"):

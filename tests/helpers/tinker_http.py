@@ -13,6 +13,7 @@ from slime_like.tinker import keys
 from slime_like.tinker.api.app import make_app
 from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.store.database import Database
+from tests.helpers.postgres import postgres_server
 from tests.helpers.tinker_app import MODEL
 from tests.helpers.tinker_backends import VectorTrainer
 from tests.helpers.tinker_bigrams import BASE, BigramService
@@ -51,12 +52,20 @@ async def world(folder: Path, **settings: Any) -> AsyncIterator[World]:
 
 
 @contextlib.asynccontextmanager
-async def real_world(folder: Path, **settings: Any) -> AsyncIterator[World]:
-    """Over the server's own service, with a trainer and engines of vectors."""
+async def real_world(folder: Path, url: str | None = None, **settings: Any) -> AsyncIterator[World]:
+    """Over the server's own service, with a trainer and engines of vectors; url: of another database."""
     trainer = VectorTrainer()
-    async with running_service(folder, trainer) as service:
+    async with running_service(folder, trainer, url=url) as service:
         app = make_app(service, service.database, _settings(settings))
         yield World(app, service, service.database, lambda: list(trainer.log))
+
+
+@contextlib.asynccontextmanager
+async def postgres_world(folder: Path, **settings: Any) -> AsyncIterator[World]:
+    """The same on PostgreSQL; skips where there is none."""
+    with postgres_server() as url:
+        async with real_world(folder, url, **settings) as there:
+            yield there
 
 
 async def finished(http: httpx.AsyncClient, answer: httpx.Response) -> dict:

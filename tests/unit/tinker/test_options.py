@@ -95,6 +95,15 @@ def test_what_has_no_meaning_here_is_refused(argv, message):
     assert any(message in problem for problem in problems(*argv)), problems(*argv)
 
 
+def test_a_database_that_is_none_is_refused_before_anything_starts(tiny_model_dir, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "slime_like.tinker.server", "--base-model", str(tiny_model_dir), "--db", "mysql://x/y",
+         "--state-folder", str(tmp_path / "state")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2 and "mysql://x/y is no database" in run.stderr and "Traceback" not in run.stderr
+
+
 def test_a_model_that_is_not_there():
     (problem,) = problems(model="models/none")
     assert "--base-model" in problem and "--hf-checkpoint" not in problem

@@ -15,14 +15,14 @@ from slime_like.tinker import keys
 from slime_like.tinker.api.settings import TenantQuota
 from slime_like.tinker.api.wire.bounds import BodyLimits
 from slime_like.tinker.store import key_rows
-from tests.helpers.tinker_http import World, trained_model, world
+from tests.helpers.tinker_http import World, postgres_world, trained_model, world
 
 CAPABILITIES = "/api/v1/get_server_capabilities"
 
 
-def run_in(folder: Path, check, **settings) -> None:
+def run_in(folder: Path, check, over=world, **settings) -> None:
     async def run() -> None:
-        async with world(folder, **settings) as there:
+        async with over(folder, **settings) as there:
             await check(there)
 
     asyncio.run(run())
@@ -189,7 +189,8 @@ def test_a_defect_is_told_to_the_log_and_not_to_the_client(tmp_path, caplog):
     assert "secret detail" in caplog.text
 
 
-def test_texts_that_a_database_or_an_answer_cannot_hold_are_refused(tmp_path):
+@pytest.mark.parametrize("over", [world, pytest.param(postgres_world, marks=pytest.mark.slow)])
+def test_texts_that_a_database_or_an_answer_cannot_hold_are_refused(tmp_path, over):
     async def check(there: World) -> None:
         async with there.http("tml-x") as http:
             for body in ({"user_metadata": {"a": "\ud800"}}, {"display_name": "\ud800"}, {"tags": ["a\0b"]}):
@@ -200,8 +201,17 @@ def test_texts_that_a_database_or_an_answer_cannot_hold_are_refused(tmp_path):
             saved = "/api/v1/training_runs/a%00/checkpoints/weights/b"
             assert (await http.delete(saved)).status_code == 404
             assert (await http.get(f"{saved}/archive")).status_code == 404
+            same = {"X-Idempotency-Key": "one"}
+            begun = await asyncio.gather(
+                *(http.post("/api/v1/create_session", json={}, headers=same) for _ in range(8))
+            )
+            assert len({answer.json()["session_id"] for answer in begun}) == 1
+            (session,) = {answer.json()["session_id"] for answer in begun}
+            body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "bigrams"}
+            opened = await asyncio.gather(*(http.post("/api/v1/create_sampling_session", json=body) for _ in range(8)))
+            assert [answer.status_code for answer in opened] == [200] * 8
 
-    run_in(tmp_path, check)
+    run_in(tmp_path, check, over)
 
 
 @pytest.mark.slow

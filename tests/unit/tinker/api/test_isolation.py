@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from slime_like.tinker.api.app import ROUTERS
 from slime_like.tinker.api.wire.messages import MESSAGES
 from tests.helpers.tinker_bigrams import BASE
-from tests.helpers.tinker_http import World, real_world, trained_model, world
+from tests.helpers.tinker_http import World, postgres_world, real_world, trained_model, world
 
 #: Routes that name nothing of a tenant's.
 WITHOUT_IDS = {
@@ -144,7 +144,7 @@ def test_every_route_is_here():
     assert not tried & without and tried | without == routes()
 
 
-@pytest.mark.parametrize("over", [world, real_world])
+@pytest.mark.parametrize("over", [world, real_world, pytest.param(postgres_world, marks=pytest.mark.slow)])
 def test_another_tenants_ids_are_as_good_as_made_up(tmp_path: Path, over):
     async def check(there: World) -> None:
         async with there.http(await there.key("ann")) as ann, there.http(await there.key("bob")) as bob:
