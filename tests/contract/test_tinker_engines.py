@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +54,9 @@ class Launched:
         return [self.engine.endpoint]
 
     def revive(self) -> list[str]:
-        status = self.engine.poll()
+        deadline = time.monotonic() + 10
+        while (status := self.engine.poll()) is None and time.monotonic() < deadline:  # as EngineFleet gives it time
+            time.sleep(0.1)
         if status is None:
             return []
         self.engine.close()
