@@ -140,7 +140,7 @@ class Trainer:
             sent.append(sender.send(weights).num_bytes)
 
         def check() -> None:
-            if sender.prove()[0] != 1:
+            if sender.prove(order.endpoints)[0] != 1:
                 raise SystemExit("adapter_sync: the engine's digests are not those of what was sent")
 
         engines = EngineSide(dataclasses.replace(order, weights=weights))
@@ -256,11 +256,12 @@ def main() -> None:
         finally:
             trainer.worker.close()
     numbers["decode"] = {"plain": plain} | {str(count): value for count, value in numbers["decode"].items()}
-    hardware = "2-core x86 CPU host"
+    # Nothing else should run: shares of a full sync are of the same minutes, but one core's work is not another's.
+    hardware = f"{os.cpu_count()}-core x86 CPU host, load average {os.getloadavg()[0]:.1f} at the end"
     head = (
         f"{hardware}, fp32, a Qwen3 of {shape.num_bytes / MEGABYTE:.0f} MB, adapters of rank {args.rank} on all linear"
-        f" layer; medians of {args.repeats} repeats. Decoding: {BATCH} requests of {TOKENS} tokens at once, best of the"
-        " repeats."
+        f" layers; medians of {args.repeats} repeats. Decoding: {BATCH} requests of {TOKENS} tokens at once, best of"
+        " the repeats."
     )
     lines = [head, "", *table(numbers)]
     print("\n".join(lines))

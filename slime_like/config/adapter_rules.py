@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.config.lora_targets import OUTPUT, expert_of, target_modules
+from slime_like.config.lora_targets import expert_of, target_modules
 from slime_like.config.tree import ConfigTree
 
 
@@ -27,16 +27,14 @@ def adapter_problems(config: ConfigTree) -> list[str]:
 
 
 def _module_problems(config: ConfigTree, mode: str) -> list[str]:
-    """Modules whose adapters SGLang (0.5.23, lora/lora.py) joins wrongly, or not at all, or that were not tried."""
+    """Modules whose adapters SGLang (0.5.23, lora/lora.py) joins wrongly, or not at all."""
     modules = [name for name in target_modules(config.model) if config.lora.targets(name)]
     fix = (
         "Fix: --lora-target-modules and --lora-exclude-modules, or --update-weight-mode full, which sends them merged."
     )
     if any(expert_of(name) is not None for name in modules):
-        # It computes them by Triton kernels only.
+        # It computes them by Triton kernels only: on a CPU it takes them, and ends at the first request for them.
         return [f"{mode}: adapters on experts cannot be served. {fix}"]
-    if set(modules) & set(OUTPUT.modules):
-        return [f"{mode}: adapters on {OUTPUT.modules[0]} were not tried. {fix}"]
     joined: dict[str, set[str]] = {}
     for name in modules:
         parent, _, kind = name.rpartition(".")

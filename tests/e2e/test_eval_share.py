@@ -6,40 +6,31 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.runs import SMALL_RUN, assert_nothing_left, environment, our_processes, run_train
-from tests.e2e.test_sync_streams import KEY, two_engines  # noqa: F401 - a fixture
+from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
 
 NUM_ROLLOUTS, INTERVAL = 6, 3
-APART = ["--rollout-num-gpus", 2]
-#: How weights travel, and to whose engines -> flags.
+#: How weights travel -> flags.
 WAYS = {
-    "broadcast": APART,
-    "disk": [*APART, "--update-weight-transport", "disk"],
-    "delta": [*APART, "--update-weight-mode", "delta"],
-    "external": ["--actor-num-gpus-per-node", 2, "--rollout-external", "--rollout-external-engine-addrs"],
+    "broadcast": [],
+    "disk": ["--update-weight-transport", "disk"],
+    "delta": ["--update-weight-mode", "delta"],
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "way"), [("full", "broadcast"), ("one-step", "disk"), ("off", "delta"), ("full", "external")]
-)
-def test_syncs_go_on_beside_an_evaluation_on_an_engine_of_its_own(
-    tiny_model_dir, tiny_data_dir, tmp_path, request, mode, way
-):
-    engines = request.getfixturevalue("two_engines") if way == "external" else []
+@pytest.mark.parametrize(("mode", "way"), [("full", "broadcast"), ("one-step", "disk"), ("off", "delta")])
+def test_syncs_go_on_beside_an_evaluation_on_an_engine_of_its_own(tiny_model_dir, tiny_data_dir, tmp_path, mode, way):
     before = our_processes()
     run = run_train(
         *SMALL_RUN,
         *("--hf-checkpoint", tiny_model_dir, "--prompt-data", tiny_data_dir / "train.jsonl"),
-        *("--actor-num-gpus-per-node", 1, *WAYS[way], *engines, "--num-rollout", NUM_ROLLOUTS),
+        *("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 2, *WAYS[way], "--num-rollout", NUM_ROLLOUTS),
         *("--async-mode", mode, "--eval-async", "--eval-num-engines", 1, "--eval-interval", INTERVAL),
         *("--eval-prompt-data", "few", f"{tiny_data_dir}/eval.jsonl@[0:8]", "--n-samples-per-eval-prompt", 8),
         *("--eval-max-response-len", 200, "--verify-weight-sync", "full"),
         *("--custom-eval-rollout-log-function-path", "tests.e2e.rewards.eval_versions"),
         run_dir=tmp_path / "run",
-        env=environment(SLIME_LIKE_ENGINE_API_KEY=KEY) if engines else None,
     )
     assert run.returncode == 0, run.logs()
     assert_nothing_left(before)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from slime_like.sglang_backend.shared_memory import shared_directory
-from tests.e2e.runs import SMALL_RUN, Finished, assert_nothing_left, our_processes, run_train, start_train, wait_for
+from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train, start_train, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -39,56 +39,31 @@ def with_rollouts(flags, count):
     return flags
 
 
-def test_a_terminated_run_leaves_nothing_but_rollouts_that_replay_to_the_same_losses(base, tmp_path, files_left):
-    """Samples that it saved, trained on without engines, give the very same losses: also the reference and its KL."""
-    samples = f"{tmp_path}/samples/{{rollout_id}}.npz"
-    kl = ["--use-kl-loss", "--kl-loss-coef", "0.05", "--kl-loss-type", "low_var_kl"]
-    flags = [*base, *kl, "--ref-load", base[base.index("--hf-checkpoint") + 1]]
-    whole = interrupted(
-        [*flags, "--save-debug-rollout-data", samples], tmp_path, signal.SIGTERM, 143, files_left, num_rollouts=2
-    )
-    replay = run_train(
-        *with_rollouts(flags, 2),
-        *("--debug-train-only", "--load-debug-rollout-data", samples),
-        run_dir=tmp_path / "replay",
-    )
-    assert replay.returncode == 0, replay.logs()
-    for name in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
-        theirs, ours = ([line[name] for line in run.metrics("train")][:2] for run in (whole, replay))
-        assert len(ours) == 2 and ours == pytest.approx(theirs, rel=1e-5, abs=1e-7), name
-    assert whole.metrics("train")[1]["train/kl"] > 0
-
-
-@pytest.mark.long_run  # as SIGTERM; test_supervise.py tells them apart
-def test_an_interrupted_run_leaves_nothing(base, tmp_path, files_left):
-    run = interrupted(base, tmp_path, signal.SIGINT, 130, files_left)
-    assert "interrupted" in run.output
-
-
-def test_a_run_that_is_killed_leaves_no_process(base, tmp_path):
-    interrupted(base, tmp_path, signal.SIGKILL, -9, None)
-
-
-def interrupted(flags, tmp_path, number, status, files_left, *, num_rollouts: int = 1) -> Finished:
-    """A run that gets a signal after so many rollouts; nothing is left of it. files_left: None where nobody outlives
-    the signal to tidy up at once.
-    """
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long_run),  # as SIGTERM; test_supervise.py tells them apart
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -9),
+    ],
+)
+def test_interrupted_run_leaves_nothing(base, tmp_path, number, status, files_left):
     before = our_processes()
-    process = start_train(*with_rollouts(flags, 1000), run_dir=tmp_path / "run")
+    process = start_train(*with_rollouts(base, 1000), run_dir=tmp_path / "run")
     try:
-        wait_for(tmp_path / "run.out", f"rollout {num_rollouts}/1000", 120, process)
+        wait_for(tmp_path / "run.out", "rollout 2/1000", 120, process)
         os.kill(process.pid, number)  # to train.py alone: everything else must follow by itself
         assert process.wait(60) == status
-        # Else everything has ended before train.py does.
-        assert_nothing_left(before, seconds=45 if files_left is None else 1)
-        output = (tmp_path / "run.out").read_text()
-        if files_left is not None:
+        # Nobody outlives a SIGKILL to tidy up at once; else everything has ended before train.py does.
+        assert_nothing_left(before, seconds=45 if number == signal.SIGKILL else 1)
+        if number != signal.SIGKILL:
             assert files_left() == set()
-            assert "SIGTERM received" not in output, "Ray's own handler aborts"
+            assert "SIGTERM received" not in (tmp_path / "run.out").read_text(), "Ray's own handler aborts"
+        if number == signal.SIGINT:
+            assert "interrupted" in (tmp_path / "run.out").read_text()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return Finished(process.returncode, output, tmp_path / "run")
 
 
 @pytest.mark.parametrize("when", ["starting", "running"])
@@ -97,7 +72,7 @@ def test_a_driver_that_is_killed_is_named_and_leaves_nothing(base, tmp_path, fil
     before = our_processes()
     process = start_train(*with_rollouts(base, 1000), run_dir=tmp_path / "run")
     try:
-        wait_for(tmp_path / "run.out", "run directory" if when == "starting" else "rollout 1/1000", 120, process)
+        wait_for(tmp_path / "run.out", "run directory" if when == "starting" else "rollout 2/1000", 120, process)
         (driver,) = [
             child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())
         ]
@@ -166,6 +141,38 @@ def _weights_of_the_dead() -> set[str]:
             if name.partition("-")[0].isdigit() and not psutil.pid_exists(int(name.partition("-")[0]))
         }
     return set()
+
+
+def test_train_only_replays_saved_rollouts_to_the_same_losses(base, tmp_path):
+    """Samples saved by a full run, trained on without engines, give the very same losses: also the reference and its
+    KL.
+    """
+    flags = [
+        *base,
+        "--use-kl-loss",
+        "--kl-loss-coef",
+        "0.05",
+        "--kl-loss-type",
+        "low_var_kl",
+        "--ref-load",
+        base[base.index("--hf-checkpoint") + 1],
+    ]
+    full = run_train(
+        *flags, "--save-debug-rollout-data", f"{tmp_path}/samples/{{rollout_id}}.npz", run_dir=tmp_path / "full"
+    )
+    assert full.returncode == 0, full.logs()
+    replay = run_train(
+        *flags,
+        "--debug-train-only",
+        "--load-debug-rollout-data",
+        f"{tmp_path}/samples/{{rollout_id}}.npz",
+        run_dir=tmp_path / "replay",
+    )
+    assert replay.returncode == 0, replay.logs()
+    for name in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
+        theirs, ours = ([line[name] for line in run.metrics("train")] for run in (full, replay))
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7), name
+    assert full.metrics("train")[2]["train/kl"] > 0
 
 
 def test_rollout_only_evaluates_and_filters(base, tiny_data_dir, tmp_path):

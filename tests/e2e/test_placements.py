@@ -8,12 +8,15 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import requests
 
+from tests.e2e.conftest import free_ports
 from tests.e2e.hf_oracle import largest_difference
-from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, environment, our_processes
+from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, environment, our_processes, stop_group
 
 pytestmark = pytest.mark.e2e
 
@@ -95,15 +98,14 @@ def test_colocate_two_ranks_two_engines(submit, tiny_model_dir):
     assert_nothing_left(before)
 
 
-def test_colocate_tp2_pp2_trainer_and_tp2_engine_with_the_train_state_on_the_host_meanwhile(submit, tiny_model_dir):
+def test_colocate_with_the_train_state_on_the_host_while_engines_generate(submit, tiny_model_dir):
     """--offload-train as GPUs do it by default: trainers start first and leave, and nothing of them stays."""
     before = our_processes()
     run = submit(
-        "--actor-num-nodes 1 --actor-num-gpus-per-node 4 --tensor-model-parallel-size 2"
-        " --pipeline-model-parallel-size 2 --sequence-parallel --colocate --rollout-num-gpus 2"
-        " --rollout-num-gpus-per-engine 2 --update-weight-buffer-size 500000 --offload-train --log-level debug"
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --colocate"
+        " --rollout-num-gpus-per-engine 1 --update-weight-buffer-size 500000 --offload-train --log-level debug"
     )
-    check_run(run, tiny_model_dir, "ipc", engines_proven=1)
+    check_run(run, tiny_model_dir, "ipc", engines_proven=2)
     (start,) = run.metrics("start")
     parts = [name for name in start if name in ("start/waiting_for_the_trainer_seconds", "start/engines_seconds")]
     assert parts == ["start/waiting_for_the_trainer_seconds", "start/engines_seconds"], "in this order"
@@ -150,6 +152,64 @@ def test_disaggregated_pp2_trainer_by_delta(submit, tiny_model_dir):
         assert 0 < line["sync/changed_share"] <= 1
         assert line["sync/delta_bytes"] < sync[0]["sync/delta_bytes"]
     assert list((run.run_dir / "receivers").iterdir()) == [], "the receiver's copy goes with it"
+    assert_nothing_left(before)
+
+
+@pytest.fixture
+def external_server(tiny_model_dir, tmp_path):
+    """A server started by hand: SGLang's own command line behind the CPU shim, no key, not ours."""
+    (port,) = free_ports(1)
+    command = [
+        sys.executable, "-m", "slime_like.sglang_backend.cpu_server", "--model-path", str(tiny_model_dir), "--host",
+        "127.0.0.1", "--port", str(port),
+        "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "4096",
+        "--sleep-on-idle",
+        "--disable-overlap-schedule", "--skip-server-warmup",
+    ]  # fmt: skip
+    with open(tmp_path / "external.log", "w") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(OMP_NUM_THREADS="1"),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 90
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "external.log").read_text()[-3000:]
+        try:
+            if requests.get(f"{url}/health", timeout=5).ok:
+                break
+        except requests.RequestException:
+            time.sleep(0.3)
+    yield url
+    stop_group(process, grace_s=0)
+
+
+def checksum(url: str):
+    answer = requests.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=30)
+    assert answer.ok, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("transport", ["broadcast"])
+def test_external_engine_gets_no_gpu_and_lives_on(submit, tiny_model_dir, external_server, transport):
+    before = our_processes()
+    first = checksum(external_server)
+    address = external_server.removeprefix("http://")
+    run = submit(
+        "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 1 --rollout-external "
+        f"--rollout-external-engine-addrs {address} --update-weight-transport {transport}"
+    )
+    check_run(run, tiny_model_dir, transport, engines_proven=0)
+    assert "digests prove the weights of 0 of 1 engines" in run.output
+    assert "it was started without --custom-weight-loader" in (run.run_dir / "logs/actor-0.log").read_text()
+    assert "mode external: 2 GPUs" in run.output
+    router_log = (run.run_dir / "logs/router-0.log").read_text()
+    assert address in router_log
+    assert requests.get(f"{external_server}/health", timeout=30).ok, "an external engine is never stopped"
+    assert checksum(external_server) != first
     assert_nothing_left(before)
 
 

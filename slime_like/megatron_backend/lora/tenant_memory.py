@@ -178,12 +178,13 @@ class TenantMemory:
         if not self.is_resident:
             return
         pieces = [self.master, *(() if self.gradient is None else (self.gradient,)), *(self.moments or ())]
+        device = self.master.untyped_storage().device
         if self._host is None or self._host.numel() < 4 * self.size * len(pieces):
-            self._host = host_memory(4 * self.size * len(pieces), self.device)
+            self._host = host_memory(4 * self.size * len(pieces), device)
         rows = self._host.view(torch.float32)[: self.size * len(pieces)].view(len(pieces), self.size)
         for row, piece in zip(rows, pieces, strict=True):
             row.copy_(piece, non_blocking=True)
-        wait_for_copies(self.device)
+        wait_for_copies(device)
         self._place(list(rows))
         self.is_resident = False
 
@@ -194,7 +195,7 @@ class TenantMemory:
             return
         pieces = [self.master, *(() if self.gradient is None else (self.gradient,)), *(self.moments or ())]
         self._place([torch.empty_like(piece, device=self.device).copy_(piece, non_blocking=True) for piece in pieces])
-        wait_for_copies(self.device)
+        wait_for_copies(self.master.untyped_storage().device)
         self.is_resident = True
 
     def _place(self, pieces: list[torch.Tensor]) -> None:

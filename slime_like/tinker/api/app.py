@@ -10,6 +10,7 @@ from slime_like import __version__
 from slime_like.tinker.api.context import Context
 from slime_like.tinker.api.gate import Gate, failure, refusal
 from slime_like.tinker.api.identity import Identity
+from slime_like.tinker.api.known import Known
 from slime_like.tinker.api.routes import downloads, futures, management, openai, page, sampling, sessions, training
 from slime_like.tinker.api.settings import ApiSettings
 from slime_like.tinker.api.skipped import skip_refused
@@ -25,7 +26,7 @@ ROUTERS = tuple(
 def make_app(service: Service, rows: Rows, settings: ApiSettings) -> FastAPI:
     """An ASGI app over a service and the database that both write in."""
     app = FastAPI(title="slime_like", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    context = Context(service=service, rows=rows, settings=settings)
+    context = Context(service=service, rows=rows, settings=settings, known=Known(rows))
     app.state.context = context
     for router in ROUTERS:
         app.include_router(router)

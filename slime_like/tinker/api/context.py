@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from slime_like.tinker.api.chat_bodies import Tokenizers
+from slime_like.tinker.api.known import Known
 from slime_like.tinker.api.links import Links
 from slime_like.tinker.api.observed import Observed
 from slime_like.tinker.api.settings import ApiSettings
@@ -23,6 +24,7 @@ class Context:
     service: Service
     rows: Rows
     settings: ApiSettings
+    known: Known
     links: Links = dataclasses.field(default_factory=Links)
     tokenizers: Tokenizers = dataclasses.field(default_factory=Tokenizers)
     observed: Observed = dataclasses.field(default_factory=Observed)

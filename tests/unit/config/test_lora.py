@@ -155,13 +155,6 @@ def test_files_of_a_peft_folder(tmp_path):
             "without one on gate_proj",
         ),
         (
-            {
-                "model": dataclasses.replace(DENSE, untie_embeddings_and_output_weights=True),
-                "lora": LoraConfig(lora_rank=4, lora_target_modules=["o_proj", "lm_head"]),
-            },
-            "on lm_head were not tried",
-        ),
-        (
             {"sync": SyncConfig(update_weight_mode="adapter", update_weight_pause_mode="retract")},
             "--update-weight-pause-mode",
         ),
@@ -199,6 +192,10 @@ def test_adapters_are_probed_at_each_sync_unless_engines_compare_digests():
         {"asynchrony": AsyncConfig(async_mode="one-step")},
         {"asynchrony": AsyncConfig(partial_rollout=True), "placement": PlacementConfig(colocate=True)},
         {"placement": PlacementConfig(rollout_external=True, rollout_external_engine_addrs=["http://far:1"])},
+        {
+            "model": dataclasses.replace(DENSE, untie_embeddings_and_output_weights=True),
+            "lora": LoraConfig(lora_rank=4, lora_target_modules=["o_proj", "gate_proj", "lm_head"]),
+        },
     ],
 )
 def test_what_goes_with_sending_adapters(more):

@@ -51,7 +51,7 @@ async def get_sampler(sampler_id: str, api: Api, tenant: Who) -> dict[str, str |
 async def asample(body: bodies.SampleBody, api: Api, tenant: Who) -> dict[str, Any]:
     """Ask for answers; each has an id of its own, which clients look for."""
     job = _job(body, api)
-    row = await clients.get_sampler(api.rows, body.sampling_session_id, tenant)
+    row = await api.known.sampler(body.sampling_session_id, tenant)
     call = Call(
         kind=Kind.SAMPLE,
         tenant=tenant,

@@ -78,6 +78,7 @@ async def heartbeat(body: Heartbeat, api: Api, tenant: Who) -> dict[str, str]:
 async def finish(session_id: str, body: FinishSession, api: Api, tenant: Who) -> Response:
     """The client's end: its models are released."""
     await clients.finish_session(api.rows, session_id, tenant, body.reason.type)
+    api.known.forget(session_id, tenant)
     return Response(status_code=204)
 
 

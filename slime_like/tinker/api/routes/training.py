@@ -25,7 +25,7 @@ _FIRST = 0
 
 
 async def _submit(api: Context, call: Call) -> dict[str, str]:
-    await clients.check_session(api.rows, call.session_id, call.tenant)
+    await api.known.session(call.session_id, call.tenant)
     request_id = await api.submit(call)
     return {"request_id": request_id, "model_id": str(call.model_id)}
 
