@@ -101,7 +101,7 @@ def check_client(server, base: Path, job: dict, lines: list[dict]) -> None:
     losses = [line["loss"] for line in steps_of(lines)]
     expected = plain_losses(base, folder_of(server, only(lines, "start")["path"]), job)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     sampled = only(lines, "sample")
     merged = load_weights(base, folder_of(server, sampled["path"]))
     with torch.no_grad():
@@ -127,6 +127,7 @@ def test_the_sdk_trains_saves_and_samples(tiny_model_dir, sdk, tmp_path):
 
 
 @pytest.mark.long_run
+@pytest.mark.timeout(600)
 def test_two_tenants_at_once_learn_what_each_learns_alone(tiny_model_dir, python_with, tmp_path):
     """Different ranks, rows and seeds: numbers bitwise equal to those of a server for oneself."""
     python = python_with("tinker==0.38.0")
@@ -154,6 +155,7 @@ def test_two_tenants_at_once_learn_what_each_learns_alone(tiny_model_dir, python
 
 
 @pytest.mark.long_run
+@pytest.mark.timeout(400)
 def test_who_trains_all_parameters_and_who_an_adapter_share_a_server(tiny_model_dir, python_with, tmp_path):
     python = python_with("tinker==0.38.0")
     jobs = {"whole": plan(tiny_model_dir, rank=0, learning_rate=1e-3), "adapter": plan(tiny_model_dir, rows_seed=3)}
@@ -167,6 +169,7 @@ def test_who_trains_all_parameters_and_who_an_adapter_share_a_server(tiny_model_
 
 
 @pytest.mark.long_run
+@pytest.mark.timeout(600)
 def test_the_cookbooks_loops_run_offline(tiny_model_dir, tmp_path):
     """tinker-cookbook's supervised loop lowers its loss, and its RL loop raises the reward."""
     sdk = install_sdk(tmp_path / "sdk", *COOKBOOK)
@@ -196,9 +199,10 @@ KILLED = ("trainer", "engine", "server", "trainer", "engine", "trainer", "server
 
 
 @pytest.mark.long_run
+@pytest.mark.timeout(900)
 def test_whatever_is_killed_the_client_ends_with_the_same_losses(tiny_model_dir, python_with, tmp_path):
     python, port = python_with("tinker==0.38.0"), free_port()
-    job = plan(tiny_model_dir, steps=3 * len(KILLED) + 2, each_step=True, learning_rate=2e-3)
+    job = plan(tiny_model_dir, steps=2 * len(KILLED) + 2, each_step=True, learning_rate=2e-3)
     before = our_processes()
     with running_server(tiny_model_dir, tmp_path / "calm", *SHARED) as server:
         expected = start_client(tmp_path / "calm.out", python, "tinker_client.py", server.url, json.dumps(job)).wait(
@@ -210,13 +214,14 @@ def test_whatever_is_killed_the_client_ends_with_the_same_losses(tiny_model_dir,
     client = start_client(tmp_path / "killed.out", python, "tinker_client.py", server.url, json.dumps(job))
     try:
         for number, victim in enumerate(KILLED):
-            wait_for_step(client, 3 * number + 2, server)
+            wait_for_step(client, 2 * number + 1, server)
             time.sleep(moments.uniform(0, 0.4))
             server = killed(server, victim, tiny_model_dir, state, port)
         lines = client.wait(180, server)
     finally:
         client.process.kill()
-        assert stop_server(server) == 0, server.text()
+        status = stop_server(server)
+    assert status == 0, server.text()
     assert [line["loss"] for line in steps_of(lines)] == [line["loss"] for line in steps_of(expected)]
     for mine, theirs in zip(steps_of(lines), steps_of(expected), strict=True):
         assert [tokens for tokens, _ in mine["sequences"]] == [tokens for tokens, _ in theirs["sequences"]]

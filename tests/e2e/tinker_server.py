@@ -105,7 +105,7 @@ COOKBOOK = (
 
 def install_sdk(folder: Path, *more: str) -> Path:
     """The SDK, and what it needs beside this interpreter's packages: in seconds, not in a minute as a venv."""
-    packages = ["tinker==0.38.0", "h2", "hpack", "hyperframe", *more]
+    packages = ["tinker==0.38.0", "h2", "hpack", "hyperframe", "pyqwest", *more]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *packages]
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     return folder

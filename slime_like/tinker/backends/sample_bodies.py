@@ -53,8 +53,8 @@ def check_job(job: SampleJob, limits: EngineLimits) -> int:
             f"seed {job.seed}: this server's engines take none. Fix: leave it out, or start the server with"
             " --sglang-enable-deterministic-inference."
         )
-    # One less than what is left where the client leaves it open: SGLang keeps a place free.
-    return min(left, job.max_tokens) if job.max_tokens is not None else max(1, left - 1)
+    # Where the client leaves it open, what SGLang (0.5.23) would cut it to: it keeps two places free.
+    return min(left, job.max_tokens) if job.max_tokens is not None else max(1, left - 2)
 
 
 def request_body(job: SampleJob, max_tokens: int, adapter: str | None, limits: EngineLimits) -> dict[str, Any]:

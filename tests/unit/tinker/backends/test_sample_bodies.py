@@ -59,7 +59,7 @@ def test_the_prompt_is_scored_once_and_adapters_are_named_for_all():
 def test_no_more_is_asked_for_than_fits():
     assert check_job(dataclasses.replace(JOB, max_tokens=99), LIMITS) == 7
     assert check_job(dataclasses.replace(JOB, max_tokens=2), LIMITS) == 2
-    assert check_job(JOB, LIMITS) == 6
+    assert check_job(JOB, LIMITS) == 5
 
 
 def test_an_answer_as_arrays():
