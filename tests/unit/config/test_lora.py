@@ -155,6 +155,14 @@ def test_files_of_a_peft_folder(tmp_path):
             "without one on gate_proj",
         ),
         (
+            {
+                "model": dataclasses.replace(DENSE, untie_embeddings_and_output_weights=True),
+                "lora": LoraConfig(lora_rank=4, lora_target_modules=["o_proj", "lm_head"]),
+                "asynchrony": AsyncConfig(async_mode="full"),
+            },
+            "none on lm_head rightly",
+        ),
+        (
             {"sync": SyncConfig(update_weight_mode="adapter", update_weight_pause_mode="retract")},
             "--update-weight-pause-mode",
         ),
