@@ -32,7 +32,7 @@ from tests.helpers.hf_truth import load_model
 
 pytestmark = pytest.mark.e2e
 
-STEPS, LEARNING_RATE = 4, 1e-2
+STEPS, LEARNING_RATE = 8, 4e-3
 PROMPT = [21, 34, 55, 89]
 
 

@@ -185,7 +185,10 @@ class TenantMemory:
         for row, piece in zip(rows, pieces, strict=True):
             row.copy_(piece, non_blocking=True)
         wait_for_copies(device)
+        nothing = torch.zeros(1, dtype=self.weights.dtype, device=self.device)
         self._place(list(rows))
+        for entry in self.entries if self.attached else ():
+            entry.parameter.data = nothing.expand(entry.parameter.shape)  # its shape, and no memory of the device
         self.is_resident = False
 
     @torch.no_grad()
@@ -195,6 +198,8 @@ class TenantMemory:
             return
         pieces = [self.master, *(() if self.gradient is None else (self.gradient,)), *(self.moments or ())]
         self._place([torch.empty_like(piece, device=self.device).copy_(piece, non_blocking=True) for piece in pieces])
+        if self.attached:
+            self._attach()
         wait_for_copies(self.master.untyped_storage().device)
         self.is_resident = True
 
@@ -206,8 +211,6 @@ class TenantMemory:
             self.gradient, *others = others
         if self.moments is not None:
             self.moments = others[0], others[1]
-        if self.attached:
-            self._attach()
 
 
 def _adding_to(view: torch.Tensor):
