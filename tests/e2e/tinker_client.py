@@ -63,8 +63,14 @@ def main(url: str, plan: dict) -> None:
     tell(what="sample", path=saved, sequences=sequences, prompt_logprobs=prompt_logprobs)
     base = service.create_sampling_client(base_model=plan["base"])
     tell(what="base", logprobs=list(base.compute_logprobs(types.ModelInput.from_ints(asked["prompt"])).result()))
-    again = service.create_training_client_from_state_with_optimizer(training.save_state("end").result().path)
-    ours, theirs = (client.forward(data, "cross_entropy").result() for client in (training, again))
+    end = training.save_state("end").result().path
+    ours = training.forward(data, "cross_entropy").result()
+    if plan["rank"]:
+        again = service.create_training_client_from_state_with_optimizer(end)
+    else:  # the trainer has room for one whole model
+        training.load_state_with_optimizer(end).result()
+        again = training
+    theirs = again.forward(data, "cross_entropy").result()
     tell(what="loaded", ours=ours.metrics["loss:sum"], theirs=theirs.metrics["loss:sum"])
 
 
