@@ -276,6 +276,8 @@ def test_what_cannot_join_leaves_the_others_alone(world):
 
 
 def test_one_cannot_join_while_the_others_have_no_memory(world):
+    placement = PlacementConfig(offload_rollout=True)  # of engines of ours, as external ones give nothing back
+    world.fleet._config = dataclasses.replace(world.fleet._config, placement=placement)
     world.fleet.release_memory()
     with pytest.raises(EngineError, match="engine 2: no engine can join while the others have given their memory back"):
         world.fleet.add(world.third())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,10 +65,14 @@ def started_cluster(folder: Path, *, num_gpus: int) -> Iterator[Cluster]:
         "--dashboard-agent-listen-port", str(agent), "--dashboard-agent-grpc-port", str(agent_grpc),
     ]  # fmt: skip
     before = our_processes()
+    # A job joins the cluster that was recorded last in Ray's folder, whichever took the job: each has its own, with a
+    # path that is short enough for sockets.
+    own = tempfile.mkdtemp(prefix="slr-", dir="/tmp")
     with open(folder / "ray.log", "w") as log:
         process = subprocess.Popen(
-            command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, env=environment(RAY_TMPDIR=own), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     try:
         cluster = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         wait_for_dashboard(cluster, process, folder / "ray.log")
@@ -74,6 +80,7 @@ def started_cluster(folder: Path, *, num_gpus: int) -> Iterator[Cluster]:
         yield cluster
     finally:
         stop_group(process)
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def wait_for_dashboard(cluster: Cluster, process: subprocess.Popen, log: Path) -> None:
