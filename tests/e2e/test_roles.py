@@ -86,6 +86,7 @@ def test_reference_on_its_own_gpus_gives_the_swapped_losses(tiny_model_dir, othe
     assert_nothing_left(before)
 
 
+@pytest.mark.long_run  # which seats roles get is for test_multinode.py, that they train together for test_ppo.py
 def test_critic_and_reference_on_their_own_gpus_give_the_shared_losses(
     tiny_model_dir, other_model, saved_rollouts, tmp_path
 ):
