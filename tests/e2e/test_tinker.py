@@ -175,9 +175,9 @@ def test_the_cookbooks_loops_run_offline(tiny_model_dir, tmp_path):
     sdk = install_sdk(tmp_path / "sdk", *COOKBOOK)
     common = {"base": str(tiny_model_dir), "batch_size": 8, "lora_rank": 8, "save_every": 3}
     loops = {
-        "sl_loop": {"steps": 7, "learning_rate": 1e-2},
+        "sl_loop": {"steps": 7, "learning_rate": 3e-3},
         "rl_loop": {
-            "steps": 7, "learning_rate": 5e-3, "group_size": 8, "max_tokens": 8, "loss_fn": "importance_sampling",
+            "steps": 7, "learning_rate": 3e-3, "group_size": 8, "max_tokens": 8, "loss_fn": "importance_sampling",
         },
     }  # fmt: skip
     metrics: dict[str, list[dict]] = {}
@@ -190,7 +190,7 @@ def test_the_cookbooks_loops_run_offline(tiny_model_dir, tmp_path):
     rewards = [line["reward/total"] for line in metrics["rl_loop"] if "reward/total" in line]
     print(losses, rewards)
     assert len(losses) == len(rewards) == 7
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
 
 
