@@ -18,6 +18,7 @@ import sys
 
 from arguments import Command, parse_args
 from slime_like.errors import ConfigError, RunError, UserError
+from slime_like.job.command_line import wants_json
 from slime_like.planning.placement import cannot_run_yet
 from slime_like.planning.report.render import PlanReport, as_json, make_report, render_plan
 from slime_like.sglang_backend.shared_memory import tidy_shared_memory
@@ -44,9 +45,7 @@ def main(argv: list[str]) -> int:
             return status
         return _train(command, report)
     except UserError as error:
-        if isinstance(error, ConfigError) and (
-            "--plan=json" in argv or ("--plan", "json") in zip(argv, argv[1:], strict=False)
-        ):
+        if isinstance(error, ConfigError) and wants_json(argv):
             print(json.dumps({"problems": error.problems}))
         print(f"{type(error).__name__}:\n{error}" + _notes(error), file=sys.stderr)
         return 2

@@ -59,6 +59,11 @@ def build_parser() -> ProblemParser:
     return parser
 
 
+def wants_json(argv: list[str]) -> bool:
+    """Whether a command line asks for its plan as JSON, also where it cannot be parsed: its problems are JSON then."""
+    return "--plan=json" in argv or ("--plan", "json") in zip(argv, argv[1:], strict=False)
+
+
 def parse_args(argv: list[str], *, has_data: bool = True) -> Command:
     """Parse and check a command line and its config files. Raises ConfigError with every problem found.
 

@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from slime_like.errors import ConfigError, RunError, UserError
+from slime_like.job.command_line import wants_json
 from slime_like.tinker.options import ServerCommand, read_command
 from slime_like.utils.files import RunDirectory
 from slime_like.utils.logs import start_logging
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
             return status
         return _run(command)
     except UserError as error:
-        if isinstance(error, ConfigError) and "json" in argv and "--plan" in argv:
+        if isinstance(error, ConfigError) and wants_json(argv):
             print(json.dumps({"problems": error.problems}))
         print(f"{type(error).__name__}:\n{error}", file=sys.stderr)
         return 2

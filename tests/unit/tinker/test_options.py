@@ -145,3 +145,11 @@ def test_the_script_passes_sizes_and_flags_on():
     assert run.returncode == 0, run.stderr
     plan = json.loads(run.stdout)
     assert (plan["num_gpus"], len(plan["engines"]), plan["server"]["max_loras"]) == (8, 2, 5)
+
+
+@pytest.mark.parametrize("plan", [["--plan", "json"], ["--plan=json"]])
+def test_problems_of_a_plan_that_is_asked_for_as_json_are_json(plan):
+    command = [sys.executable, "-m", "slime_like.tinker.server", "--base-model", "/nowhere", *plan]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert "no HF folder" in json.loads(run.stdout)["problems"][0]
