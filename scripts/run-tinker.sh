@@ -31,11 +31,11 @@ if [[ -z "${BASE_MODEL:-}" ]]; then
   [[ -f "${WARM}/data/train.jsonl" ]] || "${PYTHON}" scripts/make_tiny_data.py sort4 "${WARM}/data" --seed "${SEED}"
   if [[ ! -f "${WARM}/model/config.json" ]]; then
     # The quickstart's warm-up: right in a third of the rows.
-    rm -rf "${WARM}/start" "${WARM}/run"
+    rm -rf "${WARM}/start" "${WARM}/run" "${WARM}/checkpoints" "${WARM}/model.part"
     "${PYTHON}" scripts/make_tiny_model.py "${WARM}/start" --seed "${SEED}"
     "${PYTHON}" train.py --loss-type sft_loss --hf-checkpoint "${WARM}/start" --prompt-data "${WARM}/data/sft.jsonl" --input-key prompt --label-key label --apply-chat-template \
       --use-dynamic-batch-size --max-tokens-per-gpu 4096 --adam-beta2 0.98 --clip-grad 1.0 --seed "${SEED}" --rollout-seed "${SEED}" --num-rollout 200 --rollout-batch-size 64 \
-      --lr 1e-3 --lr-warmup-iters 10 --actor-num-gpus-per-node 1 --save-hf "${WARM}/model.part" --run-dir "${WARM}/run"
+      --lr 1e-3 --lr-warmup-iters 10 --actor-num-gpus-per-node 1 --save "${WARM}/checkpoints" --save-hf "${WARM}/model.part" --run-dir "${WARM}/run"
     mv "${WARM}/model.part" "${WARM}/model"
   fi
   BASE_MODEL="${WARM}/model"
