@@ -39,7 +39,8 @@ def undo(sent: Mapping[str, torch.Tensor], scheme: QuantScheme) -> dict[str, tor
         scale = sent.get(name + scheme.scale_suffix)
         plain[name] = tensor.float()
         if scale is not None:
-            plain[name] *= spread(scale.float(), *tensor.shape, scheme)
+            rows, columns = tensor.shape
+            plain[name] *= spread(scale.float(), rows, columns, scheme)
     return plain
 
 
