@@ -22,15 +22,18 @@ from slime_like.megatron_backend.lora.experts import ExpertAdapters, adapters_of
 from slime_like.megatron_backend.lora.gains import added
 from slime_like.megatron_backend.lora.layers import linear_of, tell_norm, weights_of
 from slime_like.megatron_backend.model.stage_weights import ADAPTER
+from slime_like.megatron_backend.model.value_head import has_value_head
 
 
 def put_adapters(chunk: GPTModel, model: ModelConfig, switch: AdapterSwitch) -> None:
-    """Freeze the chunk and give every targeted layer its adapter: zeros, until filled.
+    """Freeze the chunk, but a critic's head, and give every targeted layer its adapter: zeros, until filled.
 
     Raises ConfigError for layers of a kind that cannot have one.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad = False
+    if has_value_head(chunk):
+        chunk.output_layer.requires_grad_(True)
     for linear, adapter in make_adapters(chunk, model, switch):
         linear.add_module(ADAPTER, adapter)
         tell_norm(linear)
@@ -67,7 +70,11 @@ def make_adapters(
                 group = parallel_state.get_expert_tensor_parallel_group()
                 shape = dataclasses.replace(shape, group=group, num_local_experts=num_local)
             of_layers.setdefault(linear, []).append(_adapter(modules, shape, chunk, switch))
-    if chunk.post_process and any(lora.targets(name) for name in OUTPUT.modules if name in target_modules(model)):
+    if (
+        chunk.post_process
+        and not has_value_head(chunk)
+        and any(lora.targets(name) for name in OUTPUT.modules if name in target_modules(model))
+    ):
         linear = linear_of(chunk, OUTPUT)
         shape = dataclasses.replace(_shape_of(linear, OUTPUT, PLAIN, lora, chunk), num_rows=model.vocab_size)
         of_layers[linear] = [_adapter(OUTPUT.modules, shape, chunk, switch)]
