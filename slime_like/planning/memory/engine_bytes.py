@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from slime_like.config.adapter_rules import versions_at_once
+from slime_like.config.lora import LoraConfig, adapter_flags
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
 from slime_like.planning.hardware import GIB, PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
+from slime_like.planning.memory.adapters import adapter_chunks
 from slime_like.planning.memory.parameters import stage_parameters
 from slime_like.planning.memory.trainer_bytes import Precision
 
@@ -32,11 +35,13 @@ _WHOLE = ("layernorm", "router", "q_down_proj", "kv_down_proj", "gate_weight")
 class EngineBytes:
     """One GPU of an engine.
 
-    kv_cache is what --sglang-mem-fraction-static leaves beside the weights; below 0 the engine cannot start.
+    kv_cache is what --sglang-mem-fraction-static leaves beside the weights and the room for adapters; below 0 the
+    engine cannot start.
     share: that flag's value.
     """
 
     weights: int
+    adapters: int
     kv_cache: int
     work: int
     share: float
@@ -80,7 +85,28 @@ def engine_bytes(config: RunConfig, card: int, beside: Mapping[str, int] | None 
     share = mem_fraction(config, card)
     if beside is not None and not has_share(config):
         share = colocated_share(config, card, beside, work)
-    return EngineBytes(weights=weights, kv_cache=int(share * free) - weights, work=work, share=share)
+    adapters = width * _adapter_elements(config)
+    cache = int(share * free) - weights - adapters
+    return EngineBytes(weights=weights, adapters=adapters, kv_cache=cache, work=work, share=share)
+
+
+def _adapter_elements(config: RunConfig) -> int:
+    """Elements of the room that a rank keeps for adapters, whether there are any: of the largest rank for each in a
+    batch and the base (SGLang 0.5.23, lora/mem_pool.py). 0 for an engine that serves none.
+    """
+    settings = config.engine.sglang
+    if config.sync.sends_adapters:
+        settings = adapter_flags(config.lora, config.model, num_versions=versions_at_once(config)) | settings
+    if not settings.get("enable_lora"):
+        return 0
+    modules = settings["lora_target_modules"]
+    assert isinstance(modules, list), "_with_adapters and adapter_flags name them"
+    none = [r".*\.experts\..*"] if config.model.num_experts else None  # it serves none on experts
+    rank = int(str(settings["max_lora_rank"]))
+    lora = LoraConfig(lora_rank=rank, lora_target_modules=modules, lora_exclude_modules=none)
+    layout = ParallelConfig(tensor_model_parallel_size=config.engine_tp_size)
+    elements = sum(p.numel for chunk in adapter_chunks(config.model, layout, 0, lora) for p in chunk)
+    return int(str(settings["max_loras_per_batch"])) * elements // config.engine_pp_size
 
 
 def has_share(config: RunConfig) -> bool:
