@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import sys
 import types
 import typing
 
@@ -65,6 +66,16 @@ class ProblemParser(argparse.ArgumentParser):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.problems: list[str] = []
+
+    def parse_known_args(self, args=None, namespace=None):
+        """argparse's; a lone -- is a problem: argparse (3.11) would leave it out, also of --flag=--, and give []."""
+        args = list(sys.argv[1:] if args is None else args)
+        for text in args:
+            name, equals, value = text.partition("=")
+            if text == "--" or (name.startswith("--") and value == "--"):
+                self.problems.append(f"{name if equals else 'the command line'}: -- is no value.")
+        kept = [text for text in args if text != "--" and not text.endswith("=--")]
+        return super().parse_known_args(kept, namespace)
 
     def error(self, message):
         raise ConfigError([*self.problems, message])

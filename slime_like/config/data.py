@@ -95,7 +95,7 @@ class DataConfig:
         try:
             if not isinstance(self.chat_template_kwargs, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"--apply-chat-template-kwargs is no JSON object: {error}.")
         return problems
 
