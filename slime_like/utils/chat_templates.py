@@ -22,7 +22,7 @@ from slime_like.utils.time_limit import TimeIsUp, time_limit
 #: Of one conversation; real ones take milliseconds.
 RENDER_S = 10.0
 #: Characters of a rendered conversation.
-LONGEST_TEXT = 64 * 1024**2
+LONGEST_TEXT = 16 * 1024**2
 #: Memory beyond what the process has, for the trial.
 _TRIAL_BYTES = 2 * 1024**3
 _ASK = {"role": "user", "content": "probe"}

@@ -35,7 +35,8 @@ TEXTS = (
 
 
 def _values(kind: type) -> Sequence[str]:
-    return () if kind is bool else (*NUMBERS, *TEXTS) if kind in (int, float) else (*TEXTS, "0", "-1", "nan", "9" * 20)
+    numbers = (*NUMBERS, *TEXTS[:10], "\udcff", "")
+    return () if kind is bool else numbers if kind in (int, float) else (*TEXTS, "0", "-1", "nan")
 
 
 def _planned(argv: list[str]) -> None:
