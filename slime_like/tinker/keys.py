@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import hmac
 import json
+import math
 import re
 import secrets
 import sys
@@ -93,7 +94,9 @@ def _line(row: Any) -> str:
 
 def _limits(text: str) -> dict[str, Any]:
     limits = json.loads(text)
-    if not isinstance(limits, dict) or not all(type(value) in (int, float) and value > 0 for value in limits.values()):
+    if not isinstance(limits, dict) or not all(
+        type(value) in (int, float) and 0 < value < math.inf for value in limits.values()
+    ):
         raise ValueError("no object of positive numbers")
     return limits
 
