@@ -20,6 +20,7 @@ from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.adapter_rules import versions_at_once
 from slime_like.config.lora import adapter_flags
+from slime_like.config.quantisation import engine_flags, scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.planning.engines import EnginePlan
@@ -117,6 +118,7 @@ class EngineProcesses:
     def _spec(self, engine: EnginePlan, host: str, node_rank: int, bundles: list[int]) -> EngineSpec:
         """One machine's server of an engine; `bundles` are the engine's there."""
         config, suffix = self._config, f".{node_rank}" if node_rank else ""
+        scheme = scheme_of(config.sync.rollout_quantization)
         assert config.checkpoint.hf_checkpoint, "--hf-checkpoint is checked before anything starts"
         return EngineSpec(
             index=engine.index,
@@ -136,7 +138,8 @@ class EngineProcesses:
                 adapter_flags(config.lora, config.model, num_versions=versions_at_once(config))
                 if config.sync.sends_adapters
                 else {}
-            ),
+            )
+            | ({} if scheme is None else engine_flags(scheme, config.engine.sglang)),
             memory_saver=config.offload_rollout,
             shares_gpus=config.shares_cards,
             log_level=config.observability.log_level,

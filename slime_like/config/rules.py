@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
+from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -21,9 +22,10 @@ def problems_of(config: ConfigTree) -> list[str]:
             problems += group.problems() or (group.target_problems(config.model) if config.model.is_known else [])
         else:
             problems += group.problems()
-    return (
-        problems + (_batch_problems(config) + _engine_problems(config) if not problems else []) + _role_problems(config)
-    )
+    if not problems:
+        problems = _batch_problems(config) + _engine_problems(config)
+        problems += quantisation_problems(config) if not problems else []
+    return problems + _role_problems(config)
 
 
 def _batch_problems(config: ConfigTree) -> list[str]:

@@ -9,12 +9,14 @@ import glob
 import importlib.metadata
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import sys
 import tempfile
 import time
 
+from slime_like.config.quantisation import served_config
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
@@ -166,6 +168,8 @@ def start_engine(spec: EngineSpec) -> Engine:
             f"engine {spec.index}: port {spec.port} on {spec.host} is taken. Fix: end the process that listens there,"
             " or choose another port."
         )
+    if cuda and spec.command is None:
+        _check_second_update(spec)
     port = spec.port if spec.port is not None else free_port(spec.host)
     key = secrets.token_hex(24)
     private_dir = tempfile.mkdtemp(prefix="slime-like-engine-")
@@ -194,6 +198,33 @@ def start_engine(spec: EngineSpec) -> Engine:
             ) from error
         raise
     return Engine(spec, process, endpoint, private_dir)
+
+
+def _check_second_update(spec: EngineSpec) -> None:
+    """Raise EngineError for eight bits that this SGLang would load once and then never again."""
+    config = served_config(spec.extra_flags) or {}
+    if config.get("quant_method") == "w8a8_int8" and not int8_is_loaded_again():
+        raise EngineError(
+            f"engine {spec.index}: on CUDA the installed SGLang transposes int8 weights when it has loaded them and"
+            " forgets their loaders, so that the first weight sync would end it. Fix: --rollout-quantization fp8."
+        )
+
+
+def int8_is_loaded_again() -> bool:
+    """Whether SGLang's int8 layers on CUDA keep the parameters that they are loaded into, from its source: 0.5.23 puts
+    transposed ones in their place.
+    """
+    path = os.path.join(os.path.dirname(sglang_origin() or ""), "srt", "layers", "quantization", "w8a8_int8.py")
+    if not os.path.isfile(path):
+        return False
+    with open(path, encoding="utf-8") as file:
+        return re.search(r"layer\.weight\s*=\s*Parameter\(\s*layer\.weight\.t\(\)", file.read()) is None
+
+
+def sglang_origin() -> str | None:
+    """Where the installed SGLang is; None without one."""
+    spec = importlib.util.find_spec("sglang")
+    return None if spec is None else spec.origin
 
 
 def _command(cuda: bool) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ def test_blocks_are_those_of_a_plain_loop(scheme, shape):
     high, wide = scheme.rows or shape[0], scheme.columns or shape[1]
     for top in range(0, shape[0], high):
         for left in range(0, shape[1], wide):
-            block = weight[top : top + high, left : left + wide].double()
+            block = weight if scheme.one_scale else weight[top : top + high, left : left + wide]
+            block = block.double()
             assert scale[top // high, left // wide] == pytest.approx(
                 block.abs().max().item() / scheme.largest, rel=1e-6
             )
