@@ -15,20 +15,18 @@ def quantisation_problems(config: ConfigTree) -> list[str]:
     if scheme is None:
         return []
     flag_name = f"--rollout-quantization {scheme.name}"
+    unproven = (
+        "where these engines keep their scales is not known here, and what is not proven is not served. Fix: drop it"
+    )
     wrong = {
-        "this run sends no weights. Fix: leave it out": (
-            not config.uses_engines or config.placement.debug_rollout_only
-        ),
-        "--update-weight-mode adapter sends no base, and engines start without one. Fix: --update-weight-mode full, which"
-        " sends adapters merged": config.sync.sends_adapters,
-        f"engines start with made-up weights, and --verify-weight-sync {config.sync.verify_weight_sync} does not show that"
-        " all were replaced. Fix: digest or full": not config.sync.compares_digests,
-        "--sglang-pp-size above 1: where these engines keep their scales is not known here, and what is not proven is"
-        " not served. Fix: drop it": config.engine_pp_size > 1,
-        "--sglang-ep-size above 1: where these engines keep their scales is not known here, and what is not proven is"
-        " not served. Fix: drop it": config.engine_ep_size > 1,
-        "--sglang-enable-dp-attention: where these engines keep their scales is not known here, and what is not proven"
-        " is not served. Fix: drop it": config.engine.dp_attention,
+        "this run sends no weights. Fix: leave it out": not config.uses_engines or config.placement.debug_rollout_only,
+        "--update-weight-mode adapter sends no base, and engines start without one. Fix: --update-weight-mode full,"
+        " which sends adapters merged": config.sync.sends_adapters,
+        "engines start with made-up weights, and only digests show that all were replaced. Fix: --verify-weight-sync"
+        " digest or full": not config.sync.compares_digests,
+        f"--sglang-pp-size above 1: {unproven}": config.engine_pp_size > 1,
+        f"--sglang-ep-size above 1: {unproven}": config.engine_ep_size > 1,
+        f"--sglang-enable-dp-attention: {unproven}": config.engine.dp_attention,
     }
     problems = [f"{flag_name}: {why}." for why, applies in wrong.items() if applies]
     problems += given_problems(config.engine.sglang)
@@ -51,8 +49,10 @@ def _model_problems(config: ConfigTree, scheme: QuantScheme, flag_name: str) -> 
         return []
     fewer = "a smaller --rollout-num-gpus-per-engine, or " if gpus > 1 else ""
     return [
-        f"{flag_name} cuts matrices into blocks of {BLOCK} x {BLOCK}, and on each of an engine's GPUs there must be whole"
-        f" ones: {'; '.join(uneven)}. Fix: {fewer}--rollout-quantization int8, which has no blocks."
+        (
+            f"{flag_name} cuts matrices into blocks of {BLOCK} x {BLOCK}, of which each of an engine's GPUs must have"
+            f" whole ones: {'; '.join(uneven)}. Fix: {fewer}--rollout-quantization int8, which has no blocks."
+        )
     ]
 
 

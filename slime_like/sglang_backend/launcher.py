@@ -9,7 +9,6 @@ import glob
 import importlib.metadata
 import importlib.util
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -21,6 +20,7 @@ from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.cuda_defaults import attention_default, card_capability, kernels_folder
+from slime_like.sglang_backend.second_update import second_update_problem
 from slime_like.sglang_backend.server_args import known_arguments, merge_flags, to_argv
 from slime_like.sglang_backend.shared_memory import DIRECTORY_VARIABLE, WEIGHT_LOADER, shared_directory
 from slime_like.utils.files import PACKAGE_ROOT
@@ -202,29 +202,16 @@ def start_engine(spec: EngineSpec) -> Engine:
 
 def _check_second_update(spec: EngineSpec) -> None:
     """Raise EngineError for eight bits that this SGLang would load once and then never again."""
-    config = served_config(spec.extra_flags) or {}
-    if config.get("quant_method") == "w8a8_int8" and not int8_is_loaded_again():
+    config = served_config({"model_path": spec.model_path} | spec.extra_flags)
+    if config is None or str(spec.extra_flags.get("load_format")) != "dummy":
+        return
+    # Whether there are experts does not matter to what the first layer answers; with them both are asked.
+    problem = second_update_problem(config, experts=True)
+    if problem is not None:
         raise EngineError(
-            f"engine {spec.index}: on CUDA the installed SGLang transposes int8 weights when it has loaded them and"
-            " forgets their loaders, so that the first weight sync would end it. Fix: --rollout-quantization fp8."
+            f"engine {spec.index}: {problem}, and it starts with weights that only a sync replaces. Fix:"
+            " --rollout-quantization fp8."
         )
-
-
-def int8_is_loaded_again() -> bool:
-    """Whether SGLang's int8 layers on CUDA keep the parameters that they are loaded into, from its source: 0.5.23 puts
-    transposed ones in their place.
-    """
-    path = os.path.join(os.path.dirname(sglang_origin() or ""), "srt", "layers", "quantization", "w8a8_int8.py")
-    if not os.path.isfile(path):
-        return False
-    with open(path, encoding="utf-8") as file:
-        return re.search(r"layer\.weight\s*=\s*Parameter\(\s*layer\.weight\.t\(\)", file.read()) is None
-
-
-def sglang_origin() -> str | None:
-    """Where the installed SGLang is; None without one."""
-    spec = importlib.util.find_spec("sglang")
-    return None if spec is None else spec.origin
 
 
 def _command(cuda: bool) -> tuple[str, ...]:

@@ -48,7 +48,9 @@ class Cut:
     is_latent: bool = False  # multi-head latent attention
     latent_queries: int = 0  # width of compressed queries; 0: they are not compressed
     fuses_shared: bool = False  # the shared expert may lie among the others, depending on what the engine decided
-    block: int = 0  # rows and columns of a weight that share a scale; 1: all columns of one row; 0: none is in eight bits
+    block: int = (
+        0  # rows and columns of a weight that share a scale; 1: all columns of one row; 0: none is in eight bits
+    )
 
     @staticmethod
     def of(
