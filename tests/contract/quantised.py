@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from slime_like.config.quantisation import QuantScheme
+from slime_like.config.quantisation import QuantScheme, engine_flags
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.cpu_quant import ACTIVATIONS_VARIABLE, W8A8, fp8_matmul, int8_matmul, mixed_experts
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
@@ -170,6 +170,16 @@ def served(
         yield Served(engine, EngineClient(engine.endpoint, timeout_s=30), torch.zeros(0))
     finally:
         engine.close()
+
+
+@contextmanager
+def quantised_engine(
+    network, scheme: QuantScheme, folder: Path, *, tp_size: int = 1, activations: str = W8A8
+) -> Iterator[Served]:
+    """An engine that starts with random weights in eight bits, of a folder that has nothing but a config."""
+    flags = engine_flags(scheme, {})
+    with served(config_only(network, folder), flags, tp_size=tp_size, activations=activations) as one:
+        yield one
 
 
 def config_only(network, folder: Path) -> Path:

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.make_quantised_checkpoint import FORMATS, make_quantised
-from slime_like.config.quantisation import SCHEMES, engine_flags, plain_flags
+from slime_like.config.quantisation import SCHEMES, plain_flags
 from slime_like.sglang_backend.cpu_quant import W8A8, W8A16
 from slime_like.weight_sync.transports.registry import make_publisher
 from tests.contract.engines import hf_logprobs, options, prompt, prompt_logprobs, sync
-from tests.contract.quantised import Sent, config_only, dequantised, make_network, served, with_own_products
+from tests.contract.quantised import Sent, dequantised, make_network, quantised_engine, served, with_own_products
 
-LONG = pytest.mark.long_run
+#: What starts engines by default is test_quantised_sync.py.
+pytestmark = pytest.mark.long_run
 
 
 def differences(client, network) -> torch.Tensor:
@@ -32,21 +33,21 @@ def differences(client, network) -> torch.Tensor:
     ("name", "activations", "experts", "tp_size"),
     [
         ("int8", W8A8, False, 1),
-        pytest.param("int8", W8A8, False, 2, marks=LONG),
-        pytest.param("int8", W8A8, True, 1, marks=LONG),
-        pytest.param("int8", W8A8, True, 2, marks=LONG),
-        pytest.param("fp8", W8A16, False, 1, marks=LONG),
-        pytest.param("fp8", W8A16, True, 2, marks=LONG),
-        pytest.param("fp8", W8A8, False, 1, marks=LONG),
-        pytest.param("fp8", W8A8, False, 2, marks=LONG),
-        pytest.param("fp8", W8A8, True, 1, marks=LONG),
-        pytest.param("fp8", W8A8, True, 2, marks=LONG),
+        ("int8", W8A8, False, 2),
+        ("int8", W8A8, True, 1),
+        ("int8", W8A8, True, 2),
+        ("fp8", W8A16, False, 1),
+        ("fp8", W8A16, True, 2),
+        ("fp8", W8A8, False, 1),
+        ("fp8", W8A8, False, 2),
+        ("fp8", W8A8, True, 1),
+        ("fp8", W8A8, True, 2),
     ],
 )
 def test_an_engine_computes_with_what_it_was_sent(name, activations, experts, tp_size, tmp_path):
     scheme = SCHEMES[name]
-    config_only(make_network(1, experts=experts), tmp_path)
-    with served(tmp_path, engine_flags(scheme, {}), tp_size=tp_size, activations=activations) as one:
+    start = make_network(1, experts=experts)
+    with quantised_engine(start, scheme, tmp_path, tp_size=tp_size, activations=activations) as one:
         publisher = make_publisher(options([one], "ipc"))
         for seed in (1, 2):
             network = make_network(seed, experts=experts)
@@ -75,7 +76,6 @@ def eight_bit_folder(tmp_path, form):
     return network, tmp_path / form
 
 
-@LONG
 @pytest.mark.parametrize(("form", "tp_size"), [("fp8", 2), ("fp8-tensor", 1), ("int8", 1)])
 def test_an_engine_serves_a_folder_in_eight_bits(form, tp_size, tmp_path):
     network, folder = eight_bit_folder(tmp_path, form)
@@ -90,7 +90,6 @@ def test_an_engine_serves_a_folder_in_eight_bits(form, tp_size, tmp_path):
         assert differences(one.client, network).median() > 1e-2
 
 
-@LONG
 def test_an_engine_of_a_folder_in_eight_bits_is_sent_plain_weights(tmp_path):
     network, folder = eight_bit_folder(tmp_path, "int8")
     config = json.loads((folder / "config.json").read_text())

@@ -114,7 +114,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tinker.store.key_rows": ("unit/tinker/api/test_gate.py",),
     "tinker.store.listings": ("unit/tinker/api/test_sdk.py",),
     "tinker.store.rows": ("unit/tinker/api/test_isolation.py",),
-    "config.quantisation": ("unit/weight_sync/test_quantise.py",),
     "config.sync": ("unit/config/test_placement.py",),
     "config.tree": ("unit/config/test_run.py",),
     "cluster.engine_actor": ("e2e/test_config_file.py",),
@@ -133,6 +132,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.step.critic": ("multiprocess/test_critic.py",),
     "megatron_backend.step.forward": ("multiprocess/test_forward.py",),
     "megatron_backend.step.gradient_sync": ("multiprocess/test_interleaved.py",),
+    "megatron_backend.hf.eight_bits": ("unit/megatron_backend/hf/test_files.py",),
     "megatron_backend.hf.names_and_shards": (
         "multiprocess/test_interleaved.py",
         "unit/megatron_backend/hf/test_tables.py",

@@ -38,7 +38,7 @@ def block_of(config: Mapping[str, Any], scale_name: str, folder: str) -> tuple[i
     """
     if not scale_name.endswith(BLOCK_SCALES):
         return None
-    stored = next((config[key] for key in STORED_CONFIGS if config.get(key)), {})
+    stored: Mapping[str, Any] = next((config[key] for key in STORED_CONFIGS if config.get(key)), {})
     block = stored.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
         raise CheckpointError(
