@@ -36,6 +36,7 @@ _TENSOR = QuantScheme(
     scale_suffix="_scale",
     rows=0,
     columns=0,
+    probe_tolerance=0.2,
     engine_config=_FP8,
 )
 #: Format -> how weights are made, and what config.json says of it.
@@ -62,7 +63,8 @@ def make_quantised(source: Path, out: Path, form: str) -> int:
     if not files:
         raise SystemExit(f"make_quantised_checkpoint: {source} has no *.safetensors.")
     out.mkdir(parents=True, exist_ok=True)
-    file_of, num_matrices = {}, 0
+    file_of: dict[str, str] = {}
+    num_matrices = 0
     for path in files:
         stored: dict[str, torch.Tensor] = {}
         for name, tensor in load_file(path).items():

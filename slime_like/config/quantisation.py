@@ -107,6 +107,8 @@ NONE = "none"
 #: What a user may not set beside it: engines get it from here.
 ENGINE_FLAGS = ("quantization", "load_format")
 _OVERRIDES, _CONFIG = "json_model_override_args", "quantization_config"
+#: Where a config.json says that its weights are in eight bits.
+STORED_CONFIGS = (_CONFIG, "compression_config")
 
 
 def scheme_of(name: str) -> QuantScheme | None:
@@ -120,6 +122,19 @@ def engine_flags(scheme: QuantScheme, given: Mapping[str, Any]) -> dict[str, Any
     Its weights are made up until the first sync: no quantised checkpoint is needed, and none of full size is read.
     """
     overrides = json.loads(given.get(_OVERRIDES) or "{}") | {_CONFIG: dict(scheme.engine_config)}
+    return {"load_format": "dummy", _OVERRIDES: json.dumps(overrides)}
+
+
+def plain_flags(hf: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's arguments of an engine that is sent plain weights although its checkpoint is in eight bits; none for a
+    plain one. It would take them for what they are not, and say nothing.
+
+    hf: the checkpoint's config.json.
+    """
+    stored = [key for key in STORED_CONFIGS if hf.get(key)]
+    if not stored:
+        return {}
+    overrides = json.loads(given.get(_OVERRIDES) or "{}") | dict.fromkeys(stored)
     return {"load_format": "dummy", _OVERRIDES: json.dumps(overrides)}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +10,11 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from slime_like.config.quantisation import SCHEMES, QuantScheme
+from slime_like.config.quantisation import QuantScheme, engine_flags
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.cpu_quant import ACTIVATIONS_VARIABLE, W8A8, fp8_matmul, int8_matmul, mixed_experts
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
-from slime_like.weight_sync.quantise import quantise, spread, undo
+from slime_like.weight_sync.quantise import quantise, undo
 from tests.contract.engines import FLAGS, VOCAB, Served
 
 #: 128 rows of each projection on each of two ranks: what block fp8 needs.
@@ -152,33 +151,39 @@ def dequantised(seed: int, sent: Sent, scheme: QuantScheme, *, experts: bool):
 
 
 @contextmanager
-def quantised_engine(
-    network, scheme: QuantScheme, folder: Path, *, tp_size: int = 1, activations: str = W8A8
+def served(
+    folder: Path, flags: dict, *, tp_size: int = 1, activations: str = W8A8, dtype: str = "float32"
 ) -> Iterator[Served]:
-    """An engine that starts with random weights, of a folder that has nothing but a config."""
-    network.config.architectures = [type(network).__name__]
-    network.config.save_pretrained(folder)
+    """An engine of an HF folder. dtype: of what is not in eight bits."""
     spec = EngineSpec(
         index=0,
         model_path=str(folder),
         tp_size=tp_size,
-        dtype="float32",
+        dtype=dtype,
         log_path=str(folder / "engine.log"),
         context_length=1024,
-        extra_flags=FLAGS
-        | {
-            "load_format": "dummy",
-            "json_model_override_args": json.dumps({"quantization_config": dict(scheme.engine_config)}),
-        },
+        extra_flags=FLAGS | flags,
         environment={ACTIVATIONS_VARIABLE: activations},
     )
-    engine = launch_engine(spec, timeout_s=120)
+    engine = launch_engine(spec, timeout_s=150)
     try:
         yield Served(engine, EngineClient(engine.endpoint, timeout_s=30), torch.zeros(0))
     finally:
         engine.close()
 
 
-__all__ = [
-    "SCHEMES", "Sent", "by_hf_names", "dequantised", "make_network", "quantised_engine", "spread", "with_own_products",
-]  # fmt: skip
+@contextmanager
+def quantised_engine(
+    network, scheme: QuantScheme, folder: Path, *, tp_size: int = 1, activations: str = W8A8
+) -> Iterator[Served]:
+    """An engine that starts with random weights in eight bits, of a folder that has nothing but a config."""
+    flags = engine_flags(scheme, {})
+    with served(config_only(network, folder), flags, tp_size=tp_size, activations=activations) as one:
+        yield one
+
+
+def config_only(network, folder: Path) -> Path:
+    """An HF folder that has nothing but a config."""
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(folder)
+    return folder

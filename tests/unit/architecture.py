@@ -133,6 +133,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.step.critic": ("multiprocess/test_critic.py",),
     "megatron_backend.step.forward": ("multiprocess/test_forward.py",),
     "megatron_backend.step.gradient_sync": ("multiprocess/test_interleaved.py",),
+    "megatron_backend.hf.eight_bits": ("unit/megatron_backend/hf/test_files.py",),
     "megatron_backend.hf.names_and_shards": (
         "multiprocess/test_interleaved.py",
         "unit/megatron_backend/hf/test_tables.py",

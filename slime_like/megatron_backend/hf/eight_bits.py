@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slime_like.config.quantisation import STORED_CONFIGS
 from slime_like.errors import CheckpointError
 
 #: Appended to a weight's name. The first (DeepSeek-V3, Qwen3-FP8) has a number for each block of the config's
@@ -17,8 +18,6 @@ from slime_like.errors import CheckpointError
 BLOCK_SCALES, SCALES = "_scale_inv", "_scale"
 #: safetensors' words for the types that mean nothing without a scale.
 EIGHT_BITS = ("I8", "F8_E4M3")
-#: Where a config.json says how its weights are stored; an export has neither.
-CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 def scale_names(names: Collection[str]) -> dict[str, str]:
@@ -39,7 +38,7 @@ def block_of(config: Mapping[str, Any], scale_name: str, folder: str) -> tuple[i
     """
     if not scale_name.endswith(BLOCK_SCALES):
         return None
-    stored = next((config[key] for key in CONFIG_KEYS if config.get(key)), {})
+    stored: Mapping[str, Any] = next((config[key] for key in STORED_CONFIGS if config.get(key)), {})
     block = stored.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
         raise CheckpointError(

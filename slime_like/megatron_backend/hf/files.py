@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from slime_like.config.quantisation import STORED_CONFIGS
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf.eight_bits import (
-    CONFIG_KEYS,
     EIGHT_BITS,
     StoredScale,
     block_of,
@@ -181,7 +181,7 @@ def finish_folder(folder: str, *, template: str, file_of: dict[str, str], total_
     path = os.path.join(folder, "config.json")
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
-    for key in CONFIG_KEYS:
+    for key in STORED_CONFIGS:
         config.pop(key, None)
     # transformers 5 writes "dtype", older versions "torch_dtype".
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
