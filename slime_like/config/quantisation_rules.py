@@ -10,9 +10,11 @@ from slime_like.config.tree import ConfigTree
 
 
 def quantisation_problems(config: ConfigTree) -> list[str]:
-    """Combinations of --rollout-quantization with others that are impossible."""
+    """Combinations of --rollout-quantization with others that are impossible; nothing as long as sizes of engines or
+    model are.
+    """
     scheme = scheme_of(config.sync.rollout_quantization)
-    if scheme is None:
+    if scheme is None or config.engine.problems() or (config.model.is_known and config.model.problems()):
         return []
     flag_name = f"--rollout-quantization {scheme.name}"
     unproven = (

@@ -22,10 +22,9 @@ def problems_of(config: ConfigTree) -> list[str]:
             problems += group.problems() or (group.target_problems(config.model) if config.model.is_known else [])
         else:
             problems += group.problems()
-    if not problems:
-        problems = _batch_problems(config) + _engine_problems(config)
-        problems += quantisation_problems(config) if not problems else []
-    return problems + _role_problems(config)
+    return (
+        problems + (_batch_problems(config) + _engine_problems(config) if not problems else []) + _role_problems(config)
+    )
 
 
 def _batch_problems(config: ConfigTree) -> list[str]:
@@ -331,6 +330,7 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + _delta_problems(config)
         + async_problems(config)
         + adapter_problems(config)
+        + quantisation_problems(config)
     )
 
 

@@ -114,6 +114,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tinker.store.key_rows": ("unit/tinker/api/test_gate.py",),
     "tinker.store.listings": ("unit/tinker/api/test_sdk.py",),
     "tinker.store.rows": ("unit/tinker/api/test_isolation.py",),
+    "config.quantisation_rules": ("unit/config/test_quantisation.py",),
     "config.sync": ("unit/config/test_placement.py",),
     "config.tree": ("unit/config/test_run.py",),
     "cluster.engine_actor": ("e2e/test_config_file.py",),
