@@ -51,6 +51,7 @@ def trainer_options(command: ServerCommand) -> TrainerOptions:
         lora_alpha=server.default_lora_alpha,
         max_rank=server.max_lora_rank,
         max_resident=server.max_adapters_resident,
+        shares_micro_batches=server.tenant_micro_batches == "shared",
     )
 
 

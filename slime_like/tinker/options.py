@@ -37,6 +37,11 @@ _LOOPS_OWN: dict[str, set[str]] = {
     "lora": set(),
     "sync": set(),
 }
+#: --tenant-micro-batches in words.
+_MICRO_BATCHES = {
+    "own": "each of one model's rows; its numbers are those that it has alone, to the bit",
+    "shared": "of several models' rows where they are ready together; their numbers round otherwise than alone",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,12 @@ class ServerConfig:
     max_samples_running: int = flag(256, help="Sequences that the engines generate at a time.")
     max_samples_a_tenant: int = flag(128, help="The same of one tenant.")
     batch_tokens: int = flag(65_536, help="Tokens of several models' passes that are handed to the trainer together.")
+    tenant_micro_batches: str = flag(
+        "own",
+        choices=("own", "shared"),
+        help="Whether rows of several models may be in one micro-batch of the trainer: shared is faster where clients"
+        " send few rows, and rounds otherwise; with own a model's numbers are those that it has alone, to the bit.",
+    )
     snapshot_every_steps: int = flag(
         8, help="Optimizer steps of a model between its snapshots, for a trainer that dies."
     )
@@ -166,7 +177,8 @@ class ServerCommand:
             f" {server.weights}\n"
             f"adapters: of rank 1 to {server.max_lora_rank}; {server.max_adapters_resident} on the trainer's device,"
             f" {server.max_models} in the trainer; in each of {engines} engines {server.max_cpu_loras},"
-            f" {server.max_loras} in one batch; they travel as folders"
+            f" {server.max_loras} in one batch; they travel as folders\n"
+            f"micro-batches of the trainer: {_MICRO_BATCHES[server.tenant_micro_batches]}"
         )
 
     def to_json(self) -> str:

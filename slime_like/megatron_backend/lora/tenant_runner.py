@@ -36,6 +36,7 @@ class TenantRunner:
             for tokens in (batch.max_tokens_per_gpu, batch.log_probs_max_tokens_per_gpu or batch.max_tokens_per_gpu)
         )
         self._packs_rows = batch.qkv_format != "bshd"
+        self.num_micro_batches = self.num_shared_micro_batches = 0  # since the start; shared: of several tenants' rows
         self._scoring = Scoring(
             vocab_size=config.model.vocab_size,
             temperature=1.0,
@@ -53,6 +54,8 @@ class TenantRunner:
         """
         forward_only = passes[0].forward_only
         packs, starts = (self._cut_wide if forward_only else self._cut)(passes)
+        self.num_micro_batches += len(packs)
+        self.num_shared_micro_batches += sum(len(pack.shares) > 1 for pack in packs)
         context = torch.no_grad() if forward_only else self._adapters.dropping([order.weights for order in passes])
         with context:
             outputs = self._through(passes, packs, forward_only)

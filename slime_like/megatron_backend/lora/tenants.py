@@ -64,6 +64,7 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}  # the least lately used first
         self._start: Weights | None = None  # the base on the host, where a whole model is trained
         self._in_model: str | None = None  # the tenant with a whole model that is in place; None: the base
+        self._failing: set[str] = set()  # tenants whose last pass failed beside others: they share with nobody for now
         self.max_resident: int | None = None
 
     @property
@@ -119,6 +120,7 @@ class Tenants:
         else:
             self._adapters.remove(name)
         del self._tenants[name]
+        self._failing.discard(name)
 
     def limit(self, max_resident: int | None) -> None:
         """See the class. Raises ValueError below 1."""
@@ -133,7 +135,8 @@ class Tenants:
         """Each pass's result, or what was wrong with it: then it has left no trace.
 
         together: rows of different tenants may share micro-batches, which is faster and rounds otherwise; else a
-        tenant's numbers are those that it has alone, to the bit.
+        tenant's numbers are those that it has alone, to the bit. A pass that fails among others is told so, and they
+        are done again without it: their numbers are as if it had not come.
         """
         answers: dict[int, PassResult | str] = {}
         for number, order in enumerate(passes):
@@ -144,9 +147,25 @@ class Tenants:
                 answers[number] = problem
         ready = [number for number in range(len(passes)) if number not in answers]
         for group in self._groups(passes, ready) if together else [[number] for number in ready]:
-            results = self._run_group([passes[number] for number in group])
-            answers.update(zip(group, results, strict=True))
+            answers.update(self._run_apart(passes, group))
         return [answers[number] for number in range(len(passes))]
+
+    def _run_apart(self, passes: Sequence[TenantPass], group: Sequence[int]) -> dict[int, PassResult | str]:
+        """The answers of passes that share micro-batches, which no failing one among them has touched."""
+        answers: dict[int, PassResult | str] = {}
+        left = list(group)
+        while left:
+            results = self._run_group([passes[number] for number in left])
+            failed = [number for number, result in zip(left, results, strict=True) if isinstance(result, str)]
+            self._failing.update(passes[number].weights for number in failed if len(left) > 1)
+            self._failing.difference_update(passes[number].weights for number in left if number not in failed)
+            if len(left) == 1 or not failed:
+                return answers | dict(zip(left, results, strict=True))
+            # Who has failed is asked alone, so that a neighbour's NaN is not taken for its own.
+            for number in failed:
+                answers |= self._run_apart(passes, [number])
+            left = [number for number in left if number not in failed]
+        return answers
 
     def _groups(self, passes: Sequence[TenantPass], ready: Sequence[int]) -> list[list[int]]:
         """Passes that share micro-batches, at most one of each tenant, each tenant's in their order."""
@@ -171,6 +190,8 @@ class Tenants:
         room = self.max_resident is None or len(names) <= self.max_resident
         adapters_only = all(self._tenants[name].lora is not None for name in names)
         same = all(other.forward_only == order.forward_only for other in others)
+        if self._failing.intersection(names):
+            return False
         return room and adapters_only and same and self._runner.can_share(names)
 
     def _run_group(self, passes: Sequence[TenantPass]) -> list[PassResult | str]:
@@ -183,13 +204,12 @@ class Tenants:
                 for tenant in tenants:
                     stack.enter_context(tenant.memory.collecting())
                 results = self._runner.run(passes)
-        answers: list[PassResult | str] = []
-        for order, tenant, result in zip(passes, tenants, results, strict=True):
-            problem = failure(order, result)
-            if not order.forward_only:
-                (tenant.memory.keep if problem is None else tenant.memory.drop)()
-            answers.append(result if problem is None else problem)
-        return answers
+        problems = [failure(order, result) for order, result in zip(passes, results, strict=True)]
+        keeps = not any(problems)  # the others of one that fails are done again
+        if not passes[0].forward_only:
+            for tenant in tenants:
+                (tenant.memory.keep if keeps else tenant.memory.drop)()
+        return [result if problem is None else problem for result, problem in zip(results, problems, strict=True)]
 
     def step(self, name: str, adam: AdamParams, grad_clip: float) -> dict[str, float]:
         """AdamW with the gradients that were added since the last step; gives their norm, and the learning rate.

@@ -12,6 +12,7 @@ import pytest
 
 from slime_like.config.lora import LoraConfig
 from slime_like.errors import ConfigError
+from slime_like.tinker.assemble import trainer_options
 from slime_like.tinker.options import ServerCommand, read_command
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +56,13 @@ def test_without_keys_there_is_one_of_each_and_colocated_they_share_a_gpu():
     shared = command(keys={"trainer.placement.colocate_all": True})
     assert [sorted(bundle.roles) for bundle in shared.report.plan.bundles] == [["rollout", "tenants"]]
     assert not shared.config.offload_rollout and not shared.config.offloads_train(on_gpu=True)
+
+
+def test_micro_batches_are_shared_where_it_is_asked_for():
+    assert not trainer_options(command()).shares_micro_batches
+    shared = command("--tenant-micro-batches", "shared")
+    assert trainer_options(shared).shares_micro_batches and "of several models' rows" in shared.text()
+    assert any("--tenant-micro-batches" in problem for problem in problems("--tenant-micro-batches", "all"))
 
 
 def test_flags_of_train_py_work_beside():
