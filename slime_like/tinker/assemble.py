@@ -79,6 +79,7 @@ def service_settings(command: ServerCommand) -> ServiceSettings:
         weights_folder=server.weights,
         batch_tokens=server.batch_tokens,
         max_adapters_resident=server.max_models,
+        max_whole_models_resident=server.max_whole_models,
         max_samples_running=server.max_samples_running,
         max_samples_running_a_tenant=server.max_samples_a_tenant,
         shared_devices=command.config.placement.colocate,

@@ -76,6 +76,11 @@ class ServerConfig:
     )
     max_adapters_resident: int = flag(8, help="Adapters on the trainer's device; others wait on the host.")
     max_models: int = flag(64, help="Models in the trainer; others wait on disk, and come back.")
+    max_whole_models: int = flag(
+        1,
+        help="Of --max-models, those whose client trains all parameters: each takes 16 bytes of host memory a parameter"
+        " while it waits for its turn on the device; others wait on disk, and come back.",
+    )
     max_samples_running: int = flag(256, help="Sequences that the engines generate at a time.")
     max_samples_a_tenant: int = flag(128, help="The same of one tenant.")
     batch_tokens: int = flag(65_536, help="Tokens of several models' passes that are handed to the trainer together.")
@@ -108,8 +113,8 @@ class ServerConfig:
     def problems(self) -> list[str]:
         """What is impossible about the server's own flags."""
         counts = (
-            "max_lora_rank", "max_loras", "max_cpu_loras", "max_adapters_resident", "max_models", "batch_tokens",
-            "max_samples_running", "max_samples_a_tenant", "snapshot_every_steps",
+            "max_lora_rank", "max_loras", "max_cpu_loras", "max_adapters_resident", "max_models",
+            "max_whole_models", "batch_tokens", "max_samples_running", "max_samples_a_tenant", "snapshot_every_steps",
         )  # fmt: skip
         problems = [
             f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1."

@@ -64,7 +64,8 @@ class VectorTrainer:
         self.log: list[tuple] = []
         self.lose_at: set[int] = set()  # numbers of verbs at which the trainer dies
         self.refuse: set[str] = set()  # models whose passes fail
-        self.num_verbs = self.most_models = 0
+        self.num_verbs = self.most_models = self.most_whole_models = 0
+        self.whole_models: set[str] = set()  # whose client trains all parameters
 
     async def _verb(self, *what: object) -> None:
         self.num_verbs += 1
@@ -87,6 +88,9 @@ class VectorTrainer:
         await self._verb("create", spec.model_id)
         self.models[spec.model_id] = VectorModel(spec.seed)
         self.most_models = max(self.most_models, len(self.models))
+        if spec.lora_rank == 0:
+            self.whole_models.add(spec.model_id)
+        self.most_whole_models = max(self.most_whole_models, len(self.whole_models & set(self.models)))
 
     async def run_passes(self, passes: Sequence[TenantPass]) -> list[PassResult | str]:
         """One after the other."""

@@ -1,4 +1,4 @@
-"""Clients' adapters, and one client's whole model, over one frozen base: who is here, who is on the device, and what
+"""Clients' adapters, and some clients' whole models, over one frozen base: who is here, who is on the device, and what
 each is asked to do.
 """
 
@@ -53,7 +53,7 @@ class Tenants:
 
     Most that are on the device at once, of those with adapters: `max_resident`, None: all of them. The one that was
     used longest ago makes way. A whole model is its own base: it takes the model's place for its passes, while the
-    start weights wait on the host.
+    start weights, and other whole models, wait on the host.
     """
 
     def __init__(self, config: RunConfig, model: Sequence[torch.nn.Module]):
@@ -82,7 +82,7 @@ class Tenants:
     def add(self, name: str, lora: LoraConfig | None, seed: int) -> None:
         """A tenant that starts as PEFT's adapters start, or with the base's weights.
 
-        Raises ConfigError for adapters that the model cannot have, RunError for a name or a whole model too many.
+        Raises ConfigError for adapters that the model cannot have, RunError for a name that is here.
         """
         if name in self._tenants:
             raise RunError(f"tenant {name!r} is here already. Fix: another name, or drop it first.")
@@ -102,12 +102,10 @@ class Tenants:
         self._make_way([name])
 
     def _add_model(self, name: str) -> None:
-        others = [other.name for other in self._tenants.values() if other.lora is None]
-        if others:
-            raise RunError(f"tenant {others[0]!r} trains the whole model; there is room for one. Fix: drop it first.")
         self.show_base()
         if self._start is None:
             self._start = copy_weights(self._stage)
+        self._send_whole_models_home()
         memory = TenantMemory(model_entries(self._stage), self._device, attached=False)
         self._tenants[name] = Tenant(name, None, memory, ModelFiles(self._config, self._stage, memory))
 
@@ -116,10 +114,11 @@ class Tenants:
         tenant = self._get(name)
         if tenant.lora is None:
             self.show_base()
-            self._start = None
         else:
             self._adapters.remove(name)
         del self._tenants[name]
+        if all(other.lora is not None for other in self._tenants.values()):
+            self._start = None
         self._failing.discard(name)
 
     def limit(self, max_resident: int | None) -> None:
@@ -277,9 +276,17 @@ class Tenants:
                 self._make_way([name])
                 tenant.memory.come()
         elif self._in_model != name:
-            tenant.memory.put()
+            with _timed("took the model's place", name, coming=True):
+                self._send_whole_models_home(but=name)
+                tenant.memory.come()
+                tenant.memory.put()
             self._in_model = name
         return tenant
+
+    def _send_whole_models_home(self, but: str | None = None) -> None:
+        for tenant in self._tenants.values():
+            if tenant.lora is None and tenant.name != but:
+                tenant.memory.leave()
 
     def _make_way(self, needed: Sequence[str]) -> None:
         """Send who was used longest ago to the host, until there is room for `needed`."""

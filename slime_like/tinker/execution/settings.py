@@ -17,7 +17,8 @@ class ServiceSettings:
     tenant_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)  # 1 for those not named
     batch_tokens: int = 65_536  # passes of several models together
     batch_window_s: float = 0.002  # how long the first of them waits for others
-    max_adapters_resident: int = 8
+    max_adapters_resident: int = 8  # models in the trainer, whole ones too
+    max_whole_models_resident: int = 1
     max_samples_running: int = 256  # sequences
     max_samples_running_a_tenant: int = 128
     step_cost_tokens: int = 256  # what a call without rows counts as, in the tenant's share

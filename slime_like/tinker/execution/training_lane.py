@@ -120,14 +120,18 @@ class TrainingLane:
         self._clock.advance(entry.tenant for entry in heads)
         ahead: dict[str, float] = collections.defaultdict(float)  # what this batch gives each tenant
         batch: list[Entry] = []
-        tokens, places = 0, self._settings.max_adapters_resident
+        tokens, places, whole_places = 0, self._settings.max_adapters_resident, self._settings.max_whole_models_resident
         while heads and len(batch) < places:
             first = min(heads, key=lambda entry: (self._turn(entry) + ahead[entry.tenant], entry.arrived))
             heads.remove(first)
+            is_whole = self._registry.models[first.model_id].is_whole
             if batch and (not _joins(first) or tokens + first.tokens > self._settings.batch_tokens):
+                continue
+            if is_whole and not whole_places:
                 continue
             batch.append(first)
             tokens += first.tokens
+            whole_places -= is_whole
             ahead[first.tenant] += first.tokens / self._settings.tenant_weights.get(first.tenant, 1.0)
             if not _joins(first):
                 break
