@@ -83,6 +83,14 @@ class ServerConfig:
     )
     max_samples_running: int = flag(256, help="Sequences that the engines generate at a time.")
     max_samples_a_tenant: int = flag(128, help="The same of one tenant.")
+    max_requests_a_tenant: int = flag(
+        4096, help="Calls of a tenant under way, unless its key was given other limits; more are answered with 429."
+    )
+    max_tokens_a_tenant: int = flag(16_777_216, help="Tokens of these calls.")
+    sampling_weight: float = flag(
+        1.0, help="Seconds that samples get of shared GPUs for one of training, where both have work."
+    )
+    turn_s: float = flag(2.0, help="How long training, or sampling, keeps shared GPUs while the other waits.")
     batch_tokens: int = flag(65_536, help="Tokens of several models' passes that are handed to the trainer together.")
     tenant_micro_batches: str = flag(
         "own",
@@ -115,6 +123,7 @@ class ServerConfig:
         counts = (
             "max_lora_rank", "max_loras", "max_cpu_loras", "max_adapters_resident", "max_models",
             "max_whole_models", "batch_tokens", "max_samples_running", "max_samples_a_tenant", "snapshot_every_steps",
+            "max_requests_a_tenant", "max_tokens_a_tenant",
         )  # fmt: skip
         problems = [
             f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1."
@@ -123,7 +132,7 @@ class ServerConfig:
         ]
         problems += [
             f"--{name.replace('_', '-')} {getattr(self, name):g}: must be above 0."
-            for name in ("default_lora_alpha", "session_timeout_s")
+            for name in ("default_lora_alpha", "session_timeout_s", "sampling_weight", "turn_s")
             if not getattr(self, name) > 0
         ]
         if not os.path.isfile(os.path.join(self.base_model, "config.json")):
@@ -201,7 +210,7 @@ def read_command(argv: Sequence[str]) -> ServerCommand:
         raise ConfigError(problems)
     command = parse_args([*_implied(server, [*plain, *passed]), *plain, *passed], has_data=False)
     config = command.config
-    problems = _of_no_use(config)
+    problems = _of_no_use(config) + _turns_problems(server, config)
     if problems:
         raise ConfigError(problems)
     config = _with_adapters(config, server)
@@ -315,6 +324,15 @@ def _implied(server: ServerConfig, typed: Sequence[str]) -> list[str]:
         product *= int(size[0]) if size and size[0].isdecimal() else 1
     unless("--rollout-batch-size", str(product))
     return implied
+
+
+def _turns_problems(server: ServerConfig, config: RunConfig) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(server, name):g} does nothing: trainer and engines have GPUs of"
+        " their own, so neither waits for the other. Fix: leave it out, or --colocate."
+        for name in ("sampling_weight", "turn_s")
+        if not config.placement.colocate and getattr(server, name) != getattr(ServerConfig, name)
+    ]
 
 
 def _of_no_use(config: RunConfig) -> list[str]:

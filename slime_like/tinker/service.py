@@ -80,6 +80,7 @@ class CallService:
     async def start(self) -> None:
         """Take up what had no answer when the process before ended, and begin."""
         await self.database.claim()
+        await self.book.terms.refresh()
         for request_id, body in await queued_requests(self.database):
             call = await asyncio.to_thread(unpack_call, body)
             await self._take(Entry(request_id=request_id, call=call, tokens=cost_tokens(call, self.settings)))

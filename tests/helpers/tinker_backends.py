@@ -149,6 +149,7 @@ class VectorEngines:
         self.opened: dict[str, np.ndarray] = {}
         self.lose_next = 0
         self.num_running = self.most_running = 0
+        self.asked: list[str] = []  # samplers, in the order of their samples
 
     async def open(self, sampler_id: str, folder: str | None) -> None:
         """Read its weights."""
@@ -160,6 +161,7 @@ class VectorEngines:
 
     async def sample(self, job: SampleJob) -> SampleResult:
         """max_tokens tokens."""
+        self.asked.append(job.sampler_id)
         self.num_running += job.num_samples
         self.most_running = max(self.most_running, self.num_running)
         try:

@@ -40,7 +40,7 @@ class SamplingLane:
     ):
         self.engines, self._database, self._book, self._settings = engines, database, book, settings
         self._folders, self._turns = folders, turns
-        self._clock = FairClock(settings.tenant_weights)
+        self._clock = FairClock(book.terms.weight)
         self._waiting: dict[str, collections.deque[Entry]] = {}
         self._tasks: dict[str, asyncio.Task] = {}
         self._cancelled: set[str] = set()

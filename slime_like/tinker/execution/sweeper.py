@@ -45,11 +45,17 @@ class Sweeper:
         """Sweep until cancelled."""
         while True:
             await asyncio.sleep(self._settings.sweep_every_s)
-            for part in (self.gaps, self.silent_sessions, self.finished_sessions, self.expired, self.idle_models):
+            for part in (
+                self.terms, self.gaps, self.silent_sessions, self.finished_sessions, self.expired, self.idle_models,
+            ):  # fmt: skip
                 try:
                     await part()
                 except Exception:  # the next sweep tries again
                     logger.exception("sweep: %s failed", part.__name__)
+
+    async def terms(self) -> None:
+        """Take up what the keys' command has written of tenants."""
+        await self._book.terms.refresh()
 
     async def gaps(self) -> None:
         """Fail calls that have waited too long for the call before them."""

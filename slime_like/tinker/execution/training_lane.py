@@ -51,7 +51,7 @@ class TrainingLane:
         self._turns = turns
         self._registry, self._book, self._residency, self._verbs = registry, book, residency, verbs
         self._settings = settings
-        self._clock = FairClock(settings.tenant_weights)
+        self._clock = FairClock(book.terms.weight)
         self._work = asyncio.Event()
         self.trainer_lock = asyncio.Lock()
         self.seconds: dict[str, float] = collections.defaultdict(float)
@@ -132,7 +132,7 @@ class TrainingLane:
             batch.append(first)
             tokens += first.tokens
             whole_places -= is_whole
-            ahead[first.tenant] += first.tokens / self._settings.tenant_weights.get(first.tenant, 1.0)
+            ahead[first.tenant] += first.tokens / self._book.terms.weight(first.tenant)
             if not _joins(first):
                 break
         for entry in batch:

@@ -37,6 +37,16 @@ class ApiKeyRow(Base):
     limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
 
 
+class TenantRow(Base):
+    """What a tenant has of the server. None: what those have that are not named here (ServiceSettings)."""
+
+    __tablename__ = "tenants"
+    tenant: Mapped[str] = mapped_column(String(128), primary_key=True)
+    weight: Mapped[float | None] = mapped_column(Float)  # its share beside others'
+    max_requests: Mapped[int | None] = mapped_column(BigInteger)  # under way
+    max_tokens: Mapped[int | None] = mapped_column(BigInteger)  # of these
+
+
 class SessionRow(Base):
     """A client's process."""
 
