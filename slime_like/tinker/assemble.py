@@ -87,6 +87,7 @@ def service_settings(command: ServerCommand) -> ServiceSettings:
         sampling_weight=server.sampling_weight,
         turn_s=server.turn_s,
         shared_devices=command.config.placement.colocate,
+        max_ephemeral_samplers=server.max_ephemeral_samplers,
         snapshot_every_steps=server.snapshot_every_steps,
         session_timeout_s=server.session_timeout_s,
     )

@@ -83,6 +83,9 @@ class ServerConfig:
     )
     max_samples_running: int = flag(256, help="Sequences that the engines generate at a time.")
     max_samples_a_tenant: int = flag(128, help="The same of one tenant.")
+    max_ephemeral_samplers: int = flag(
+        8, help="Unnamed samplers of a model that are kept, the latest ones; older ones end when nothing uses them."
+    )
     max_requests_a_tenant: int = flag(
         4096, help="Calls of a tenant under way, unless its key was given other limits; more are answered with 429."
     )
@@ -123,7 +126,7 @@ class ServerConfig:
         counts = (
             "max_lora_rank", "max_loras", "max_cpu_loras", "max_adapters_resident", "max_models",
             "max_whole_models", "batch_tokens", "max_samples_running", "max_samples_a_tenant", "snapshot_every_steps",
-            "max_requests_a_tenant", "max_tokens_a_tenant",
+            "max_requests_a_tenant", "max_tokens_a_tenant", "max_ephemeral_samplers",
         )  # fmt: skip
         problems = [
             f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1."

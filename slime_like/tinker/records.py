@@ -111,8 +111,9 @@ class Call:
 
     CREATE_MODEL {"spec": ModelSpec's fields}; CREATE_FROM_STATE {"spec", "path", "optimizer"}; FORWARD and
     FORWARD_BACKWARD {"loss", "config"} and rows; OPTIM_STEP {"adam": AdamSettings' fields}; SAVE_WEIGHTS {"name",
-    "ttl_seconds", "overwrite", "user_metadata"}; SAVE_FOR_SAMPLER the same with "name" or, for a sampler that lives as
-    long as its session, "sampler_id"; LOAD_WEIGHTS {"path", "optimizer"}; SAMPLE: sample.
+    "ttl_seconds", "overwrite", "user_metadata"}; SAVE_FOR_SAMPLER the same with "name" or, for a sampler that lives no
+    longer than its session, "sampler_id" and "sampler_kind" ("snapshot", or "inflight": newer ones may stand for it);
+    LOAD_WEIGHTS {"path", "optimizer"}; SAMPLE: sample.
     REFUSED {"message"}: a call that makes no sense; it fails in its turn, so that those after it do not wait for it.
     """
 

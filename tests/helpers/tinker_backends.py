@@ -150,6 +150,8 @@ class VectorEngines:
         self.lose_next = 0
         self.num_running = self.most_running = 0
         self.asked: list[str] = []  # samplers, in the order of their samples
+        self.gate = asyncio.Event()  # cleared: samples wait until it is set
+        self.gate.set()
 
     async def open(self, sampler_id: str, folder: str | None) -> None:
         """Read its weights."""
@@ -167,6 +169,7 @@ class VectorEngines:
         try:
             if self.seconds:
                 await asyncio.sleep(self.seconds)
+            await self.gate.wait()
             if self.lose_next:
                 self.lose_next -= 1
                 self.opened.clear()

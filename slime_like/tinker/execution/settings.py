@@ -31,6 +31,7 @@ class ServiceSettings:
     retry_after_s: float = 1.0
 
     # State.
+    max_ephemeral_samplers: int = 8  # unnamed samplers of a model whose files are kept, and those that are in use
     snapshot_every_steps: int = 8
     snapshot_every_s: float = 60.0
     snapshot_share: float = 0.1  # of a model's time that its snapshots may take; they are rarer where they take long

@@ -122,6 +122,8 @@ class TrainingVerbs:
             base_model=model.spec.base_model,
             folder=where,
             created=time.time(),
+            model_id=model.model_id,
+            is_inflight=entry.call.fields.get("sampler_kind") == "inflight",
         )
 
         async def also(session: Any) -> None:

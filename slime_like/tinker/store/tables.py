@@ -15,6 +15,7 @@ from sqlalchemy import (
     LargeBinary,
     String,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -110,7 +111,7 @@ class RequestRow(Base):
 
 
 class SamplerRow(Base):
-    """What samples are asked of. folder None: the base model."""
+    """What samples are asked of. folder None: the base model; "": its files are not kept any more."""
 
     __tablename__ = "samplers"
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -120,6 +121,9 @@ class SamplerRow(Base):
     model_path: Mapped[str | None] = mapped_column(String(512))  # tinker://...
     folder: Mapped[str | None] = mapped_column(String(1024))
     created: Mapped[float] = mapped_column(Float)
+    model_id: Mapped[str | None] = mapped_column(String(128), index=True)  # whose weights, of an ephemeral one
+    is_inflight: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())  # it may serve newer ones
+    superseded: Mapped[float | None] = mapped_column(Float)  # when newer ones of its model had taken its place
 
 
 class CheckpointRow(Base):

@@ -70,7 +70,8 @@ def test_what_tenants_and_sides_have_is_what_the_flags_say():
     assert (limits.max_requests_a_tenant, limits.max_tokens_a_tenant) == (5, 700)
     sides = service_settings(command("--colocate", "--sampling-weight", "3", "--turn-s", "0.5"))
     assert (sides.shared_devices, sides.sampling_weight, sides.turn_s) == (True, 3.0, 0.5)
-    assert service_settings(command("--max-whole-models", "2")).max_whole_models_resident == 2
+    kept = service_settings(command("--max-whole-models", "2", "--max-ephemeral-samplers", "3"))
+    assert (kept.max_whole_models_resident, kept.max_ephemeral_samplers) == (2, 3)
 
 
 def test_flags_of_train_py_work_beside():
