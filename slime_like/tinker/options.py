@@ -206,8 +206,7 @@ class ServerCommand:
 def read_command(argv: Sequence[str]) -> ServerCommand:
     """Parse and check a command line. Raises ConfigError with every problem."""
     server, plain = _server_flags(argv)
-    keys = read_keys(server.backend_config, _both(server, plain, argv))
-    own, passed = _own_keys(keys.argv)
+    own, passed = _own_keys(read_keys(server.backend_config, _both(server, plain, argv)))
     server = dataclasses.replace(server, **own)  # type: ignore[arg-type]  # names and types are those of the fields
     if problems := server.problems() + _typed_problems(plain):
         raise ConfigError(problems)
@@ -222,9 +221,7 @@ def read_command(argv: Sequence[str]) -> ServerCommand:
         problems = [*report.problems, *config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
             raise ConfigError(problems)
-    return ServerCommand(
-        server=server, config=config, report=report, plan=command.plan, notes=(*keys.notes, *command.notes)
-    )
+    return ServerCommand(server=server, config=config, report=report, plan=command.plan, notes=tuple(command.notes))
 
 
 def tenants_plan(plan: PlacementPlan) -> PlacementPlan:

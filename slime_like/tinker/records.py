@@ -60,7 +60,11 @@ class AdamSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleJob:
-    """One request to a sampler. stop None: the model's end tokens; (): nothing stops it but max_tokens."""
+    """One request to a sampler. stop None: the model's end tokens; (): nothing stops it but max_tokens.
+
+    prompt_targets: [P - 1, K] int64, tokens whose log-probs are wanted in the place of prompt tokens 1, 2, ...;
+    NO_TOKEN: none, UNLISTED: none, and the sparse array that they came in does not have the cell.
+    """
 
     sampler_id: str
     prompt: np.ndarray  # [P] int32
@@ -72,8 +76,14 @@ class SampleJob:
     seed: int | None = None
     stop: tuple[str, ...] | tuple[int, ...] | None = None
     prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None  # of the last tokens only, the likeliest ones' too; None: of all
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    prompt_targets: np.ndarray | None = None
+
+
+#: In SampleJob.prompt_targets.
+NO_TOKEN, UNLISTED = -1, -2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,8 +109,9 @@ class SampleResult:
     """Of one SampleJob. weights: which the tokens are of, as engines name them."""
 
     sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: np.ndarray | None = None  # [P] float32, NaN for the first
+    prompt_logprobs: np.ndarray | None = None  # [P] float32, NaN for the first, and where none was asked for
     topk_prompt: TopLogprobs | None = None
+    prompt_targets: np.ndarray | None = None  # [P - 1, K] float32, 0 where NO_TOKEN was, NaN where UNLISTED was
     prompt_cache_hit_tokens: int = 0
     weights: str = ""
 

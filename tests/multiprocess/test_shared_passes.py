@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from slime_like.config.lora import LoraConfig
 from slime_like.tinker.backends.trainer import GroupTraining, TrainerOptions
 from slime_like.tinker.records import AdamSettings, ModelSpec
 from tests.helpers.tenants import loss_rows, one_pass, trainer_of_tenants, whole_numbers
@@ -74,9 +75,24 @@ async def trained(worker, names, *, shared, spoiled=(), broken=()):
     return result, counts
 
 
-def in_one_process(place, base, port):
+def counted_rows(place, base, port):
+    """Micro-batches of three rows with gradients, of the same without, and the log-probs of both."""
+    sizes = {"micro_batch_size": 1, "log_probs_micro_batch_size": 2}
+    worker = trainer_of_tenants(place, base, {}, num_ranks=1, port=port, batch=sizes)
+    worker.add_tenant("ann", LoraConfig(lora_rank=4), 1)
+    counts, log_probs = [], []
+    for forward_only in (False, True):
+        before = worker._tenants._runner.num_micro_batches
+        (answer,) = worker.run_passes([one_pass("ann", rows_of("ann"), forward_only=forward_only)])
+        counts.append(worker._tenants._runner.num_micro_batches - before)
+        log_probs.append(answer.log_probs)
+    worker.close()
+    return counts, log_probs
+
+
+def in_one_process(place, base, ports):
     worker = trainer_of_tenants(
-        place, base, {}, num_ranks=1, port=port, batch={"use_dynamic_batch_size": True, "max_tokens_per_gpu": 256}
+        place, base, {}, num_ranks=1, port=ports[0], batch={"use_dynamic_batch_size": True, "max_tokens_per_gpu": 256}
     )
     outcomes = {
         "own": asyncio.run(trained(worker, list(MODELS), shared=False)),
@@ -86,13 +102,14 @@ def in_one_process(place, base, port):
         "beside NaN": asyncio.run(trained(worker, list(MODELS), shared=True, broken=["bob"])),
     }
     worker.close()
+    outcomes["counted rows"] = counted_rows(place, base, ports[1])
     return outcomes
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     base = make_tiny_model(str(tmp_path_factory.mktemp("model") / "qwen3"), "qwen3", num_layers=2)
-    return run_ranks(in_one_process, 1, base, free_ports(1)[0], timeout_s=120)[0]
+    return run_ranks(in_one_process, 1, base, free_ports(2), timeout_s=120)[0]
 
 
 def test_losses_gradients_and_weights_are_those_of_own_micro_batches(outcomes):
@@ -127,3 +144,10 @@ def test_a_pass_that_fails_leaves_the_others_as_if_it_had_not_come(outcomes, set
     assert all("Nothing of the pass is kept" in answer for answer in beside["bob"]["answers"])
     # All three, bob alone, the others again; in the second step bob is alone from the start.
     assert counts == (5, 3)
+
+
+def test_passes_without_gradients_have_micro_batches_of_their_own_size(outcomes):
+    (training, scoring), (mine, theirs) = outcomes["counted rows"]
+    assert (training, scoring) == (3, 2)
+    for row, expected in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-6, rtol=0)
