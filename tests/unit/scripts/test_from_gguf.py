@@ -1,4 +1,4 @@
-"""scripts/from_gguf.py gives the very model that a GGUF file holds, as a plain folder: checked on a tiny file of llama.cpp's layout."""
+"""scripts/from_gguf.py gives the very model that a GGUF file holds: checked on tiny files of llama.cpp's layout."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def write_gguf(path: Path, model, kind: gguf.GGMLQuantizationType) -> dict[str, 
             writer.add_tensor(llama_cpp_name(name), packed, raw_dtype=kind)
             read = gguf.quants.dequantize(packed, kind)
             # the same order of rows, back
-            numbers[name] = read.reshape(heads, -1, 2, read.shape[1]).swapaxes(1, 2).reshape(read.shape) if heads else read
+            numbers[name] = (
+                read.reshape(heads, -1, 2, read.shape[1]).swapaxes(1, 2).reshape(read.shape) if heads else read
+            )
         else:
             writer.add_tensor(llama_cpp_name(name), stored)
             numbers[name] = data
@@ -119,7 +121,9 @@ def test_quantised_numbers_are_unpacked_and_rounded_once(tmp_path: Path):
     numbers = write_gguf(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType.Q8_0)
     summary = from_gguf.convert(tmp_path / "model.gguf", tmp_path / "out", dtype=torch.bfloat16)
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert not np.array_equal(numbers["model.layers.0.mlp.up_proj.weight"], model.state_dict()["model.layers.0.mlp.up_proj.weight"])
+    assert not np.array_equal(
+        numbers["model.layers.0.mlp.up_proj.weight"], model.state_dict()["model.layers.0.mlp.up_proj.weight"]
+    )
     for name, data in numbers.items():
         assert torch.equal(weights[name], torch.tensor(data).bfloat16()), name
     assert summary["parameters"] == sum(data.size for data in numbers.values())
