@@ -1,4 +1,4 @@
-"""Write a reasoning-gym task's rows for scripts/run-smollm2.sh: a warm-up that shows only the form, prompts, held-out ones.
+"""Write a reasoning-gym task's rows for scripts/run-smollm2.sh: a warm-up of the form, prompts, held-out prompts.
 
 usage: make_data.py TASK OUT [--seed 0] [--train 2000] [--warm-up 192] [--eval 96]
 

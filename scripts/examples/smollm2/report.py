@@ -1,4 +1,4 @@
-"""Say what scripts/run-smollm2.sh's run learned: its curve, held-out pass rates against baselines, answers before and after.
+"""Say what scripts/run-smollm2.sh learned: its curve, held-out pass rates against baselines, answers before and after.
 
 usage: python -m scripts.examples.smollm2.report RUN --task TASK [--shown 6] [--judged-from 20]
 

@@ -1,4 +1,4 @@
-"""The rows of scripts/run-smollm2.sh: held out is held out, labels are balanced, the warm-up shows no answer; and its report."""
+"""The rows of scripts/run-smollm2.sh: held out is held out, labels are balanced, no answer is shown; and its report."""
 
 # Covers scripts/examples/smollm2/make_data.py and report.py.
 
