@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,21 @@ def test_a_generator_that_has_nothing_new_is_an_error():
     assert len(known) == 200  # ten digits, twice, and two signs
     with pytest.raises(DataError, match="chain_sum: 0 of 3 questions are new"):
         make_data.choose(task, 3, first_seed=5 * make_data.SEEDS_APART, without=known)
+
+
+def test_the_script_plans_without_a_file_and_passes_flags_on(repo_root: Path, tmp_path: Path):
+    script = str(repo_root / "scripts/run-smollm2.sh")
+    variables = {"PYTHON": sys.executable, "RUN": str(tmp_path / "run"), "MODELS": str(tmp_path / "models")}
+    command = ["bash", script, "--lora-rank", "8", "--plan", "json"]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert (plan["mode"], plan["num_gpus"], plan["problems"]) == ("colocate", 1, [])
+    assert list(tmp_path.iterdir()) == []
+    wrong = subprocess.run([*command, "--no-such-flag"], env=os.environ | variables, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "--no-such-flag" in wrong.stdout + wrong.stderr
 
 
 def test_the_report_reads_what_a_run_wrote():
