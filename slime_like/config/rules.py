@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
 from slime_like.config.lora_targets import target_modules
+from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -275,18 +276,8 @@ def _serving_problems(config: ConfigTree) -> list[str]:
     return problems
 
 
-def _role_problems(config: ConfigTree) -> list[str]:
-    problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
-    problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
-    own_base = config.lora.enabled and config.swaps_reference  # adapters switched off
-    if config.needs_reference and not config.checkpoint.ref_load and not own_base:
-        problems.append(
-            f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
-        )
-    if config.placement.debug_train_only and not config.is_sft and not config.observability.load_debug_rollout_data:
-        problems.append("--debug-train-only needs --load-debug-rollout-data (or --loss-type sft_loss).")
-    if config.uses_engines and config.observability.load_debug_rollout_data:
-        problems.append("--load-debug-rollout-data needs --debug-train-only: the loaded samples replace generation.")
+def _supervised_problems(config: ConfigTree) -> list[str]:
+    problems = []
     if config.is_sft and config.placement.debug_rollout_only:
         problems.append("--loss-type sft_loss generates nothing: drop --debug-rollout-only.")
     if config.is_sft and config.rollout.n_samples_per_prompt != 1:
@@ -302,6 +293,22 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append("--eval-config needs engines, and --loss-type sft_loss starts none.")
     if config.is_sft and config.eval.eval_prompt_data:
         problems.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
+    return problems
+
+
+def _role_problems(config: ConfigTree) -> list[str]:
+    problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
+    problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
+    problems += _supervised_problems(config)
+    own_base = config.lora.enabled and config.swaps_reference  # adapters switched off
+    if config.needs_reference and not config.checkpoint.ref_load and not own_base:
+        problems.append(
+            f"{'--use-kl-loss' if config.loss.use_kl_loss else '--kl-coef'} needs --ref-load, the reference model."
+        )
+    if config.placement.debug_train_only and not config.is_sft and not config.observability.load_debug_rollout_data:
+        problems.append("--debug-train-only needs --load-debug-rollout-data (or --loss-type sft_loss).")
+    if config.uses_engines and config.observability.load_debug_rollout_data:
+        problems.append("--load-debug-rollout-data needs --debug-train-only: the loaded samples replace generation.")
     if config.checkpoint.reward_load and config.placement.debug_rollout_only:
         problems.append(
             "--debug-rollout-only starts engines only, not the model of --reward-load. Fix: --rm-type or"
@@ -336,6 +343,7 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + _delta_problems(config)
         + async_problems(config)
         + adapter_problems(config)
+        + quantisation_problems(config)
     )
 
 

@@ -1,22 +1,24 @@
 """What one GPU of a rollout engine holds: weights, KV cache, working memory.
 
-Estimates of SGLang's layout, without its quantisation.
+Estimates of SGLang's layout; of its quantisations those of --rollout-quantization.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from slime_like.config.adapter_rules import versions_at_once
-from slime_like.config.lora import LoraConfig, adapter_flags
+from slime_like.config.lora import ALL_LINEAR, LoraConfig, adapter_flags
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
+from slime_like.config.quantisation import scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.planning.hardware import GIB, PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
 from slime_like.planning.memory.adapters import adapter_chunks
-from slime_like.planning.memory.parameters import stage_parameters
+from slime_like.planning.memory.eight_bits import element_bytes
+from slime_like.planning.memory.parameters import Parameter, stage_parameters
 from slime_like.planning.memory.trainer_bytes import Precision
 
 #: SGLang 0.5.23 (memory_hook.py) keeps at least this free on cards above 60 GiB, without --sglang-mem-fraction-static.
@@ -26,6 +28,8 @@ _RESERVE_SHARE = 0.12
 #: SGLang's own reckoning for CUDA graphs: 512 MiB and 2 MiB for each of up to 256 batch sizes (memory_hook.py).
 _GRAPH_BYTES = GIB
 _PREFILL_TOKENS = 8192
+#: SGLang's own default of --sglang-max-loras-per-batch.
+_ADAPTERS_A_BATCH = 8
 
 #: Kept whole on every tensor parallel rank.
 _WHOLE = ("layernorm", "router", "q_down_proj", "kv_down_proj", "gate_weight")
@@ -76,7 +80,14 @@ def engine_bytes(config: RunConfig, card: int, beside: Mapping[str, int] | None 
     """The fullest GPU of an engine. beside: most bytes of training roles on its card, by phase; None: it is alone."""
     width, tp, pp = Precision.of(config.optimizer).weight, config.engine_tp_size, config.engine_pp_size
     attention_tp = max(1, tp // config.engine_dp_size) if config.engine.dp_attention else tp
-    weights = width * engine_elements(config.model, tp=tp, attention_tp=attention_tp, pp=pp)
+    scheme = scheme_of(config.sync.rollout_quantization)
+    weights = engine_elements(
+        config.model,
+        tp=tp,
+        attention_tp=attention_tp,
+        pp=pp,
+        weigh=lambda parameter: element_bytes(parameter, width=width, scheme=scheme),
+    )
     sizes = ActivationSizes(model=config.model, parallel=ParallelConfig(tensor_model_parallel_size=tp), width=width)
     tokens = config.engine.sglang.get("chunked_prefill_size")
     prefill = int(tokens) if isinstance(tokens, str) and int(tokens) > 0 else _PREFILL_TOKENS
@@ -97,16 +108,16 @@ def _adapter_elements(config: RunConfig) -> int:
     settings = config.engine.sglang
     if config.sync.sends_adapters:
         settings = adapter_flags(config.lora, config.model, num_versions=versions_at_once(config)) | settings
-    if not settings.get("enable_lora"):
-        return 0
-    modules = settings["lora_target_modules"]
-    assert isinstance(modules, list), "_with_adapters and adapter_flags name them"
+    if not settings.get("enable_lora") or "max_lora_rank" not in settings:
+        return 0  # without a rank SGLang finds out from --sglang-lora-paths
+    chosen = settings.get("lora_target_modules", "all")
+    modules = chosen if isinstance(chosen, list) and "all" not in chosen else [ALL_LINEAR]
     none = [r".*\.experts\..*"] if config.model.num_experts else None  # it serves none on experts
     rank = int(str(settings["max_lora_rank"]))
     lora = LoraConfig(lora_rank=rank, lora_target_modules=modules, lora_exclude_modules=none)
     layout = ParallelConfig(tensor_model_parallel_size=config.engine_tp_size)
     elements = sum(p.numel for chunk in adapter_chunks(config.model, layout, 0, lora) for p in chunk)
-    return int(str(settings["max_loras_per_batch"])) * elements // config.engine_pp_size
+    return int(str(settings.get("max_loras_per_batch", _ADAPTERS_A_BATCH))) * elements // config.engine_pp_size
 
 
 def has_share(config: RunConfig) -> bool:
@@ -114,9 +125,16 @@ def has_share(config: RunConfig) -> bool:
     return isinstance(config.engine.sglang.get("mem_fraction_static"), str)
 
 
-def engine_elements(model: ModelConfig, *, tp: int, attention_tp: int, pp: int) -> int:
+def engine_elements(
+    model: ModelConfig,
+    *,
+    tp: int,
+    attention_tp: int,
+    pp: int,
+    weigh: Callable[[Parameter], float] = lambda parameter: 1.0,
+) -> int:
     """Elements of the model on the fullest rank: matrices divided, fewer key/value heads than ranks repeated, norms and
-    routers whole.
+    routers whole. weigh: what each element of a tensor counts, such as its bytes.
     """
     experts = model.num_experts or 1
     # One expert stands for all of them: a list of 256 in each layer would cost seconds.
@@ -125,7 +143,7 @@ def engine_elements(model: ModelConfig, *, tp: int, attention_tp: int, pp: int) 
     keys = 2 * model.num_kv_heads / (model.num_attention_heads + 2 * model.num_kv_heads)
     layers = ends = 0.0
     for parameter in stage_parameters(model, layout, 0):
-        name, size = parameter.name, float(parameter.numel)
+        name, size = parameter.name, parameter.numel * weigh(parameter)
         if ".experts." in name:
             size *= experts / tp
         elif not any(part in name for part in _WHOLE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime_like.config.batch import BatchConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import transport_of
@@ -200,9 +201,9 @@ class RoleBytes:
 
         Context parallel ranks share it.
         """
-        return self._most_tokens(self._config.batch.max_tokens_per_gpu)
+        return self._most_tokens(self._config.batch)
 
-    def _most_tokens(self, pack_tokens: int | None) -> int:
+    def _most_tokens(self, batch: BatchConfig) -> int:
         config, rollout = self._config, self._config.rollout
         longest = (config.data.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
         longest = min(
@@ -210,9 +211,9 @@ class RoleBytes:
         )
         # --max-tokens-per-gpu already counts one context parallel rank's share.
         share = -(-longest // config.parallel.context_parallel_size)
-        if config.batch.use_dynamic_batch_size and pack_tokens:
-            return max(pack_tokens, share)
-        return share * config.batch.micro_batch_size
+        if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu:
+            return max(batch.max_tokens_per_gpu, share)
+        return share * batch.micro_batch_size
 
     def _logits(self, key: RankKey, tokens: int) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
@@ -220,9 +221,7 @@ class RoleBytes:
         return int(self._sizes.logits(tokens, chunk_tokens=self._config.batch.log_probs_chunk_tokens(on_gpu=True)))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
-        tokens = self._most_tokens(
-            self._config.batch.log_probs_max_tokens_per_gpu or self._config.batch.max_tokens_per_gpu
-        )
+        tokens = self._most_tokens(self._config.batch.scoring)
         return {
             prefix + "activations": int(tokens * self._sizes.forward_only()),
             prefix + "logits": self._logits(key, tokens),

@@ -65,6 +65,10 @@ def test_an_engine_that_serves_adapters_keeps_room_for_its_batch():
     one = 4 * (queries + TINY.hidden_size) * TINY.num_layers
     assert (without.adapters, served.adapters) == (0, 3 * 2 * one)
     assert without.kv_cache - served.kv_cache == served.adapters
+    # flags of an engine of one's own
+    every = engine_bytes(plan_config(TINY, sglang=static | {"enable_lora": True, "max_lora_rank": "4"}), 4 * GIB)
+    assert every.adapters > 8 / 3 * served.adapters
+    assert engine_bytes(plan_config(TINY, sglang=static | {"enable_lora": True}), 4 * GIB).adapters == 0
 
 
 def test_beside_a_trainer_the_share_is_of_what_is_free_at_the_start_and_fits_every_phase():
