@@ -277,22 +277,19 @@ def _serving_problems(config: ConfigTree) -> list[str]:
 
 
 def _supervised_problems(config: ConfigTree) -> list[str]:
-    problems = []
+    problems: list[str] = []
     if config.is_sft and config.placement.debug_rollout_only:
         problems.append("--loss-type sft_loss generates nothing: drop --debug-rollout-only.")
     if config.is_sft and config.rollout.n_samples_per_prompt != 1:
-        problems.append(
-            f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1."
-        )
+        problems.append("--n-samples-per-prompt above 1: supervised rows have one answer. Fix: 1.")
     if config.data.loss_mask_type and not config.is_sft:
         problems.append(
             "--loss-mask-type says what of supervised conversations is trained: it does nothing without --loss-type"
             " sft_loss. Fix: drop it."
         )
-    if config.is_sft and config.eval.eval_config:
-        problems.append("--eval-config needs engines, and --loss-type sft_loss starts none.")
-    if config.is_sft and config.eval.eval_prompt_data:
-        problems.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
+    for name in ("eval_config", "eval_prompt_data"):
+        if config.is_sft and getattr(config.eval, name):
+            problems.append(f"--{name.replace('_', '-')} needs engines, and --loss-type sft_loss starts none.")
     return problems
 
 
