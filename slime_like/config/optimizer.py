@@ -30,6 +30,15 @@ class OptimizerConfig:
     adam_eps: float = flag(1e-8, help="Added to the root of the second moment.")
     clip_grad: float = flag(1.0, help="Largest gradient norm; 0 switches clipping off.")
     bf16: bool | None = flag(None, help="Train in bf16. Default: on a host with CUDA yes, on a CPU host no (fp32).")
+    fake_quantization: str = flag(
+        "none",
+        choices=("none", "int4"),
+        help=(
+            "Quantisation-aware training: every pass computes with weights of attention, MLPs and experts that are"
+            " rounded to int4, engines are sent the rounded ones, and gradients go to those in full precision."
+        ),
+    )
+    fake_quantization_group_size: int = flag(128, help="Columns of a row that share a scale, with --fake-quantization.")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Keep and reduce gradients in fp32.")
     optimizer_cpu_offload: bool = flag(
         False, help="Keep optimizer state and master weights in the host's memory, and step there."
@@ -40,6 +49,11 @@ class OptimizerConfig:
     use_precision_aware_optimizer: bool = flag(
         False, help="TransformerEngine's Adam, which keeps each state in a precision of its own."
     )
+
+    @property
+    def int4_group_size(self) -> int | None:
+        """Columns that share a scale where weights are rounded to int4; None: they are not."""
+        return self.fake_quantization_group_size if self.fake_quantization == "int4" else None
 
     def problems(self) -> list[str]:
         """What is impossible about the optimizer."""
@@ -58,6 +72,8 @@ class OptimizerConfig:
             problems.append(
                 f"--lr-warmup-iters {self.lr_warmup_iters} does not end before --lr-decay-iters {self.lr_decay_iters}."
             )
+        if self.fake_quantization_group_size < 1:
+            problems.append(f"--fake-quantization-group-size {self.fake_quantization_group_size}: must be at least 1.")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be in [0, 1).")

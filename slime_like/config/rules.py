@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
+from slime_like.config.fake_quantisation import fake_quantisation_problems
 from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
@@ -331,6 +332,7 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + async_problems(config)
         + adapter_problems(config)
         + quantisation_problems(config)
+        + fake_quantisation_problems(config)
     )
 
 

@@ -114,6 +114,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tinker.store.key_rows": ("unit/tinker/api/test_gate.py",),
     "tinker.store.listings": ("unit/tinker/api/test_sdk.py",),
     "tinker.store.rows": ("unit/tinker/api/test_isolation.py",),
+    "config.fake_quantisation": ("unit/config/test_quantisation.py",),
     "config.quantisation_rules": ("unit/config/test_quantisation.py",),
     "config.sync": ("unit/config/test_placement.py",),
     "config.tree": ("unit/config/test_run.py",),
@@ -149,6 +150,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "planning.memory.adapters": ("multiprocess/test_lora.py",),
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.model.attention": ("pretend_gpu/test_attention.py",),
+    "megatron_backend.model.fake_quantised": ("multiprocess/test_fake_quantised.py",),
     "megatron_backend.model.layer_spec": ("multiprocess/test_plan_memory.py",),
     "megatron_backend.model.provider": (
         "multiprocess/test_plan_memory.py",
