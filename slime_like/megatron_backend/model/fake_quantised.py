@@ -26,7 +26,7 @@ class StraightThrough(torch.autograd.Function):
         return rounded_to_int4(weight, group)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """As it came."""
         return gradient, None
 
@@ -68,4 +68,4 @@ def _round_weight_of(linear: torch.nn.Module, group: int) -> None:
         finally:
             linear._parameters["weight"] = weight
 
-    linear.forward = forward  # type: ignore[method-assign]
+    linear.forward = forward
