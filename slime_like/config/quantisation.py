@@ -37,7 +37,7 @@ class QuantScheme:
     scale_suffix: str  # appended to the weight's name
     rows: int
     columns: int
-    probe_tolerance: float
+    probe_tolerance: float = 0.2
     engine_config: Mapping[str, Any]  # what engines are told as the checkpoint's `quantization_config`
     one_scale: bool = False
 

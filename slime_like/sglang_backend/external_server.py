@@ -187,17 +187,19 @@ def quantisation_disagreements(server: ExternalServer, scheme: QuantScheme | Non
         return []
     kept = "as they are" if server.quantization is None else f"by quantization_config {dict(server.quantization)}"
     if scheme is None:
-        return [
+        problem = (
             f"the external engine at {server.url} keeps its weights {kept}, and would take those that it is sent for"
             " what they are not. Fix: --rollout-quantization, or an engine without quantisation."
-        ]
-    flags = " ".join(
-        f"--{name.replace('_', '-')} {shlex.quote(text)}" for name, text in engine_flags(scheme, {}).items()
+        )
+        return [problem]
+    arguments = engine_flags(scheme, {}).items()
+    flags = " ".join(f"--{name.replace('_', '-')} {shlex.quote(text)}" for name, text in arguments)
+    problem = (
+        f"the external engine at {server.url} keeps its weights {kept}, not as --rollout-quantization {scheme.name}"
+        f" sends them. Fix: start it with {flags} (its weights are then made up until the first sync), or another"
+        " value."
     )
-    return [
-        f"the external engine at {server.url} keeps its weights {kept}, not as --rollout-quantization {scheme.name} sends"
-        f" them. Fix: start it with {flags} (its weights are then made up until the first sync), or another value."
-    ]
+    return [problem]
 
 
 def answers(endpoint: EngineEndpoint, timeout_s: float = 2.0) -> bool:
