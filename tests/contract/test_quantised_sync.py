@@ -186,6 +186,23 @@ def test_a_name_that_no_engine_knows_is_never_sent(case, tmp_path):
     case.assert_computes(1)
 
 
+def without_the_last_norm(args, name, tensor):
+    """What is never sent would stay as it was made up."""
+    return [] if name == "model.norm.weight" else [(name, tensor)]
+
+
+@pytest.mark.usefixtures("world")
+def test_what_was_never_sent_is_named_by_the_first_sync(case, tmp_path):
+    order, weights = next_order(case, "ipc", tmp_path), case.weights(2)
+    path = f"{__name__}.{without_the_last_norm.__name__}"
+    sender = sender_of(case, order, weights, custom_weight_transform_path=path)
+    assert not order.finds_unsent
+    with pytest.raises(WeightSyncError, match=r"has model\.norm\.weight, which was never sent \(1 in all\)"):
+        run_session(order, sender)
+    sender.close()
+    case.served.client.close_weight_update()
+
+
 def test_an_engine_of_another_scheme_is_sent_nothing(case):
     other = SCHEMES["fp8" if case.scheme.name == "int8" else "int8"]
     client = EngineClient(case.served.engine.endpoint, timeout_s=30)

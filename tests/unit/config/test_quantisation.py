@@ -60,8 +60,8 @@ def test_what_an_engine_serves_is_in_its_arguments_or_its_checkpoint(tmp_path):
     stored = served_config({"model_path": str(tmp_path), "json_model_override_args": "{}"})
     assert is_served(FP8, stored) and not is_served(INT8, stored)
     assert not is_served(FP8, {"quant_method": "fp8"})  # one number a matrix instead of a block
-    told = {"model_path": str(tmp_path)} | engine_flags(INT8, {})
-    assert is_served(INT8, served_config(told))
+    overridden = {"model_path": str(tmp_path)} | engine_flags(INT8, {})
+    assert is_served(INT8, served_config(overridden))
 
 
 @pytest.mark.parametrize(
