@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from slime_like.config.quantisation import NONE
+from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.tree import ConfigTree
 
 INT4 = "int4"
 #: The largest of int4's numbers that has a counterpart below zero.
 INT4_LARGEST = 7.0
+
+
+def rounding_problems(config: ConfigTree) -> list[str]:
+    """What is impossible about weights that are rounded, for engines or in training."""
+    return quantisation_problems(config) + fake_quantisation_problems(config)
 
 
 def fake_quantisation_problems(config: ConfigTree) -> list[str]:
