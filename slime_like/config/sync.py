@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 from slime_like.config.quantisation import NONE, SCHEMES
 from slime_like.config.transports import (
     RECEIVER,
@@ -57,7 +58,9 @@ class SyncConfig:
             " directory."
         ),
     )
-    update_weight_buffer_size: int = flag(512 * 1024 * 1024, help="Bytes of one bucket of tensors.")
+    update_weight_buffer_size: int = flag(
+        512 * 1024 * 1024, help="Bytes of one bucket of tensors.", least=1, most=2**46
+    )
     update_weight_disk_dir: str | None = flag(
         None, help="Folder that trainer and engines both see, for the disk transport. Default: in the run directory."
     )
@@ -108,6 +111,8 @@ class SyncConfig:
             "How long a weight sync waits for an engine in each step, in seconds; for a trainer rank all steps"
             " together."
         ),
+        above=0,
+        most=LONGEST_WAIT_S,
     )
     verify_weight_sync: str = flag(
         "digest",
@@ -119,7 +124,9 @@ class SyncConfig:
         ),
     )
     verify_weight_sync_interval: int = flag(
-        10, help="With --verify-weight-sync digest: probe at the first sync and every this many; 0: never."
+        10,
+        help="With --verify-weight-sync digest: probe at the first sync and every this many; 0: never.",
+        least=0,
     )
     verify_weight_sync_tolerance: float | None = flag(
         None,
@@ -127,6 +134,7 @@ class SyncConfig:
             "Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in"
             " bf16 or with a transform, 0.3 with int8, 1.0 with fp8."
         ),
+        above=0,
     )
 
     def problems(self) -> list[str]:

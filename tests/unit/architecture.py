@@ -113,6 +113,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tinker.store.clients": ("unit/tinker/api/test_isolation.py",),
     "tinker.store.key_rows": ("unit/tinker/api/test_gate.py",),
     "tinker.store.listings": ("unit/tinker/api/test_sdk.py",),
+    "tinker.store.tenant_rows": ("unit/tinker/execution/test_tenant_terms.py",),
     "tinker.store.rows": ("unit/tinker/api/test_isolation.py",),
     "config.quantisation_rules": ("unit/config/test_quantisation.py",),
     "config.sync": ("unit/config/test_placement.py",),
