@@ -1,5 +1,5 @@
 """Training with weights rounded to int4: the trainer is transformers with the rounded weights, whose gradients go to
-the weights in full precision; engines are sent the rounded ones.
+the weights in full precision; engines are sent the rounded ones (slime_like.megatron_backend.model.fake_quantised).
 """
 
 import dataclasses
