@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from slime_like.errors import ConfigError, RunError, UserError
 from slime_like.job.command_line import wants_json
-from slime_like.tinker.options import ServerCommand, read_command
+from slime_like.tinker.options import ServerCommand, read_command, tenant_room
 from slime_like.utils.files import RunDirectory
 from slime_like.utils.logs import start_logging
 from slime_like.utils.supervise import fork_driver
@@ -77,7 +77,7 @@ def _run(command: ServerCommand) -> int:
     config = dataclasses.replace(
         command.config, observability=dataclasses.replace(command.config.observability, run_dir=run.path)
     )
-    cluster = start_cluster(config, command.report.plan, run)
+    cluster = start_cluster(config, command.report.plan, run, tenant_room(command.config, command.server))
     try:
         asyncio.run(_serve(command, cluster))
     finally:

@@ -142,6 +142,8 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "megatron_backend.hf.stages": ("multiprocess/test_own_card.py",),
     "megatron_backend.hf.save": ("multiprocess/test_checkpoint.py",),
+    "megatron_backend.lora.build": ("multiprocess/test_lora.py",),
+    "megatron_backend.lora.gains": ("unit/megatron_backend/lora/test_segments.py",),
     "megatron_backend.lora.state": ("multiprocess/test_lora.py",),
     "megatron_backend.lora.tenant_files": ("multiprocess/test_tenants.py",),
     "megatron_backend.lora.tenant_gradients": ("multiprocess/test_tenants.py",),
