@@ -49,5 +49,8 @@ def test_an_answer_counts_for_a_while(tmp_path):
             await asyncio.sleep(0.15)
             with pytest.raises(Refused):
                 await known.session(session, "local")
+            other = (await http.post("/api/v1/create_session", json={})).json()["session_id"]
+            await known.session(other, "local")
+            assert len(known) == 1, "what is old takes no memory"
 
     asyncio.run(run())

@@ -240,6 +240,13 @@ def test_what_engines_cannot_score_is_refused_with_the_reason(client, asked, rea
         sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 1, params, **asked).result()
 
 
+def test_the_library_logs_that_the_output_layer_is_not_trained(served: Served, caplog):
+    with tinker.ServiceClient(base_url=served.url, api_key="tml-local") as service, caplog.at_level("WARNING"):
+        training = service.create_lora_training_client(base_model=BASE, rank=2)
+        assert training.get_info().is_lora
+    assert any("train_unembed=True has no effect" in record.getMessage() for record in caplog.records)
+
+
 def test_the_base_model_is_sampled_too(client):
     sampler = client.create_sampling_client(base_model=BASE)
     params = types.SamplingParams(max_tokens=1, temperature=0)
@@ -374,7 +381,7 @@ def test_what_a_tenant_has_is_listed_and_changed(client):
     assert {c.checkpoint_id for c in listed} == {"weights/one", "sampler_weights/two"}
     assert weights in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]
     info = rest.get_weights_info_by_tinker_path(weights).result()
-    assert (info.base_model, info.lora_rank, info.train_mlp) == (BASE, 4, True)
+    assert (info.base_model, info.lora_rank, info.train_mlp, info.train_unembed) == (BASE, 4, True, False)
     rest.publish_checkpoint_from_tinker_path(weights).result()
     rest.set_checkpoint_ttl_from_tinker_path(weights, 3600).result()
     (changed,) = [c for c in rest.list_checkpoints(training.model_id).result().checkpoints if c.tinker_path == weights]
