@@ -7,6 +7,7 @@ import math
 from urllib.parse import urlsplit
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 
 #: Built-in rewards; rollout/rewards implements exactly these.
 REWARD_TYPES = (
@@ -74,14 +75,19 @@ class RewardConfig:
             " (--reward-key)."
         ),
     )
-    rm_concurrency: int = flag(64, help="Most requests to --rm-url at a time.")
+    rm_concurrency: int = flag(64, help="Most requests to --rm-url at a time.", least=1)
     rm_retries: int = flag(
-        5, help="Tries of a request to --rm-url that failed for a reason that may pass (connection, 5xx)."
+        5,
+        help="Tries of a request to --rm-url that failed for a reason that may pass (connection, 5xx).",
+        least=1,
     )
     reward_key: str | None = flag(None, help="Key of the reward when the function, or --rm-url, gives a dict.")
     eval_reward_key: str | None = flag(None, help="The key in evaluations. Default: --reward-key.")
     reward_timeout_s: float = flag(
-        60.0, help="Deadline of scoring one sample (with --group-rm: one prompt's), in seconds."
+        60.0,
+        help="Deadline of scoring one sample (with --group-rm: one prompt's), in seconds.",
+        above=0,
+        most=LONGEST_WAIT_S,
     )
     on_reward_error: str = flag(
         "fail",
@@ -111,10 +117,15 @@ class RewardConfig:
             "Punish responses by their length within the last so many tokens before --rollout-max-response-len (DAPO's"
             " soft overlong punishment)."
         ),
+        least=1,
     )
-    overlong_penalty_factor: float = flag(1.0, help="The punishment at the limit; it grows to it in proportion.")
-    reward_batch_size: int = flag(16, help="Most samples in one forward pass of the reward model.")
-    reward_model_timeout_s: float = flag(300.0, help="Deadline of one forward pass of the reward model, in seconds.")
+    overlong_penalty_factor: float = flag(
+        1.0, help="The punishment at the limit; it grows to it in proportion.", above=0
+    )
+    reward_batch_size: int = flag(16, help="Most samples in one forward pass of the reward model.", least=1)
+    reward_model_timeout_s: float = flag(
+        300.0, help="Deadline of one forward pass of the reward model, in seconds.", above=0, most=LONGEST_WAIT_S
+    )
 
     @property
     def drops_errors(self) -> bool:

@@ -87,7 +87,7 @@ def typed_value(argv: Sequence[str], flag: str) -> list[str] | None:
 def _parsed(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"--backend-config is no JSON: {error}."]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"--backend-config is no JSON object of keys and values, but {text[:100]}."])

@@ -136,7 +136,9 @@ def _line(row: Any, terms: Any) -> str:
 
 def _limits(text: str) -> dict[str, Any]:
     limits = json.loads(text)
-    if not isinstance(limits, dict) or not all(type(value) in (int, float) and value > 0 for value in limits.values()):
+    if not isinstance(limits, dict) or not all(
+        type(value) in (int, float) and 0 < value < math.inf for value in limits.values()
+    ):
         raise ValueError("no object of positive numbers")
     return limits
 

@@ -27,6 +27,7 @@ FENCES = {
         "sglang_backend.launcher",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_quant",
         "weight_sync",
     },
     "torch": {
@@ -36,6 +37,7 @@ FENCES = {
         "reward_model",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_quant",
     },
     "aiohttp": {"rollout", "testing", "weight_sync.delta.receiver"},
     "httpx": {"sglang_backend.client"},
@@ -113,7 +115,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tinker.store.listings": ("unit/tinker/api/test_sdk.py",),
     "tinker.store.tenant_rows": ("unit/tinker/execution/test_tenant_terms.py",),
     "tinker.store.rows": ("unit/tinker/api/test_isolation.py",),
-    "config.quantisation": ("unit/weight_sync/test_quantise.py",),
+    "config.quantisation_rules": ("unit/config/test_quantisation.py",),
     "config.sync": ("unit/config/test_placement.py",),
     "config.tree": ("unit/config/test_run.py",),
     "cluster.engine_actor": ("e2e/test_config_file.py",),
@@ -132,6 +134,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.step.critic": ("multiprocess/test_critic.py",),
     "megatron_backend.step.forward": ("multiprocess/test_forward.py",),
     "megatron_backend.step.gradient_sync": ("multiprocess/test_interleaved.py",),
+    "megatron_backend.hf.eight_bits": ("unit/megatron_backend/hf/test_files.py",),
     "megatron_backend.hf.names_and_shards": (
         "multiprocess/test_interleaved.py",
         "unit/megatron_backend/hf/test_tables.py",

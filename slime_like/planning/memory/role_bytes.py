@@ -53,7 +53,7 @@ class RoleBytes:
         self._trained = name in ("actor", "critic")
         self._offloads = name != "reward" and config.offloads_train(on_gpu=True)
         self._swapped = name == "ref" and not plan.has_processes("ref")
-        self._adapters = config.adapters if name == "actor" else None
+        self._adapters = config.adapters if self._trained else None
         self._variant = Variant(value_head=name in ("critic", "reward"))
         parallel, model = config.parallel, config.model
         self._per_stage = max(1, self._role.num_gpus // parallel.pipeline_model_parallel_size)
@@ -84,8 +84,10 @@ class RoleBytes:
             dp_size = max(1, self._per_stage // parallel.tensor_model_parallel_size)
             trained, frozen = chunks, 0
             if self._adapters is not None:
-                trained = adapter_chunks(self._config.model, parallel, stage, self._adapters)
-                frozen = sum(p.numel for chunk in chunks for p in chunk)
+                head = self._variant.value_head
+                trained = adapter_chunks(self._config.model, parallel, stage, self._adapters, value_head=head)
+                both = {p.name for chunk in trained for p in chunk}  # a critic's head
+                frozen = sum(p.numel for chunk in chunks for p in chunk if p.name not in both)
             self._stages[stage] = StageBytes(
                 trained, parallel, self._precision, dp_size=dp_size,
                 expert_dp_size=max(1, self._per_stage // self._experts),
