@@ -15,6 +15,7 @@ from slime_like.planning.memory.parameters import model_parameters
 #: Parameters as the model cards and checkpoints state them, tied embeddings counted once.
 PUBLISHED = {
     "tiny-qwen3": 828_800,
+    "tiny-qwen3-blocks": 1_025_664,
     "tiny-qwen3-moe": 1_856_896,
     "qwen2.5-0.5B": 494_032_768,
     "qwen2.5-1.5B": 1_543_714_304,
