@@ -116,7 +116,7 @@ elif [[ -z "${HF_CHECKPOINT}" ]]; then
   HF_CHECKPOINT="${RUN}/model"
   "${PYTHON}" scripts/from_gguf.py "${GGUF}" "${HF_CHECKPOINT}"
 fi
-"${PYTHON}" scripts/examples/smollm2/make_data.py "${RUN}/data" --seed "${SEED}" --statements "${STATEMENTS}" --warm-up "${WARM_UP_ROWS}" --eval "${EVAL_ROWS}"
+"${PYTHON}" scripts/examples/smollm2/needle_rows.py "${RUN}/data" --seed "${SEED}" --statements "${STATEMENTS}" --warm-up "${WARM_UP_ROWS}" --eval "${EVAL_ROWS}"
 
 printf '\nrun-smollm2 1/3: supervised warm-up, %d rows that show the form of an answer and nothing of the task\n' "${WARM_UP_ROWS}"
 "${PYTHON}" train.py "${COMMON_ARGS[@]}" "${WARM_UP_ARGS[@]}" --hf-checkpoint "${HF_CHECKPOINT}"
@@ -125,5 +125,5 @@ printf '\nrun-smollm2 2/3: GRPO, %d rollouts of %d prompts x %d samples\n' "${NU
 "${PYTHON}" train.py "${COMMON_ARGS[@]}" "${GRPO_ARGS[@]}" "$@"
 
 printf '\nrun-smollm2 3/3: the same held-out questions, before and after, answered by plain transformers\n'
-"${PYTHON}" -m scripts.examples.smollm2.report "${RUN}" --shown "${SHOWN}"
+"${PYTHON}" scripts/examples/smollm2/report.py "${RUN}" --shown "${SHOWN}"
 printf 'run-smollm2: %d s in all\n' "${SECONDS}"

@@ -1,6 +1,6 @@
 """Say what scripts/run-smollm2.sh learned: its curve, held-out pass rates against baselines, answers before and after.
 
-usage: python -m scripts.examples.smollm2.report RUN [--shown 6] [--judged-from 20]
+usage: report.py RUN [--shown 6] [--judged-from 20]
 
 Answers are those of plain transformers, greedy, with the folders that the warm-up and GRPO wrote. RUN/report.json holds
 it all. Fails if the held-out pass rate did not rise above the warm-up's and the best constant answer's (shorter runs
@@ -20,7 +20,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from scripts.examples.smollm2.make_data import baselines
 from slime_like.rollout.agents.adapters.reasoning_gym import score
 
 MOST_NEW_TOKENS = 10
@@ -100,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     rows = read_lines(args.run / "data/eval.jsonl")
     report = {"held_out": len(rows)} | of_metrics(read_lines(args.run / "grpo/metrics.jsonl"))
-    report["baselines"] = baselines([row["metadata"]["reasoning_gym"]["entry"] for row in rows])
+    report["baselines"] = json.loads((args.run / "data/baselines.json").read_text(encoding="utf-8"))
     report["answers"] = dialogues(args.run, rows[: args.shown])
     (args.run / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     show(report)

@@ -1,6 +1,6 @@
 """The rows of scripts/run-smollm2.sh: held out is held out, the warm-up shows no answer; and its report."""
 
-# Covers scripts/examples/smollm2/make_data.py and report.py.
+# Covers scripts/examples/smollm2/needle_rows.py and report.py.
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.examples.smollm2 import make_data, report
+from scripts.examples.smollm2 import needle_rows, report
 from slime_like.errors import DataError
 from slime_like.rollout.agents.adapters.reasoning_gym import score
 
@@ -22,7 +22,7 @@ SIZES = {"sft": 96, "train": 60, "eval": 48}
 
 
 def written(out: Path, seed: int, statements: int = 3) -> dict[str, list[dict]]:
-    make_data.write(out, seed=seed, statements=statements, sizes=SIZES)
+    needle_rows.write(out, seed=seed, statements=statements, sizes=SIZES)
     return {name: report.read_lines(out / f"{name}.jsonl") for name in SIZES}
 
 
@@ -34,6 +34,8 @@ def test_no_held_out_text_is_trained_on_and_every_seed_has_the_same(tmp_path: Pa
     first, second = (written(tmp_path / str(seed), seed) for seed in (0, 1))
     assert {name: len(rows) for name, rows in first.items()} == SIZES
     assert first["eval"] == second["eval"]
+    entries = [row["metadata"]["reasoning_gym"]["entry"] for row in first["eval"]]
+    assert json.loads((tmp_path / "0/baselines.json").read_text()) == needle_rows.baselines(entries)
     assert not set(texts(first["train"])) & set(texts(second["train"]))
     for rows in (first, second):
         assert not set(texts(rows["eval"])) & {*texts(rows["train"]), *texts(rows["sft"])}
@@ -41,9 +43,9 @@ def test_no_held_out_text_is_trained_on_and_every_seed_has_the_same(tmp_path: Pa
 
 def test_a_text_that_is_held_out_is_left_out_wherever_the_generator_draws_it():
     [one, two, three] = [{"entry": {"question": f"{name} likes red. \nWho?"}} for name in "ABC"]
-    assert make_data.choose(iter([one, two, three, one]), 2, without={"A likes red."}) == [two, three]
+    assert needle_rows.choose(iter([one, two, three, one]), 2, without={"A likes red."}) == [two, three]
     with pytest.raises(DataError, match="1 of 3 texts are new"):
-        make_data.choose(iter([one, two]), 3, without={"A likes red."})
+        needle_rows.choose(iter([one, two]), 3, without={"A likes red."})
 
 
 def test_the_reward_pays_the_label_and_nothing_that_holds_it(tmp_path: Path):
@@ -59,7 +61,7 @@ def test_the_reward_pays_the_label_and_nothing_that_holds_it(tmp_path: Path):
 @pytest.mark.parametrize("statements", [2, 4])
 def test_the_warm_up_shows_a_name_of_the_text_and_never_the_question(tmp_path: Path, statements: int):
     rows = written(tmp_path, 0, statements)
-    names = [make_data.names_of({"question": row["prompt"][-1]["content"]}) for row in rows["sft"]]
+    names = [needle_rows.names_of({"question": row["prompt"][-1]["content"]}) for row in rows["sft"]]
     for row, among in zip(rows["sft"], names, strict=True):
         assert len(among) == statements and row["response"] in among
         assert row["prompt"][-1]["content"].endswith("\nWho is named? Reply only with a name.")
@@ -67,7 +69,7 @@ def test_the_warm_up_shows_a_name_of_the_text_and_never_the_question(tmp_path: P
         range(statements)
     )
     for row in rows["train"]:
-        assert row["label"] in make_data.names_of({"question": row["prompt"][-1]["content"]})
+        assert row["label"] in needle_rows.names_of({"question": row["prompt"][-1]["content"]})
 
 
 def test_baselines_by_hand():
@@ -75,7 +77,7 @@ def test_baselines_by_hand():
     entries = [{"answer": answer, "question": f"{text} \nWho?"} for answer, text in asked]
     # constant: "A" in two of three; random: one of two, two of three, one of two
     expected = {"constant": 2 / 3, "random": (1 / 2 + 2 / 3 + 1 / 2) / 3}
-    assert make_data.baselines(entries) == pytest.approx(expected)
+    assert needle_rows.baselines(entries) == pytest.approx(expected)
 
 
 def test_the_script_plans_without_a_file_and_passes_flags_on(repo_root: Path, tmp_path: Path):

@@ -1,13 +1,13 @@
 """Write the rows of scripts/run-smollm2.sh: who, of several people in a text, does what is asked for (reasoning-gym).
 
-usage: make_data.py OUT [--seed 0] [--statements 3] [--train 2000] [--warm-up 192] [--eval 64]
+usage: needle_rows.py OUT [--seed 0] [--statements 3] [--train 2000] [--warm-up 192] [--eval 64]
 
 OUT gets
   sft.jsonl    texts with another question ("Who is named?") and a "response" of the right form: a name out of the text
                at random, so that the warm-up shows what an answer looks like, and neither the task nor one answer of it
   train.jsonl  prompts with the answer as label, and what the task's own score needs as metadata
   eval.jsonl   the same of held-out seeds of the generator, for every --seed; none of its texts is in the others
-It prints one JSON line: what the best constant answer scores on eval.jsonl, and a name out of the text at random.
+  baselines.json   what scores on eval.jsonl without reading: the best constant answer, a name out of the text at random
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def baselines(entries: Sequence[Mapping]) -> dict[str, float]:
 
 
 def write(out: Path, *, seed: int, statements: int, sizes: Mapping[str, int]) -> dict[str, float]:
-    """sft.jsonl, train.jsonl and eval.jsonl of `sizes` rows; returns the baselines of eval.jsonl."""
+    """sft.jsonl, train.jsonl and eval.jsonl of `sizes` rows, and baselines.json, whose content is returned."""
     first = (1 + 2 * seed) * SEEDS_APART
     held_out = choose(questions(statements, first_seed=0), sizes["eval"], without=set())
     texts = {text_of(row["entry"]) for row in held_out}
@@ -110,7 +110,9 @@ def write(out: Path, *, seed: int, statements: int, sizes: Mapping[str, int]) ->
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return baselines([row["entry"] for row in held_out])
+    scores = baselines([row["entry"] for row in held_out])
+    (out / "baselines.json").write_text(json.dumps(scores) + "\n", encoding="utf-8")
+    return scores
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         scores = write(args.out, seed=args.seed, statements=args.statements, sizes=sizes)
     except UserError as error:
-        print(f"make_data: {error}", file=sys.stderr)
+        print(f"needle_rows: {error}", file=sys.stderr)
         return 2
     print(json.dumps({"rows": sizes} | {name: round(score, 4) for name, score in scores.items()}))
     return 0
