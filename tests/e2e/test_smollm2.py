@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.hf_oracle import largest_difference
 from tests.e2e.runs import ROOT, Finished, assert_nothing_left, environment, our_processes, run_train
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long_run, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long_run, pytest.mark.timeout(2400)]
 
 SMALL = {"NUM_ROLLOUT": "2", "PROMPTS": "2", "SAMPLES": "4", "WARM_UP_ROWS": "32", "EVAL_ROWS": "8", "SHOWN": "2"}
 
@@ -34,7 +34,7 @@ def run_script(models: Path, run: Path, *flags: str) -> dict:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=700,
+        timeout=1500,
     )
     finished = Finished(done.returncode, done.stdout, run / "grpo")
     assert done.returncode == 0, finished.logs() if (run / "grpo/logs").is_dir() else done.stdout[-4000:]
