@@ -11,7 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from slime_like.algorithms.finite import describe_non_finite, is_finite
+from slime_like.config.base import shortened
 from slime_like.errors import CheckpointError
+from slime_like.utils.files import give_usual_mode
 
 INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
@@ -29,7 +32,8 @@ def is_hf_folder(folder: str) -> bool:
 class HfReader:
     """Tensors of one HF folder by name, read lazily and only as far as asked for.
 
-    Raises CheckpointError naming file and tensor where something is missing, torn or of another shape.
+    Raises CheckpointError naming file and tensor where something is missing, torn, of another shape, of a data type
+    that is none of floats, or holds a number that is NaN or infinite.
     """
 
     def __init__(self, folder: str):
@@ -51,25 +55,27 @@ class HfReader:
                 f"{self.folder} has no tensor {name!r}, which this architecture needs (it has {len(self._file_of)}"
                 " others)."
             )
-        path = self._file_of[name]
-        try:
-            view = self._file(path).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together."
-            ) from None
+        path, view = self._file_of[name], self._slice(name)
         actual_shape = tuple(view.get_shape())
         if actual_shape != shape:
             raise CheckpointError(
                 f"{path}: tensor {name!r} has shape {list(actual_shape)}, the architecture asks for {list(shape)}."
             )
-        if dim is None:
-            return view[:]
-        return view[start:stop] if dim == 0 else view[:, start:stop]
+        if view.get_dtype() not in _TORCH_DTYPES:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is of the data type {view.get_dtype()}; weights are read as"
+                f" {', '.join(_TORCH_DTYPES)}. Fix: a checkpoint in one of them."
+            )
+        part = view[:] if dim is None else view[start:stop] if dim == 0 else view[:, start:stop]
+        if not is_finite(part):
+            raise CheckpointError(
+                f"{path}: of tensor {name!r} {describe_non_finite(part)}. Fix: another copy of the checkpoint."
+            )
+        return part
 
     def dtype(self) -> str:
         """The widest data type among the weights, in torch's word: what holds all of them without loss."""
-        types = {self._file(path).get_slice(name).get_dtype() for name, path in self._file_of.items()}
+        types = {self._slice(name).get_dtype() for name in self._file_of}
         return next((ours for theirs, ours in _TORCH_DTYPES.items() if theirs in types), ", ".join(sorted(types)))
 
     def _find_tensors(self) -> dict[str, str]:
@@ -77,21 +83,35 @@ class HfReader:
         if os.path.isfile(index):
             try:
                 with open(index, encoding="utf-8") as file:
-                    return {
-                        name: os.path.join(self.folder, part) for name, part in json.load(file)["weight_map"].items()
-                    }
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{index} is no index of tensors: {error!r}") from None
+                    parts = dict(json.load(file)["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise CheckpointError(f"{index} is no index of tensors: {shortened(error)}") from None
+            for name, part in parts.items():
+                if not isinstance(part, str) or os.path.basename(part) != part or not part.endswith(".safetensors"):
+                    raise CheckpointError(
+                        f"{index}: tensor {shortened(name)} is in {shortened(part)}, which is no .safetensors file of"
+                        " the folder."
+                    )
+            return {name: os.path.join(self.folder, part) for name, part in parts.items()}
         single = os.path.join(self.folder, "model.safetensors")
         if not os.path.isfile(single):
             raise CheckpointError(f"{self.folder} has neither {INDEX_NAME} nor model.safetensors: no weights to load.")
         return dict.fromkeys(self._file(single).keys(), single)
 
+    def _slice(self, name: str):
+        path = self._file_of[name]
+        try:
+            return self._file(path).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together."
+            ) from None
+
     def _file(self, path: str):
         if path not in self._open:
             try:
                 self._open[path] = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
         return self._open[path]
 
@@ -114,6 +134,7 @@ def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix:
             os.path.join(folder, name),
             metadata={"format": "pt"},
         )
+        give_usual_mode(os.path.join(folder, name))
         file_of.update(dict.fromkeys(pending, name))
         pending.clear()
 
