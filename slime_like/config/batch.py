@@ -60,6 +60,9 @@ class BatchConfig:
         ),
         least=1,
     )
+    log_probs_micro_batch_size: int | None = flag(
+        None, help="As --micro-batch-size, for passes without gradients. Default: the same.", least=1
+    )
     balance_data: bool = flag(
         False, help="Give the data parallel ranks equal numbers of tokens instead of equal sample counts."
     )
@@ -77,6 +80,15 @@ class BatchConfig:
         if size is None:
             return GPU_CHUNK_TOKENS if on_gpu else None
         return size if size > 0 else None
+
+    @property
+    def scoring(self) -> BatchConfig:
+        """How passes without gradients are cut."""
+        return dataclasses.replace(
+            self,
+            max_tokens_per_gpu=self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu,
+            micro_batch_size=self.log_probs_micro_batch_size or self.micro_batch_size,
+        )
 
     def problems(self) -> list[str]:
         """What is impossible about the batch flags by themselves."""
@@ -100,12 +112,18 @@ class BatchConfig:
                     f"--{name.replace('_', '-')} does nothing without --use-dynamic-batch-size. Fix: add it, with"
                     " --max-tokens-per-gpu."
                 )
+        if self.log_probs_micro_batch_size and self.use_dynamic_batch_size:
+            problems.append(
+                "--log-probs-micro-batch-size counts samples, and --use-dynamic-batch-size packs by tokens. Fix:"
+                " --log-probs-max-tokens-per-gpu."
+            )
         counts = (
             "global_batch_size",
             "num_steps_per_rollout",
             "micro_batch_size",
             "max_tokens_per_gpu",
             "log_probs_max_tokens_per_gpu",
+            "log_probs_micro_batch_size",
         )
         for name in (*counts, "data_pad_size_multiplier"):
             value = getattr(self, name)

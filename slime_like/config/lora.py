@@ -99,6 +99,16 @@ class LoraConfig:
         start_a, start_b = _STARTS_OF[self.lora_init]
         return self.lora_a_init or start_a, self.lora_b_init or start_b
 
+    @property
+    def of_critic(self) -> LoraConfig:
+        """The same for a critic, whose output layer is its value head: trained whole, beside the adapters."""
+        excluded, (output,) = self.lora_exclude_modules or [], OUTPUT.modules
+        if len(excluded) == 1 and not _NAME.fullmatch(excluded[0]):
+            excluded = [f"(?:{excluded[0]})|{output}"]  # a pattern stands alone
+        else:
+            excluded = [*excluded, output]
+        return dataclasses.replace(self, lora_exclude_modules=excluded)
+
     def targets(self, module: str) -> bool:
         """Whether the HF module of this whole name has an adapter (PEFT's check_target_module_exists)."""
         excluded = self.lora_exclude_modules

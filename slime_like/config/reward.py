@@ -96,6 +96,28 @@ class RewardConfig:
         above=0,
         most=LONGEST_WAIT_S,
     )
+    on_reward_error: str = flag(
+        "fail",
+        choices=("fail", "drop"),
+        help=(
+            "When a reward, or --custom-generate-function-path, raises, hangs or gives no number: end the run, or throw"
+            " that prompt's group away and ask it again."
+        ),
+    )
+    reward_error_tries: int = flag(
+        3,
+        help=(
+            "With --on-reward-error drop: groups of a prompt that may have such an error, or one of its environment,"
+            " before it is put aside for the rest of the run and named."
+        ),
+        least=1,
+    )
+    max_reward_error_share: float = flag(
+        0.1,
+        help="With --on-reward-error drop: the run ends when more than this share of its last 256 groups had an error.",
+        least=0,
+        most=1,
+    )
     reward_model_weight: float = flag(
         1.0, help="Reward = the rule's (--rm-type or --custom-rm-path) + this x the model's (--reward-load)."
     )
@@ -114,6 +136,11 @@ class RewardConfig:
     reward_model_timeout_s: float = flag(
         300.0, help="Deadline of one forward pass of the reward model, in seconds.", above=0, most=LONGEST_WAIT_S
     )
+
+    @property
+    def drops_errors(self) -> bool:
+        """Whether an error of the user's own functions costs a group, and not the run."""
+        return self.on_reward_error == "drop"
 
     @property
     def uses_server(self) -> bool:
@@ -160,6 +187,12 @@ class RewardConfig:
         for name in ("rm_concurrency", "rm_retries", "reward_batch_size", "overlong_buffer_len"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+        for name in ("reward_error_tries", "max_reward_error_share"):
+            if getattr(self, name) != getattr(RewardConfig, name) and not self.drops_errors:
+                problems.append(
+                    f"--{name.replace('_', '-')} does nothing without --on-reward-error drop. Fix: add it, or drop"
+                    " this."
+                )
         for name in ("reward_timeout_s", "reward_model_timeout_s"):
             if not getattr(self, name) > 0:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0.")

@@ -6,6 +6,7 @@ import dataclasses
 
 from slime_like.config.base import flag
 from slime_like.config.bounds import LONGEST_WAIT_S
+from slime_like.config.quantisation import NONE, SCHEMES
 from slime_like.config.transports import (
     RECEIVER,
     SHARED_FOLDER,
@@ -96,6 +97,14 @@ class SyncConfig:
             " quantised weights with their scales. Built in: slime_like.weight_sync.transform.to_bf16."
         ),
     )
+    rollout_quantization: str = flag(
+        NONE,
+        choices=(NONE, *SCHEMES),
+        help=(
+            "Engines keep their linear layers in eight bits: int8 (a scale for each row), fp8 (for each block of 128 x"
+            " 128) or fp8-per-tensor (for each matrix). The trainer quantises what it sends, at each sync."
+        ),
+    )
     update_weight_timeout_s: float = flag(
         600.0,
         help=(
@@ -123,7 +132,7 @@ class SyncConfig:
         None,
         help=(
             "Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in"
-            " bf16 or with a transform."
+            " bf16, with a transform or int8, 0.2 with fp8."
         ),
         above=0,
     )

@@ -38,6 +38,11 @@ _LOOPS_OWN: dict[str, set[str]] = {
     "lora": set(),
     "sync": set(),
 }
+#: --tenant-micro-batches in words.
+_MICRO_BATCHES = {
+    "own": "each of one model's rows; its numbers are those that it has alone, to the bit",
+    "shared": "of several models' rows where they are ready together; their numbers round otherwise than alone",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,38 @@ class ServerConfig:
     max_samples_a_tenant: int = flag(128, help="The same of one tenant.", least=1)
     batch_tokens: int = flag(
         65_536, help="Tokens of several models' passes that are handed to the trainer together.", least=1
+    )
+    max_whole_models: int = flag(
+        1,
+        help="Of --max-models, those whose client trains all parameters: each takes 16 bytes of host memory a parameter"
+        " while it waits for its turn on the device; others wait on disk, and come back.",
+        least=1,
+    )
+    max_ephemeral_samplers: int = flag(
+        8,
+        help="Unnamed samplers of a model that are kept, the latest ones; older ones end when nothing uses them.",
+        least=1,
+    )
+    max_requests_a_tenant: int = flag(
+        4096,
+        help="Calls of a tenant under way, unless its key was given other limits; more are answered with 429.",
+        least=1,
+    )
+    max_tokens_a_tenant: int = flag(16_777_216, help="Tokens of these calls.", least=1)
+    sampling_weight: float = flag(
+        1.0, help="Seconds that samples get of shared GPUs for one of training, where both have work.", above=0
+    )
+    turn_s: float = flag(
+        2.0,
+        help="How long training, or sampling, keeps shared GPUs while the other waits.",
+        above=0,
+        most=LONGEST_WAIT_S,
+    )
+    tenant_micro_batches: str = flag(
+        "own",
+        choices=("own", "shared"),
+        help="Whether rows of several models may be in one micro-batch of the trainer: shared is faster where clients"
+        " send few rows, and rounds otherwise; with own a model's numbers are those that it has alone, to the bit.",
     )
     snapshot_every_steps: int = flag(
         8,
@@ -162,7 +199,8 @@ class ServerCommand:
             f" {server.weights}\n"
             f"adapters: of rank 1 to {server.max_lora_rank}; {server.max_adapters_resident} on the trainer's device,"
             f" {server.max_models} in the trainer; in each of {engines} engines {server.max_cpu_loras},"
-            f" {server.max_loras} in one batch; they travel as folders"
+            f" {server.max_loras} in one batch; they travel as folders\n"
+            f"micro-batches of the trainer: {_MICRO_BATCHES[server.tenant_micro_batches]}"
         )
 
     def to_json(self) -> str:
@@ -173,14 +211,13 @@ class ServerCommand:
 def read_command(argv: Sequence[str]) -> ServerCommand:
     """Parse and check a command line. Raises ConfigError with every problem."""
     server, plain = _server_flags(argv)
-    keys = read_keys(server.backend_config, _both(server, plain, argv))
-    own, passed = _own_keys(keys.argv)
+    own, passed = _own_keys(read_keys(server.backend_config, _both(server, plain, argv)))
     server = dataclasses.replace(server, **own)  # type: ignore[arg-type]  # names and types are those of the fields
     if problems := server.problems() + _typed_problems(plain):
         raise ConfigError(problems)
     command = parse_args([*_implied(server, [*plain, *passed]), *plain, *passed], has_data=False)
     config = command.config
-    problems = _of_no_use(config)
+    problems = _of_no_use(config) + _turns_problems(server, config)
     if problems:
         raise ConfigError(problems)
     config = _with_adapters(config, server)
@@ -189,9 +226,7 @@ def read_command(argv: Sequence[str]) -> ServerCommand:
         problems = [*report.problems, *config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
             raise ConfigError(problems)
-    return ServerCommand(
-        server=server, config=config, report=report, plan=command.plan, notes=(*keys.notes, *command.notes)
-    )
+    return ServerCommand(server=server, config=config, report=report, plan=command.plan, notes=tuple(command.notes))
 
 
 def tenants_plan(plan: PlacementPlan) -> PlacementPlan:
@@ -294,6 +329,15 @@ def _implied(server: ServerConfig, typed: Sequence[str]) -> list[str]:
         product *= int(size[0]) if size and size[0].isdecimal() else 1
     unless("--rollout-batch-size", str(product))
     return implied
+
+
+def _turns_problems(server: ServerConfig, config: RunConfig) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(server, name):g} does nothing: trainer and engines have GPUs of"
+        " their own, so neither waits for the other. Fix: leave it out, or --colocate."
+        for name in ("sampling_weight", "turn_s")
+        if not config.placement.colocate and getattr(server, name) != getattr(ServerConfig, name)
+    ]
 
 
 def _of_no_use(config: RunConfig) -> list[str]:
