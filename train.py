@@ -67,8 +67,9 @@ def _train(command: Command, report: PlanReport) -> int:
     from slime_like.loops import sync_loop
     from slime_like.observability.console import ProgressConsole
     from slime_like.observability.metrics import MetricsLog
-    from slime_like.utils.files import write_atomic
+    from slime_like.utils.files import keep_files_private, write_atomic
 
+    keep_files_private(share=command.config.observability.share_run_dir)
     resolved = resolve(command.config, report.plan)
     run, plan = resolved.run, resolved.plan
     write_atomic(run.config, resolved.config.to_json())
