@@ -74,7 +74,7 @@ def _train(command: Command, report: PlanReport) -> int:
     write_atomic(run.config, resolved.config.to_json())
     write_atomic(run.plan, as_json(dataclasses.replace(report, plan=plan)))
     console = ProgressConsole(resolved.num_rollout)
-    for note in (*command.notes, render_plan(plan), f"run directory {run.path}"):
+    for note in (*command.notes, *resolved.notes, render_plan(plan), f"run directory {run.path}"):
         console.note(note)
     with MetricsLog(run, tensorboard=resolved.config.observability.use_tensorboard) as log:
         job = build(resolved)

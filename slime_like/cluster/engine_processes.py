@@ -19,6 +19,7 @@ from slime_like.cluster.gpu_environment import nccl_environment
 from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.adapter_rules import versions_at_once
+from slime_like.config.deterministic_rules import engine_flags
 from slime_like.config.lora import adapter_flags
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
@@ -131,6 +132,7 @@ class EngineProcesses:
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang
+            | engine_flags(config, on_gpu=self._bundles.have_cuda)
             | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {})
             | (
                 adapter_flags(config.lora, config.model, num_versions=versions_at_once(config))

@@ -37,6 +37,15 @@ class CheckpointConfig:
             " starts fresh."
         ),
     )
+    resume: str | None = flag(
+        None,
+        choices=("auto",),
+        help=(
+            "auto: go on with the run in --run-dir from the newest checkpoint in --save (default: checkpoints/ in the"
+            " run directory) that is whole; where there is none, start. The same command for the first start and every"
+            " later one."
+        ),
+    )
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
     save_interval: int | None = flag(None, help="Save every this many rollouts; the last rollout is always saved.")
     save_hf: str | None = flag(
@@ -55,6 +64,9 @@ class CheckpointConfig:
             "Keep only checkpoints whose number divides by this, and the newest: each save deletes the one before."
             " Default: keep all."
         ),
+    )
+    save_total_limit: int | None = flag(
+        None, help="Most checkpoints that are kept: each save deletes the oldest beyond them. Default: no limit."
     )
     ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.")
     ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.")
@@ -75,6 +87,7 @@ class CheckpointConfig:
         for name, needed in (
             ("async_save", "save"),
             ("save_retain_interval", "save"),
+            ("save_total_limit", "save"),
             ("ckpt_step", "load"),
             ("ref_ckpt_step", "ref_load"),
         ):
@@ -87,6 +100,10 @@ class CheckpointConfig:
         for name in ("ckpt_step", "ref_ckpt_step"):
             if (getattr(self, name) or 0) < 0:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            problems.append(f"--save-total-limit {self.save_total_limit}: must be at least 1.")
+        if self.resume and self.ckpt_step is not None:
+            problems.append("--ckpt-step and --resume auto both say where to go on. Fix: drop one of them.")
         interval = self.save_retain_interval
         if interval is not None and (interval < 1 or self.save_interval is None or interval % self.save_interval):
             problems.append(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
+from slime_like.config.checkpoint_rules import resume_problems
+from slime_like.config.deterministic_rules import deterministic_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -329,6 +331,8 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + _delta_problems(config)
         + async_problems(config)
         + adapter_problems(config)
+        + deterministic_problems(config)
+        + resume_problems(config)
     )
 
 

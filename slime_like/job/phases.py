@@ -297,15 +297,15 @@ class Phases:
         with self.timers.phase("save"):
             if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
                 self.job.critic.save(num_rollouts_done, {})
+            save_hf = self.job.config.checkpoint.save_hf
+            if save_hf:  # before the checkpoint, after which a resumed run would not come here again
+                folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
+                self._trainer.save_hf(folder)
+                self.console.note(f"saved {folder} (HF)")
             state = {"rollout": self._data_state(), "weight_version": self.weights.version}
             folder = self._trainer.save(num_rollouts_done, state)
             self.saving = folder if in_background else None
             self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
-            save_hf = self.job.config.checkpoint.save_hf
-            if save_hf:
-                folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
-                self._trainer.save_hf(folder)
-                self.console.note(f"saved {folder} (HF)")
 
     def finish_save(self, *, wait: bool) -> None:
         """Let a checkpoint that is written in the background count, once it is whole; wait: until it is."""

@@ -22,7 +22,7 @@ def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
     seconds = {f"start/{part.replace(' ', '_')}_seconds": taken for part, taken in job.start_seconds.items()}
     log.log("start", first, seconds)
     console.note("started in " + ", ".join(f"{part} {taken:.1f} s" for part, taken in job.start_seconds.items()))
-    if first >= last:
+    if first >= last and not job.resolved.ends_only:
         console.note(f"nothing to do: {first} of {last} rollouts are done (--num-rollout)")
         return
     if job.engines is not None and job.trainer is not None:

@@ -3,6 +3,8 @@
     {"prompt": 17, "why": "stale"}
     {"resumed": {"stale": 3}, "position": 120}    after a resume: how many an earlier run names, in its own directory
 
+A run that goes on in its own directory (--resume auto) leaves those in that its checkpoint counts.
+
 Of every other prompt that was drawn, samples/ and the ledger of a checkpoint tell. Nothing of it is kept in memory.
 """
 
@@ -11,6 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+
+from slime_like.utils.files import read_json_lines, write_atomic
 
 
 class DropLog:
@@ -25,6 +29,12 @@ class DropLog:
 
     def resumed(self, dropped: Mapping[str, int], position: int) -> None:
         """What a checkpoint counts of before it was saved."""
+        count = sum(dropped.values())
+        if self._path is not None and self._path.exists():
+            lines = [line for line in read_json_lines(self._path) if "prompt" in line]
+            if len(lines) >= count:  # this run's own
+                write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines[:count]))
+                return
         self._write({"resumed": dict(dropped), "position": position})
 
     def _write(self, record: dict) -> None:

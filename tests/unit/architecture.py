@@ -27,6 +27,7 @@ FENCES = {
         "sglang_backend.launcher",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_invariance",
         "weight_sync",
     },
     "torch": {
@@ -36,6 +37,7 @@ FENCES = {
         "reward_model",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_invariance",
     },
     "aiohttp": {"rollout", "testing", "weight_sync.delta.receiver"},
     "httpx": {"sglang_backend.client"},
