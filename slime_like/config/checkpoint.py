@@ -7,6 +7,9 @@ import os
 
 from slime_like.config.base import flag
 
+#: Longest time between a signal and the end of the save that it asks for: utils/supervise.py waits a little longer.
+MOST_PREEMPTION_S = 110.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -68,6 +71,13 @@ class CheckpointConfig:
     save_total_limit: int | None = flag(
         None, help="Most checkpoints that are kept: each save deletes the oldest beyond them. Default: no limit."
     )
+    preemption_timeout_s: float = flag(
+        60.0,
+        help=(
+            "With --save: SIGTERM or SIGUSR1 saves what is trained and ends the run with status 143, at the latest"
+            " after so many seconds."
+        ),
+    )
     ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.")
     ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.")
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of checkpoints.")
@@ -102,6 +112,11 @@ class CheckpointConfig:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
         if self.save_total_limit is not None and self.save_total_limit < 1:
             problems.append(f"--save-total-limit {self.save_total_limit}: must be at least 1.")
+        if not 0 < self.preemption_timeout_s <= MOST_PREEMPTION_S:
+            problems.append(
+                f"--preemption-timeout-s {self.preemption_timeout_s:g}: must be above 0, and at most"
+                f" {MOST_PREEMPTION_S:g}: then train.py's supervisor ends the run."
+            )
         if self.resume and self.ckpt_step is not None:
             problems.append("--ckpt-step and --resume auto both say where to go on. Fix: drop one of them.")
         interval = self.save_retain_interval

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_like.errors import RunError
+from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
 from slime_like.observability.console import ProgressConsole
@@ -51,11 +52,15 @@ class Phases:
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     weights: WeightsRef = WeightsRef()
     saving: str | None = None  # the checkpoint that is being written in the background
+    preemption: Preemption = dataclasses.field(init=False)
+    num_done: int = 0  # rollouts that the trainer's weights have been trained on
+    num_saved: int = 0  # of those, what the newest checkpoint has
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
 
     def __post_init__(self) -> None:
+        self.preemption = Preemption(self.job.config.checkpoint.preemption_timeout_s)
         if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
             self.weights = POLICY
 
@@ -100,7 +105,7 @@ class Phases:
 
     def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
         """One rollout step's scored groups, and its metrics."""
-        with self._explained("generate"):
+        with self._explained("generate"), self.preemption.interruptible():
             rollout = self._rollouts.generate(step, self.job.watch("generate"))
         if self.job.config.asynchrony.is_async:  # else it is the phase's own time
             for start, end in rollout.busy:
@@ -150,6 +155,7 @@ class Phases:
             if self.job.reference is not None and self.job.config.loss.updates_reference_after(step):
                 self._update_reference(self.job.reference)
         self._account_trained()
+        self.num_done = step + 1
         metrics |= {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
         self.log.log("train", step, metrics)
         return report, metrics
@@ -282,7 +288,7 @@ class Phases:
 
     def _evaluate(self, step: int) -> None:
         started = time.monotonic()
-        with self._explained("eval"):
+        with self._explained("eval"), self.preemption.interruptible():
             metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
         self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
@@ -304,6 +310,7 @@ class Phases:
                 self.console.note(f"saved {folder} (HF)")
             state = {"rollout": self._data_state(), "weight_version": self.weights.version}
             folder = self._trainer.save(num_rollouts_done, state)
+            self.num_saved = num_rollouts_done
             self.saving = folder if in_background else None
             self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
 
@@ -318,9 +325,19 @@ class Phases:
         self.console.note(f"saved {self.saving}")
         self.saving = None
 
+    def save_before_end(self, asked_by: str) -> None:
+        """Leave a checkpoint of everything that was trained, however the run's last phase was left."""
+        if self.num_done > self.num_saved:
+            if self.job.engines is not None:
+                self.release()
+            self.save(self.num_done)
+        self.finish_save(wait=True)
+        self.console.note(f"{asked_by}: preempted after {self.num_done} rollouts, which are saved")
+
     def restore(self) -> int:
         """Continue where the loaded checkpoint stopped; returns the first step to do."""
         job, state = self.job, self.job.client_state
+        self.num_done = self.num_saved = job.num_rollouts_done
         if state:
             (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])

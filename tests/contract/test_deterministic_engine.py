@@ -18,7 +18,7 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from tests.helpers.tiny_models import make_tiny_model
 
-NUM_PROMPTS, NUM_TOKENS = 64, 24
+NUM_PROMPTS, NUM_TOKENS = 32, 16
 #: name -> family, tensor parallel size, flags beside --enable-deterministic-inference
 ROWS = {
     "tp1": ("qwen3", 1, {}),
@@ -69,8 +69,8 @@ def test_an_answer_does_not_depend_on_the_others(row, tmp_path):
     prompts = [[draw.randrange(5, 60) for _ in range(draw.randrange(2, 100))] for _ in range(NUM_PROMPTS)]
     together = list(range(NUM_PROMPTS))
     orders = {
-        "together": (together, 64),
-        "shuffled": (draw.sample(together, NUM_PROMPTS), 64),
+        "together": (together, NUM_PROMPTS),
+        "shuffled": (draw.sample(together, NUM_PROMPTS), NUM_PROMPTS),
         "eight": (together[::-1], 8),
     }
     engine = launch_engine(spec, timeout_s=120)
@@ -88,7 +88,7 @@ def test_an_answer_does_not_depend_on_the_others(row, tmp_path):
         assert not differing, f"{name}: {len(differing)} of {NUM_PROMPTS} answers differ, first {differing[0]}"
     if "dtype" not in flags:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for number in (0, 17, 63):  # and they are the model's
+        for number in (0, 17, 31):  # and they are the model's
             tokens, scores = alone[number]
             whole = torch.tensor([[*prompts[number], *tokens]])
             with torch.no_grad():

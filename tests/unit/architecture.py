@@ -75,6 +75,7 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is
 #: tested with them. Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "config.checkpoint_rules": ("unit/job/test_resume.py",),
     "config.asynchrony": ("unit/config/test_async_rules.py",),
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 
 from slime_like.errors import RewardError, WaitTimeout
@@ -12,6 +13,8 @@ from slime_like.utils.files import PACKAGE_ROOT
 
 _START_S = 120.0
 _GRACE_S = 5.0
+#: Processes that a task is given to before it counts as one that ends them.
+_TRIES = 2
 
 
 class WorkerPool:
@@ -34,22 +37,27 @@ class WorkerPool:
         return result.get("reward") if result else None
 
     async def run(self, task: dict, *, timeout_s: float) -> dict | None:
-        """What a child answers to the task; None if it took longer than timeout_s, or died."""
+        """What a child answers to the task; None if it took longer than timeout_s, or two of them died of it.
+
+        One that died may have been killed by somebody, the kernel say, which is no fault of the task's.
+        """
         async with self._slots:
-            worker = self._idle.pop() if self._idle else await self._start()
-            finished = False
-            try:
-                # The worker's own alarm fires at timeout_s; ours is for a worker that is stopped or swapped out.
-                result = await asyncio.wait_for(_ask(worker, task | {"seconds": timeout_s}), timeout_s + _GRACE_S)
-                finished = result is not None
-                return result
-            except TimeoutError:
-                return None
-            finally:
-                if finished:
-                    self._idle.append(worker)
-                else:
-                    await self._end(worker)
+            for _ in range(_TRIES):
+                worker = self._idle.pop() if self._idle else await self._start()
+                result = None
+                try:
+                    # The worker's own alarm fires at timeout_s; ours is for a worker that is stopped or swapped out.
+                    result = await asyncio.wait_for(_ask(worker, task | {"seconds": timeout_s}), timeout_s + _GRACE_S)
+                except TimeoutError:
+                    return None
+                finally:
+                    if result is not None:
+                        self._idle.append(worker)
+                    else:
+                        await self._end(worker)
+                if result is not None or worker.returncode == -signal.SIGALRM:  # its own alarm
+                    return result
+            return None
 
     async def close(self) -> None:
         """End all processes."""

@@ -1,0 +1,96 @@
+"""Whoever is killed, wherever a step just is: the same command goes on, and from there on every token, reward, loss and
+weight digest is that of a run that nobody killed, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import same_runs
+from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, environment, our_processes
+
+pytestmark = pytest.mark.e2e
+
+#: What the first sync of a process measures beside what the others do.
+OF_A_START = ("sync/probe_difference", "sync/probe_tokens")
+#: (who, where, rollouts done there): driver, trainer rank, engine, router, Ray.
+BLOWS = [
+    ("driver", "build", 0),
+    ("driver", "generate", 1),
+    ("driver", "score", 1),
+    ("driver", "train", 1),
+    ("driver", "saved", 2),
+    ("driver", "sync", 2),
+    ("driver", "eval", 2),
+    ("supervisor", "trained", 2),
+    ("trainer", "train", 2),
+    ("trainer", "publish checkpoint", 2),
+    ("engine", "generate", 2),
+    ("engine", "sync", 2),
+    ("engine server", "eval", 2),
+    ("router", "generate", 1),
+    ("raylet", "train", 1),
+    ("gcs", "score", 2),
+    ("driver", "saved", 3),
+]
+#: The one that runs with every change: the checkpoint is there, the sync and the evaluation after it are not.
+QUICK = ("driver", "saved", 2)
+
+
+def command(model: Path, data: Path, run_dir: Path, order: dict) -> list[str]:
+    """A run of three rollouts that resumes itself, with a blow."""
+    flags = list(SMALL_RUN)
+    flags[flags.index("--custom-rm-path") + 1] = "tests.e2e.killed_train.even_tokens"
+    return [
+        sys.executable, str(ROOT / "tests/e2e/killed_train.py"), json.dumps(order), *flags,
+        "--deterministic", "--resume", "auto", "--save-interval", "1", "--save-total-limit", "2",
+        "--colocate", "--actor-num-gpus-per-node", "1", "--hf-checkpoint", str(model),
+        "--prompt-data", f"{data}/train.jsonl", "--eval-prompt-data", "sort", f"{data}/train.jsonl@[0:8]",
+        "--eval-interval", "1", "--run-dir", str(run_dir), *same_runs.flags(run_dir),
+    ]  # fmt: skip
+
+
+def run(*arguments) -> Finished:
+    """One process of the run."""
+    line = command(*arguments)
+    environ = environment(PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    done = subprocess.run(
+        line, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
+    )
+    return Finished(done.returncode, done.stdout, Path(line[line.index("--run-dir") + 1]))
+
+
+@pytest.fixture(scope="module")
+def unharmed(tiny_model_dir, tiny_data_dir, tmp_path_factory) -> Finished:
+    """The run that nobody killed."""
+    done = run(tiny_model_dir, tiny_data_dir, tmp_path_factory.mktemp("unharmed") / "run", {})
+    assert done.returncode == 0, done.logs()
+    return done
+
+
+@pytest.mark.parametrize(
+    "blow",
+    [
+        pytest.param(blow, id=" ".join(map(str, blow)), marks=[] if blow == QUICK else pytest.mark.long_run)
+        for blow in BLOWS
+    ],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(blow, unharmed, tiny_model_dir, tiny_data_dir, tmp_path):
+    who, where, step = blow
+    order = {"who": who, "at": where, "step": step, "mark": str(tmp_path / "mark")}
+    before = our_processes()
+    killed = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order)
+    assert Path(order["mark"]).exists() and killed.returncode != 0, killed.logs()
+    assert_nothing_left(before, seconds=45)
+    done = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order)
+    assert done.returncode == 0, done.logs()
+    count = same_runs.assert_same(unharmed, done, without=OF_A_START)
+    print(f"{who} killed at {where} {step}: status {killed.returncode}; {count} numbers are equal")
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*"))
+    assert kept == ["iter_0000002", "iter_0000003"]
