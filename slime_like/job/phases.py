@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_like.errors import RunError
+from slime_like.job import ahead
 from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
@@ -308,7 +309,8 @@ class Phases:
                 folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
                 self._trainer.save_hf(folder)
                 self.console.note(f"saved {folder} (HF)")
-            state = {"rollout": self._data_state(), "weight_version": self.weights.version}
+            state = self._ahead_state(num_rollouts_done)  # waits for it, so the rest comes after
+            state |= {"rollout": self._data_state(), "weight_version": self.weights.version}
             folder = self._trainer.save(num_rollouts_done, state)
             self.num_saved = num_rollouts_done
             self.saving = folder if in_background else None
@@ -341,10 +343,23 @@ class Phases:
         if state:
             (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])
+            if (record := state.get("ahead")) and job.rollouts is not None:
+                groups = ahead.read(job.config.checkpoint.load or "", job.num_rollouts_done, record)
+                job.rollouts.put_ahead(job.num_rollouts_done, groups, record["metrics"])
         if job.reference is not None and job.config.loss.ref_update_interval and job.num_rollouts_done:
             job.config.loss.check_resume(job.num_rollouts_done)
             self._update_reference(job.reference)
         return job.num_rollouts_done
+
+    def _ahead_state(self, num_done: int) -> dict:
+        """The rollout that is trained on next, where it is generated already; a run that is to end waits for none."""
+        rollouts, save = self.job.rollouts, self.job.config.checkpoint.save
+        if rollouts is None or save is None or self.job.config.asynchrony.async_mode != "one-step":
+            return {}
+        wait = not self.preemption.is_asked
+        with self._explained("generate"):
+            rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
+        return {} if rollout is None else {"ahead": ahead.keep(save, num_done, rollout)}
 
     def _data_state(self) -> dict:
         return (self.job.rollouts or self.job.feed).state_dict()

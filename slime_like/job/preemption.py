@@ -42,6 +42,11 @@ class Preemption:
             for number, handler in (before | {signal.SIGALRM: alarm}).items():
                 signal.signal(number, handler)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the run is to end."""
+        return self._asked_by is not None
+
     def check(self) -> None:
         """Raises Preempted if the run was asked to end. Call it where everything that was begun is done."""
         if self._asked_by is not None:

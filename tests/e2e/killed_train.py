@@ -1,7 +1,8 @@
 """train.py in which somebody is killed (SIGKILL) at one point of a step: python tests/e2e/killed_train.py JSON <flags>.
 
-JSON: {"who": one of KILLED, "at": one of POINTS, "step": rollouts done at that point, "mark": a file that comes to be
-just before}. Where the mark is there already nothing happens: the same command line is the one that resumes.
+JSON: {"who": one of KILLED, or a signal that train.py gets, "at": one of POINTS, "step": rollouts done at that point,
+"mark": a file that comes to be just before}. Where the mark is there already nothing happens: the same command line is
+the one that resumes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def strike(point: str, step: int) -> None:
     if ORDER["who"] in ("driver", "supervisor"):
         os.kill(os.getpid() if ORDER["who"] == "driver" else supervisor.pid, signal.SIGKILL)
         time.sleep(30)
+    if ORDER["who"].startswith("SIG"):
+        os.kill(supervisor.pid, signal.Signals[ORDER["who"]])
+        return
     words = KILLED[ORDER["who"]]
     victims = [
         process
@@ -146,7 +150,7 @@ class StrickenActor(train_group.TrainActor):
     def build(self, *meeting) -> dict:
         """As TrainActor."""
         report = super().build(*meeting)
-        if self.order["at"] == "publish checkpoint":
+        if self.order.get("at") == "publish checkpoint":
             from slime_like.megatron_backend.checkpoint import folder
 
             order, publish = self.order, folder.Draft.publish

@@ -9,7 +9,7 @@ import numpy as np
 from tests.e2e.runs import Finished
 
 #: Parts of the names of metrics that tell of time.
-TIMES = ("seconds", "per_second")
+TIMES = ("seconds", "per_second", "bound_share")
 #: Kinds of metric lines that begin with a step, and those that come after it with the number of steps done.
 KINDS = ("rollout", "train", "sync", "eval")
 

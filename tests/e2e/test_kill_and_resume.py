@@ -56,9 +56,9 @@ def command(model: Path, data: Path, run_dir: Path, order: dict) -> list[str]:
     ]  # fmt: skip
 
 
-def run(*arguments) -> Finished:
+def run(*arguments, more: tuple[str, ...] = ()) -> Finished:
     """One process of the run."""
-    line = command(*arguments)
+    line = [*command(*arguments), *more]
     environ = environment(PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     done = subprocess.run(
         line, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
@@ -94,3 +94,30 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(blow, unharmed, tiny_model_
     print(f"{who} killed at {where} {step}: status {killed.returncode}; {count} numbers are equal")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*"))
     assert kept == ["iter_0000002", "iter_0000003"]
+
+
+@pytest.mark.long_run
+def test_a_run_that_is_preempted_and_requeued_goes_on_as_if_nothing_had_been(
+    unharmed, tiny_model_dir, tiny_data_dir, tmp_path
+):
+    """SLURM's signal while answers come, Kubernetes' while the trainer works: each start saves, which nothing else
+    would.
+    """
+    seldom = ("--save-interval", "100", "--preemption-timeout-s", "60")
+    orders = [
+        {"who": "SIGUSR1", "at": "generate", "step": 1, "mark": str(tmp_path / "first")},
+        {"who": "SIGTERM", "at": "train", "step": 1, "mark": str(tmp_path / "second")},
+        {"who": "SIGTERM", "at": "never", "step": 0, "mark": str(tmp_path / "third")},
+    ]
+    before = our_processes()
+    for number, order in enumerate(orders, 1):
+        done = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order, more=seldom)
+        assert done.returncode == (143 if number < 3 else 0), done.logs()
+        saved = tmp_path / "run" / "checkpoints" / f"iter_{number:07d}"
+        assert saved.exists(), done.logs()
+        if number < 3:
+            seconds = saved.stat().st_mtime - float(Path(order["mark"]).read_text())
+            print(f"{order['who']} at {order['at']}: saved after {seconds:.1f} s")
+            assert seconds < 60 and f"preempted after {number} rollouts, which are saved" in done.output
+            assert_nothing_left(before, seconds=1)
+    print(f"{same_runs.assert_same(unharmed, done, without=OF_A_START)} numbers are equal")

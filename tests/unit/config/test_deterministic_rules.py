@@ -11,8 +11,8 @@ from slime_like.job.command_line import parse_args
 
 BASE = [
     "--deterministic", "--plan", "--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2",
-    "--vocab-size", "16", "--ffn-hidden-size", "16", "--normalization", "RMSNorm", "--disable-bias-linear", "--num-rollout", "2", "--rm-type", "math", "--swiglu",
-    "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1",
+    "--vocab-size", "16", "--ffn-hidden-size", "16", "--normalization", "RMSNorm", "--disable-bias-linear", "--swiglu",
+    "--num-rollout", "2", "--rm-type", "math", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1",
 ]  # fmt: skip
 
 
