@@ -19,28 +19,23 @@ pytestmark = pytest.mark.e2e
 
 #: What the first sync of a process measures beside what the others do.
 OF_A_START = ("sync/probe_difference", "sync/probe_tokens")
-#: (who, where, rollouts done there): driver, trainer rank, engine, router, Ray.
-BLOWS = [
-    ("driver", "build", 0),
-    ("driver", "generate", 1),
-    ("driver", "score", 1),
-    ("driver", "train", 1),
-    ("driver", "saved", 2),
-    ("driver", "sync", 2),
-    ("driver", "eval", 2),
-    ("supervisor", "trained", 2),
-    ("trainer", "train", 2),
-    ("trainer", "publish checkpoint", 2),
-    ("engine", "generate", 2),
-    ("engine", "sync", 2),
-    ("engine server", "eval", 2),
-    ("router", "generate", 1),
-    ("raylet", "train", 1),
-    ("gcs", "score", 2),
-    ("driver", "saved", 3),
-]
-#: The one that runs with every change: the checkpoint is there, the sync and the evaluation after it are not.
-QUICK = ("driver", "saved", 2)
+#: Each a run that is killed again and again: (who, where, rollouts done there).
+CHAINS = {
+    # the one that runs with every change: the checkpoint is there, the sync and the evaluation after it are not
+    "quick": [("driver", "saved", 2)],
+    "driver": [
+        ("driver", "build", 0), ("driver", "generate", 1), ("driver", "score", 1), ("driver", "train", 1),
+        ("driver", "sync", 2), ("driver", "eval", 2),
+    ],
+    "trainer, engine, router": [
+        ("engine", "generate", 0), ("trainer", "train", 1), ("router", "generate", 1),
+        ("trainer", "publish checkpoint", 2), ("engine", "sync", 2),
+    ],
+    "Ray, servers": [
+        ("raylet", "train", 1), ("gcs", "score", 1), ("supervisor", "trained", 1), ("engine server", "eval", 2),
+        ("driver", "saved", 3),
+    ],
+}  # fmt: skip
 
 
 def command(model: Path, data: Path, run_dir: Path, order: dict) -> list[str]:
@@ -75,23 +70,19 @@ def unharmed(tiny_model_dir, tiny_data_dir, tmp_path_factory) -> Finished:
 
 
 @pytest.mark.parametrize(
-    "blow",
-    [
-        pytest.param(blow, id=" ".join(map(str, blow)), marks=[] if blow == QUICK else pytest.mark.long_run)
-        for blow in BLOWS
-    ],
+    "chain", [pytest.param(name, marks=[] if name == "quick" else pytest.mark.long_run) for name in CHAINS]
 )
-def test_a_killed_run_goes_on_as_if_nothing_had_been(blow, unharmed, tiny_model_dir, tiny_data_dir, tmp_path):
-    who, where, step = blow
-    order = {"who": who, "at": where, "step": step, "mark": str(tmp_path / "mark")}
+def test_a_killed_run_goes_on_as_if_nothing_had_been(chain, unharmed, tiny_model_dir, tiny_data_dir, tmp_path):
     before = our_processes()
-    killed = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order)
-    assert Path(order["mark"]).exists() and killed.returncode != 0, killed.logs()
-    assert_nothing_left(before, seconds=45)
+    for number, (who, where, step) in enumerate(CHAINS[chain]):
+        order = {"who": who, "at": where, "step": step, "mark": str(tmp_path / f"mark-{number}")}
+        killed = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order)
+        assert Path(order["mark"]).exists() and killed.returncode != 0, killed.logs()
+        assert_nothing_left(before, seconds=45)
+        print(f"{who} killed at {where} {step}: status {killed.returncode}", flush=True)
     done = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order)
     assert done.returncode == 0, done.logs()
-    count = same_runs.assert_same(unharmed, done, without=OF_A_START)
-    print(f"{who} killed at {where} {step}: status {killed.returncode}; {count} numbers are equal")
+    print(f"{same_runs.assert_same(unharmed, done, without=OF_A_START)} numbers are equal")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*"))
     assert kept == ["iter_0000002", "iter_0000003"]
 
