@@ -50,7 +50,9 @@ class CheckpointConfig:
         ),
     )
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
-    save_interval: int | None = flag(None, help="Save every this many rollouts; the last rollout is always saved.")
+    save_interval: int | None = flag(
+        None, help="Save every this many rollouts; the last rollout is always saved.", least=1
+    )
     save_hf: str | None = flag(
         None,
         help=(
@@ -67,9 +69,12 @@ class CheckpointConfig:
             "Keep only checkpoints whose number divides by this, and the newest: each save deletes the one before."
             " Default: keep all."
         ),
+        least=1,
     )
     save_total_limit: int | None = flag(
-        None, help="Most checkpoints that are kept: each save deletes the oldest beyond them. Default: no limit."
+        None,
+        help="Most checkpoints that are kept: each save deletes the oldest beyond them. Default: no limit.",
+        least=1,
     )
     preemption_timeout_s: float = flag(
         60.0,
@@ -77,9 +82,11 @@ class CheckpointConfig:
             "With --save: SIGTERM or SIGUSR1 saves what is trained and ends the run with status 143, at the latest"
             " after so many seconds."
         ),
+        above=0,
+        most=MOST_PREEMPTION_S,
     )
-    ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.")
-    ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.")
+    ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.", least=0)
+    ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.", least=0)
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of checkpoints.")
     no_load_optim: bool = flag(False, help="Do not read optimizer state.")
     no_load_rng: bool = flag(False, help="Do not read random states.")
@@ -110,13 +117,6 @@ class CheckpointConfig:
         for name in ("ckpt_step", "ref_ckpt_step"):
             if (getattr(self, name) or 0) < 0:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
-        if self.save_total_limit is not None and self.save_total_limit < 1:
-            problems.append(f"--save-total-limit {self.save_total_limit}: must be at least 1.")
-        if not 0 < self.preemption_timeout_s <= MOST_PREEMPTION_S:
-            problems.append(
-                f"--preemption-timeout-s {self.preemption_timeout_s:g}: must be above 0, and at most"
-                f" {MOST_PREEMPTION_S:g}: then train.py's supervisor ends the run."
-            )
         if self.resume and self.ckpt_step is not None:
             problems.append("--ckpt-step and --resume auto both say where to go on. Fix: drop one of them.")
         interval = self.save_retain_interval

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import TypeVar
 
+from slime_like.config.deterministic_rules import deterministic_problems
 from slime_like.config.tree import ConfigTree
 
 _Tree = TypeVar("_Tree", bound=ConfigTree)
@@ -21,10 +22,10 @@ def with_own_checkpoints(config: _Tree) -> _Tree:
 
 
 def resume_problems(config: ConfigTree) -> list[str]:
-    """--resume where nothing says which run goes on, or none trains."""
+    """--resume where nothing says which run goes on, or none trains; and what --deterministic cannot hold."""
+    problems = deterministic_problems(config)
     if not config.checkpoint.resume:
-        return []
-    problems = []
+        return problems
     if not config.observability.run_dir:
         problems.append("--resume auto needs --run-dir: the run that goes on. Fix: add it.")
     if config.placement.debug_rollout_only:

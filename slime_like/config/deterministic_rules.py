@@ -8,7 +8,7 @@ from slime_like.config.tree import ConfigTree
 _SEEDED = "enable_deterministic_inference"
 
 
-def engine_flags(config: ConfigTree, *, on_gpu: bool) -> dict[str, bool]:
+def seeded_engine_flags(config: ConfigTree, *, on_gpu: bool) -> dict[str, bool]:
     """SGLang's arguments, beside the user's, of the engines that this run starts.
 
     Without a GPU there is no prefix cache: a prefix that was once generated, and one that was read as part of a prompt,

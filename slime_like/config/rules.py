@@ -5,7 +5,8 @@ from __future__ import annotations
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
 from slime_like.config.checkpoint_rules import resume_problems
-from slime_like.config.deterministic_rules import deterministic_problems
+from slime_like.config.lora_targets import target_modules
+from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -319,6 +320,12 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
     if config.optimizer.critic_lr is not None and not config.needs_critic:
         problems.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
+    if config.needs_critic and config.lora.enabled and config.model.is_known:
+        if not any(map(config.lora.of_critic.targets, target_modules(config.model))):
+            problems.append(
+                "--lora-target-modules lm_head leaves the critic none to adapt: its output layer is its value head."
+                " Fix: name more modules."
+            )
     if config.sync.custom_weight_transform_path and (not config.uses_engines or config.placement.debug_rollout_only):
         problems.append("--custom-weight-transform-path: this run sends no weights. Fix: leave it out.")
     if config.sync.update_weight_interface and config.placement.colocate:
@@ -331,8 +338,8 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + _delta_problems(config)
         + async_problems(config)
         + adapter_problems(config)
-        + deterministic_problems(config)
         + resume_problems(config)
+        + quantisation_problems(config)
     )
 
 

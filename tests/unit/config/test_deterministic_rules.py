@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.config.deterministic_rules import deterministic_problems, engine_flags
+from slime_like.config.deterministic_rules import deterministic_problems, seeded_engine_flags
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.job.command_line import parse_args
@@ -49,6 +49,6 @@ def test_what_depends_on_who_was_faster_is_refused(flags, message):
 
 def test_engines_of_a_host_without_gpus_have_no_prefix_cache():
     config = parse_args(BASE).config
-    assert engine_flags(config, on_gpu=True) == {"enable_deterministic_inference": True}
-    assert engine_flags(config, on_gpu=False)["disable_radix_cache"] is True
-    assert engine_flags(RunConfig(), on_gpu=False) == {} and deterministic_problems(RunConfig()) == []
+    assert seeded_engine_flags(config, on_gpu=True) == {"enable_deterministic_inference": True}
+    assert seeded_engine_flags(config, on_gpu=False)["disable_radix_cache"] is True
+    assert seeded_engine_flags(RunConfig(), on_gpu=False) == {} and deterministic_problems(RunConfig()) == []
