@@ -35,6 +35,10 @@ def deterministic_problems(config: ConfigTree) -> list[str]:
         ),
         (asynchrony.partial_rollout, "--partial-rollout: where an answer is ended depends on who was faster"),
         (size is not None, f"--over-sampling-batch-size {size}: how much is drawn depends on which groups end first"),
+        (
+            checkpoint.no_save_optim and checkpoint.resume is not None,
+            "--no-save-optim and --resume: the optimizer would begin anew",
+        ),
         (config.serving.serve_rollout, "--serve-rollout: foreign agents decide what is asked, and when"),
         (
             config.placement.rollout_external and config.uses_engines,

@@ -34,6 +34,7 @@ def test_the_ordinary_run_and_one_step_ahead_are_possible():
         (["--async-mode", "full"], "--async-mode full: weights change under running answers"),
         (["--partial-rollout"], "where an answer is ended depends on who was faster"),
         (["--over-sampling-batch-size", "64"], "--over-sampling-batch-size 64"),
+        (["--no-save-optim", "--resume", "auto", "--run-dir", "r"], "the optimizer would begin anew"),
         (["--serve-rollout"], "foreign agents"),
         (["--rollout-external", "--rollout-external-engine-addrs", "127.0.0.1:30000"], "engines of somebody else's"),
         (
