@@ -28,6 +28,7 @@ from slime_like.errors import RunError
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.cpu_compat import BATCH_INVARIANT
 from slime_like.sglang_backend.launcher import EngineSpec
 from slime_like.utils.net import host_port
 
@@ -131,7 +132,8 @@ class EngineProcesses:
             host=host,
             dtype={True: "bfloat16", False: "float32", None: None}[config.optimizer.bf16],
             gpu_ids=tuple(self._bundles.gpus[i].gpu_id for i in bundles),
-            environment=nccl_environment(os.environ, config.engine.sglang),
+            environment=nccl_environment(os.environ, config.engine.sglang)
+            | ({BATCH_INVARIANT: "1"} if config.observability.deterministic else {}),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.cpu_compat import BATCH_INVARIANT
 from slime_like.sglang_backend.launcher import EngineSpec, launch_engine
 from tests.helpers.tiny_models import make_tiny_model
 
@@ -61,7 +62,7 @@ def test_an_answer_does_not_depend_on_the_others(row, tmp_path):
     make_tiny_model(str(folder), family, vocab_size=128)
     spec = EngineSpec(
         index=0, model_path=str(folder), tp_size=tp_size, dtype="float32", log_path=str(tmp_path / "engine.log"),
-        context_length=256,
+        context_length=256, environment={BATCH_INVARIANT: "1"},
         extra_flags={"enable_deterministic_inference": True, "disable_radix_cache": True, "skip_tokenizer_init": True}
         | flags,
     )  # fmt: skip
