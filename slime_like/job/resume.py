@@ -62,6 +62,7 @@ def going_on(config: RunConfig, point: ResumePoint) -> RunConfig:
     """The config of a run that continues itself: --load and what goes with it were for its beginning."""
     checkpoint = dataclasses.replace(
         config.checkpoint,
+        resume=None,  # as it is resolved: config.json must say the one or the other
         load=config.checkpoint.save,
         ckpt_step=point.num_rollouts_done,
         finetune=False,

@@ -51,6 +51,7 @@ def test_the_newest_whole_checkpoint_counts_whatever_the_tracker_says(tmp_path):
     assert "iter_0000003/shard" in point.notes()[0] and "after 2 rollouts" in point.notes()[1]
     going_on = resume.going_on(config(tmp_path, finetune=True, hf_checkpoint="model"), point).checkpoint
     assert (going_on.load, going_on.ckpt_step, going_on.finetune) == (str(tmp_path), 2, False)
+    assert going_on.problems() == []
 
 
 def test_no_whole_checkpoint_is_an_error_and_no_fresh_start(tmp_path):
