@@ -12,7 +12,7 @@ Of every other prompt that was drawn, samples/ and the ledger of a checkpoint te
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from slime_like.utils.files import read_json_lines, write_atomic
@@ -32,13 +32,20 @@ class DropLog:
         """One row of the data, which no prompt is made of any more."""
         self._write({"put_aside": row, "error": error})
 
-    def resumed(self, dropped: Mapping[str, int], position: int) -> None:
-        """What a checkpoint counts of before it was saved."""
+    def resumed(self, dropped: Mapping[str, int], position: int, rows: Collection[int] = ()) -> None:
+        """What a checkpoint counts of before it was saved. rows: those that were put aside."""
         count = sum(dropped.values())
         if self._path is not None and self._path.exists():
-            lines = [line for line in read_json_lines(self._path) if "prompt" in line]
-            if len(lines) >= count:  # this run's own
-                write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines[:count]))
+            lines = read_json_lines(self._path)
+            prompts = [number for number, line in enumerate(lines) if "prompt" in line]
+            if len(prompts) >= count:  # this run's own
+                later = set(prompts[count:])
+                kept = [
+                    line
+                    for number, line in enumerate(lines)
+                    if number not in later and line.get("put_aside", None) in (None, *rows)
+                ]
+                write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in kept))
                 return
         self._write({"resumed": dict(dropped), "position": position})
 

@@ -30,9 +30,11 @@ def test_a_run_that_goes_on_in_its_own_directory_names_each_prompt_once(tmp_path
     log = DropLog(path)
     for prompt in (3, 5, 9):
         log(prompt, "stale")
-    DropLog(path).resumed({"stale": 2}, 8)  # the third one was dropped after the checkpoint, and is drawn again
+        log.put_aside(prompt + 100, "KeyError")
+    DropLog(path).resumed({"stale": 2}, 8, {103: "KeyError", 105: "KeyError"})  # the others came after the checkpoint
+    assert [line.get("put_aside", line.get("prompt")) for line in read_json_lines(path)] == [3, 103, 5, 105]
     DropLog(path)(9, "stale")
-    assert [line["prompt"] for line in read_json_lines(path)] == [3, 5, 9]
+    assert [line["prompt"] for line in read_json_lines(path) if "prompt" in line] == [3, 5, 9]
 
 
 def test_without_a_run_directory_nothing_is_written(tmp_path, monkeypatch):
