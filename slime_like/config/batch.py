@@ -61,7 +61,7 @@ class BatchConfig:
         least=1,
     )
     log_probs_micro_batch_size: int | None = flag(
-        None, help="As --micro-batch-size, for passes without gradients. Default: the same."
+        None, help="As --micro-batch-size, for passes without gradients. Default: the same.", least=1
     )
     balance_data: bool = flag(
         False, help="Give the data parallel ranks equal numbers of tokens instead of equal sample counts."

@@ -103,10 +103,13 @@ class RewardConfig:
             "With --on-reward-error drop: groups of a prompt that may have such an error, or one of its environment,"
             " before it is put aside for the rest of the run and named."
         ),
+        least=1,
     )
     max_reward_error_share: float = flag(
         0.1,
         help="With --on-reward-error drop: the run ends when more than this share of its last 256 groups had an error.",
+        least=0,
+        most=1,
     )
     reward_model_weight: float = flag(
         1.0, help="Reward = the rule's (--rm-type or --custom-rm-path) + this x the model's (--reward-load)."
@@ -177,10 +180,6 @@ class RewardConfig:
         for name in ("rm_concurrency", "rm_retries", "reward_batch_size", "overlong_buffer_len"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
-        if self.reward_error_tries < 1:
-            problems.append(f"--reward-error-tries {self.reward_error_tries}: must be at least 1.")
-        if not 0 <= self.max_reward_error_share <= 1:
-            problems.append(f"--max-reward-error-share {self.max_reward_error_share}: must be from 0 to 1.")
         for name in ("reward_error_tries", "max_reward_error_share"):
             if getattr(self, name) != getattr(RewardConfig, name) and not self.drops_errors:
                 problems.append(
