@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
-from slime_like.config.checkpoint_rules import resume_problems
 from slime_like.config.lora_targets import target_modules
 from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.transports import fitting
@@ -341,7 +340,6 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + _delta_problems(config)
         + async_problems(config)
         + adapter_problems(config)
-        + resume_problems(config)
         + quantisation_problems(config)
     )
 
