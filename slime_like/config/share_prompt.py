@@ -50,6 +50,8 @@ def share_prompt_notices(config: ConfigTree) -> list[str]:
     """Why prompts that could be shared are not, or what changes because they are."""
     if config.rollout.n_samples_per_prompt == 1 or config.is_sft or config.placement.debug_rollout_only:
         return []
+    if not config.batch.use_dynamic_batch_size:
+        return []  # a plain run, whose samples come one by one
     cannot, changed = cannot_share(config), changed_by_sharing(config)
     if config.batch.share_prompt == "on" and changed:
         return [f"--share-prompt on: {changed}, each shared prompt once"]

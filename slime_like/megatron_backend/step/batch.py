@@ -17,7 +17,8 @@ from slime_like.algorithms.shared_batches import plan_shared_micro_batches
 from slime_like.algorithms.shared_prompts import LEAST_SAVED, PromptGroup, prompt_groups, saved, shared_row
 from slime_like.config.run import RunConfig
 from slime_like.config.share_prompt import shares_prompts
-from slime_like.errors import DataError
+from slime_like.errors import ConfigError, DataError
+from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 from slime_like.megatron_backend.step.packing import PackedBatch, PackLayout, num_trained_tokens, pack
 from slime_like.megatron_backend.step.routing_replay import RoutingReplay
@@ -79,7 +80,7 @@ class StepCutter:
         self._batch, self._loss, self._device, self._num_chunks = batch, config.loss, device, num_chunks
         self._reducer, self._plugin_args = load_loss_plugins(config.loss).pg_reducer, config.plugin_args()
         self._replay = replay
-        self._shares = shares_prompts(config)
+        self._shares = shares_prompts(config) and _takes_branches(config)
         self._flops = forward_flops(config.model) if batch.balance_by_flops else None
         padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
         multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
@@ -205,3 +206,16 @@ class StepCutter:
     def _count_multiple(self) -> int:
         """Megatron's condition for the interleaved schedule."""
         return parallel_state.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
+
+
+def _takes_branches(config: RunConfig) -> bool:
+    """Whether the model's attention is ours, which sees packs as rows. Raises ConfigError where it must and is not."""
+    if not config.model.is_known or not uses_transformer_engine(config.model.attention_backend):
+        return True
+    if config.batch.share_prompt == "on":
+        problem = (
+            "--share-prompt on: transformer-engine's attention takes no samples that share their prompts. Fix:"
+            " --attention-backend local, or --share-prompt auto."
+        )
+        raise ConfigError([problem])
+    return False

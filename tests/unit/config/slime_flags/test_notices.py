@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from slime_like.config.batch import BatchConfig
 from slime_like.config.engine import EngineConfig
 from slime_like.config.model import ModelConfig
 from slime_like.config.placement import PlacementConfig
@@ -16,9 +15,8 @@ from slime_like.config.slime_flags.notices import notices
 
 
 def plain(**groups) -> RunConfig:
-    """Groups of two: a group of one is a notice of its own, and so are prompts that cannot be shared."""
-    batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=100)
-    return RunConfig(**{"rollout": RolloutConfig(n_samples_per_prompt=2), "batch": batch, **groups})
+    """Groups of two: a group of one is a notice of its own."""
+    return RunConfig(**{"rollout": RolloutConfig(n_samples_per_prompt=2), **groups})
 
 
 def test_a_plain_run_needs_no_notice():
