@@ -44,12 +44,16 @@ class DataSource:
         self.path = path
         self.tokenizer = tokenizer
         self.num_filtered, self.num_cut = num_filtered, num_cut
-        self._order: tuple[int, np.ndarray] | None = None  # of one epoch
+        self._orders: dict[int, np.ndarray] = {}  # epoch -> its order; of two, since prompts of both may be open
 
     def prompt_at(self, position: int) -> Prompt:
         """The prompt at a position of the stream."""
+        return self.rows[self.row_at(position)].as_prompt(position)
+
+    def row_at(self, position: int) -> int:
+        """Number of the row in the file's order, from 0, that stands at a position of the stream."""
         epoch, offset = divmod(position, len(self.rows))
-        return self.rows[self._epoch_order(epoch)[offset]].as_prompt(position)
+        return int(self._epoch_order(epoch)[offset])
 
     def num_rollouts(self, rollout_batch_size: int) -> int:
         """Rollout steps of the whole run, from --num-rollout or --num-epoch."""
@@ -88,7 +92,7 @@ class DataSource:
                 )
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
+        if epoch not in self._orders:
             count = len(self.rows)
             # A pair, not a sum: seed 42 in epoch 1 must not repeat seed 43 in epoch 0.
             shuffled = (
@@ -96,8 +100,8 @@ class DataSource:
                 if self.data.rollout_shuffle
                 else np.arange(count)
             )
-            self._order = (epoch, shuffled)
-        return self._order[1]
+            self._orders = dict([*self._orders.items(), (epoch, shuffled)][-2:])
+        return self._orders[epoch]
 
 
 def load_eval_data(config: RunConfig, tokenizer) -> dict[str, DataSource]:

@@ -1,6 +1,7 @@
 """dropped.jsonl of a run directory: which prompts nobody trains on, and why, a line each, written when it happens.
 
     {"prompt": 17, "why": "stale"}
+    {"put_aside": 12, "error": "…"}               a row that failed too often (--on-reward-error drop), with its error
     {"resumed": {"stale": 3}, "position": 120}    after a resume: how many an earlier run names, in its own directory
 
 Of every other prompt that was drawn, samples/ and the ledger of a checkpoint tell. Nothing of it is kept in memory.
@@ -22,6 +23,10 @@ class DropLog:
     def __call__(self, prompt: int, why: str) -> None:
         """One prompt, known by its position in the stream of prompts."""
         self._write({"prompt": prompt, "why": why})
+
+    def put_aside(self, row: int, error: str) -> None:
+        """One row of the data, which no prompt is made of any more."""
+        self._write({"put_aside": row, "error": error})
 
     def resumed(self, dropped: Mapping[str, int], position: int) -> None:
         """What a checkpoint counts of before it was saved."""

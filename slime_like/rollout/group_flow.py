@@ -130,9 +130,7 @@ class GroupFlow:
 
     def _all_failed(self) -> bool:
         """Whether everything that ended since the last hand-out failed: engines that are gone get no more requests."""
-        return bool(self._pool.outcomes) and all(
-            len(outcome.failed) == len(outcome.group.samples) for outcome in self._pool.outcomes
-        )
+        return bool(self._pool.outcomes) and all(outcome.got_nothing for outcome in self._pool.outcomes)
 
     def _room(self) -> int:
         """How many groups may be begun now."""

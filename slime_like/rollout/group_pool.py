@@ -14,6 +14,7 @@ from slime_like.records import Prompt, SampleGroup
 from slime_like.rollout.groups import GroupOutcome
 from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN
 from slime_like.rollout.prompt_feed import PromptFeed
+from slime_like.rollout.put_aside import PUT_ASIDE
 
 #: Reasons in the ledger for groups that are not trained on; those of a filter stand behind "filter/".
 FAILED_GROUP, SURPLUS, STALE = "failed", "surplus", "stale"
@@ -122,7 +123,11 @@ class GroupPool:
         self.outcomes.append(outcome)
         self._feed.ledger.move(prompt, READY)
         self.ready[prompt] = ReadyGroup(outcome, begun_with)
-        why = FAILED_GROUP if outcome.failed else self._judge(outcome)
+        if self._feed.keeps_asking(prompt, outcome.user_error):
+            self.ask_again(prompt)
+            return
+        why = PUT_ASIDE if self._feed.is_put_aside(prompt) else None
+        why = why or (FAILED_GROUP if outcome.failed else self._judge(outcome))
         if why is not None:
             self.drop(prompt, why)
 

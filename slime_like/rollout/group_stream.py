@@ -123,7 +123,7 @@ def is_hopeful(pool: GroupPool) -> bool:
     """Whether something has gone well, or nothing has ended: a failure is not replaced before, so that engines that
     are gone get no more requests.
     """
-    return not pool.running or not pool.outcomes or any(map(_has_good_sample, pool.outcomes))
+    return not pool.running or not pool.outcomes or not all(outcome.got_nothing for outcome in pool.outcomes)
 
 
 def exhausted(pool: GroupPool, num_drawn: int, count: int, max_draws: int) -> str:
@@ -135,7 +135,3 @@ def exhausted(pool: GroupPool, num_drawn: int, count: int, max_draws: int) -> st
         f"rollout: of {num_drawn} prompts only {len(pool.ready)} of {count} groups could be kept "
         f"(--dynamic-sampling-max-draws {max_draws}). Dropped: {why}.{last}"
     )
-
-
-def _has_good_sample(outcome: GroupOutcome) -> bool:
-    return len(outcome.failed) < len(outcome.group.samples)

@@ -9,13 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
-from slime_like.errors import EngineError, RunError
+from slime_like.errors import EngineError, RewardError, RunError
 from slime_like.records import ABORTED, FAILED, Prompt, Sample, SampleGroup
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.rewards.overlong import punish_overlong
 from slime_like.rollout.rewards.scorer import RewardScorer
-from slime_like.rollout.sample_builder import SampleBuilder
+from slime_like.rollout.sample_builder import FAULT, SampleBuilder
 
 #: How often a sample whose request failed or was aborted is asked for again (each time with the client's own retries).
 NUM_REGENERATIONS = 2
@@ -43,6 +43,18 @@ class GroupOutcome:
     def failed(self) -> list[Sample]:
         """The samples that could not be had."""
         return [sample for sample in self.group.samples if sample.status == FAILED]
+
+    @property
+    def got_nothing(self) -> bool:
+        """Whether engines answered none of its requests: perhaps they are gone."""
+        return len(self.failed) == len(self.group.samples) and self.user_error is None
+
+    @property
+    def user_error(self) -> str | None:
+        """What the user's own part (a reward, an environment, an agent, a function) has failed with; None if it has
+        not.
+        """
+        return next((sample.error for sample in self.failed if sample.metadata.get(FAULT)), None)
 
 
 class PlaysEpisodes(Protocol):
@@ -72,7 +84,9 @@ class _Episode:
 
 
 class GroupMaker:
-    """Generates and scores; raises only for faults of the user's own functions, never for a failed request."""
+    """Generates and scores; raises only for faults of the user's own functions, with --on-reward-error fail, and never
+    for a failed request.
+    """
 
     def __init__(
         self,
@@ -124,7 +138,10 @@ class GroupMaker:
     async def _scored_together(self, episodes: list[_Episode], prompt: Prompt, sampling: Sampling) -> list[_Episode]:
         """The episodes with --group-rm's rewards; failed ones have theirs already and are not shown to the function."""
         last = [episode.segments[-1] for episode in episodes if not episode.failed]
-        scored = iter(await self._scorer.score_group(last, prompt, evaluation=self._evaluation))
+        try:
+            scored = iter(await self._scorer.score_group(last, prompt, evaluation=self._evaluation))
+        except RewardError as error:
+            return [_Episode((self._failed_by_user(prompt, i, error),), 0, 0) for i in range(len(episodes))]
         return [
             episode if episode.failed else episode.rewarded(self._shaped(next(scored), sampling))
             for episode in episodes
@@ -144,8 +161,13 @@ class GroupMaker:
                 episode = _Episode(tuple(segments), failures, interrupted)
                 if self._scorer.config.group_rm:
                     return episode
-                scored = await self._scorer.score(segments[-1], prompt, evaluation=self._evaluation)
+                try:
+                    scored = await self._scorer.score(segments[-1], prompt, evaluation=self._evaluation)
+                except RewardError as of_user:
+                    return _Episode((self._failed_by_user(prompt, index, of_user),), failures, interrupted)
                 return episode.rewarded(self._shaped(scored, sampling))
+            if any(sample.metadata.get(FAULT) for sample in segments) and self._scorer.config.drops_errors:
+                return _Episode((segments[-1],), failures, interrupted)  # its prompt is asked again, if at all
             if FAILED not in ended and self._policy.explains_abort(changes):
                 # Our own sync ended the request: that is no failure of the prompt's, and long answers meet it more
                 # often.
@@ -156,6 +178,12 @@ class GroupMaker:
             if failures > NUM_REGENERATIONS:
                 error = next((sample.error for sample in segments if sample.error), "the engine aborted the request")
                 return _Episode((SampleBuilder(prompt, index).fail(error),), failures, interrupted)
+
+    def _failed_by_user(self, prompt: Prompt, index: int, error: RunError) -> Sample:
+        """A failed sample for an error of the user's own part. Raises it with --on-reward-error fail."""
+        if not self._scorer.config.drops_errors:
+            raise error
+        return SampleBuilder(prompt, index).fail(f"{type(error).__name__}: {error}", of_user=True)
 
     def _shaped(self, sample: Sample, sampling: Sampling) -> Sample:
         """The scored sample, punished for its length if that is asked for; never in evaluations."""
@@ -172,7 +200,12 @@ class GroupMaker:
             if self._player is not None:
                 return await self._player.play(prompt, index, sampling)
             if self._custom_generate is not None:
-                return await self._custom(self._custom_generate, prompt, index, request)
+                try:
+                    return await self._custom(self._custom_generate, prompt, index, request)
+                except EngineError:
+                    raise
+                except RunError as error:
+                    return [self._failed_by_user(prompt, index, error)]
             sample = builder.generated(await self._client.generate(prompt.tokens, request)).finish()
         except (EngineError, aiohttp.ClientError, OSError) as error:  # OSError includes TimeoutError
             return [builder.fail(f"{type(error).__name__}: {error}")]
@@ -225,7 +258,7 @@ def refuse_if_all_failed(outcomes: Sequence[GroupOutcome]) -> None:
     in vain.
     """
     samples = [sample for outcome in outcomes for sample in outcome.group.samples]
-    if samples and all(sample.status == FAILED for sample in samples):
+    if samples and all(outcome.got_nothing for outcome in outcomes):
         raise RunError(f"rollout: all {len(samples)} samples failed. Last error: {samples[-1].error}")
 
 

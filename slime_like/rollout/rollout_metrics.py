@@ -114,6 +114,7 @@ def drop_metrics(outcomes: Sequence[GroupOutcome], dropped: collections.Counter[
         ),
         "rollout/failed_requests": float(sum(outcome.num_failures for outcome in outcomes)),
         "rollout/failed_samples": float(sum(len(outcome.failed) for outcome in outcomes)),
+        "rollout/user_errors": float(sum(outcome.user_error is not None for outcome in outcomes)),
         "rollout/interrupted_requests": float(sum(outcome.num_interrupted for outcome in outcomes)),
         "rollout/dropped_groups": float(dropped[FAILED_GROUP]),
         "rollout/filtered_groups": float(sum(filtered.values())),

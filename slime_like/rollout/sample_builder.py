@@ -15,6 +15,9 @@ from slime_like.rollout.generate import Generation
 #: A sample's status by what its last generation ended with; the worst of all turns counts.
 _WORSE = {COMPLETED: 0, TRUNCATED: 1, ABORTED: 2, FAILED: 3}
 
+#: Key in a failed sample's metadata: what failed was the user's own part.
+FAULT = "fault"
+
 
 class SampleBuilder:
     """Begins with the prompt; then `observe` what the environment says and `generated` what the policy says, any number
@@ -89,10 +92,14 @@ class SampleBuilder:
             routed_experts=self._experts,
         )
 
-    def fail(self, error: str) -> Sample:
-        """A sample without a response, whatever came before: nothing to train on, reward 0, and the reason."""
-        empty = SampleBuilder(self._prompt, self._sample_index, segment_index=self._segment_index)
-        return dataclasses.replace(empty.finish(FAILED), reward=0.0, error=error)
+    def fail(self, error: str, *, of_user: bool = False) -> Sample:
+        """A sample without a response, whatever came before: nothing to train on, reward 0, and the reason.
+
+        of_user: it is a fault of the user's own part: a reward, an environment, an agent or a function.
+        """
+        empty = SampleBuilder(self._prompt, self._sample_index, segment_index=self._segment_index).finish(FAILED)
+        metadata = {**empty.metadata, FAULT: True} if of_user else empty.metadata
+        return dataclasses.replace(empty, reward=0.0, error=error, metadata=metadata)
 
     def _append(
         self, tokens: Sequence[int] | np.ndarray, *, mask: int, logprobs: np.ndarray, version: int | np.ndarray

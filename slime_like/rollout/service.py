@@ -27,6 +27,7 @@ from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome
 from slime_like.rollout.hooks import chosen_prompts, eval_data, filtered_samples, logged
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.prompt_feed import PromptFeed
+from slime_like.rollout.put_aside import PutAside
 from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
 from slime_like.rollout.rollout_metrics import FILTERED, detail_metrics, drop_metrics, ledger_metrics, sample_metrics
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
@@ -68,7 +69,8 @@ class RolloutService:
     ):
         self._config = config
         run_dir = config.observability.run_dir
-        self.feed = PromptFeed(source, RunDirectory(run_dir).dropped if run_dir else None)
+        put_aside = PutAside(config.reward) if config.reward.drops_errors else None
+        self.feed = PromptFeed(source, RunDirectory(run_dir).dropped if run_dir else None, put_aside)
         self.policy = Policy()
         self._taken_at: float | None = None
         self._trained_on = {self.policy.weights.version: 0}  # weight version -> rollouts that it was trained on
@@ -140,6 +142,7 @@ class RolloutService:
         metrics |= {
             "rollout/seconds": seconds,
             "rollout/tokens_per_second": metrics["rollout/generated_tokens"] / seconds,
+            "rollout/put_aside_rows": float(self.feed.put_aside_rows),
             "rollout/unscorable_samples": float(self._scorer.num_unscorable - unscorable),
         }
         if self.feed.epoch is not None:
@@ -213,6 +216,7 @@ class RolloutService:
     async def close(self) -> None:
         """End what runs, close connections, end the reward processes."""
         await self.stream.stop()
+        self.feed.log_put_aside()
         for part in (self._client, self._eval_client, self._scorer, self._agents):
             if part is not None:
                 await part.close()

@@ -55,6 +55,10 @@ class UserDataSource(DataSource):
             raise DataError(f"{self.path}: num_rows is {count!r}; it must be a number from 1 on, or None.")
         return count
 
+    def row_at(self, position: int) -> int:
+        """Rows of the object are known by their position."""
+        return position
+
     def prompt_at(self, position: int) -> Prompt:
         """The object's row at a position, rendered. Raises DataError naming the position."""
         where = f"{self.path}, row {position}"

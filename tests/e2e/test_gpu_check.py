@@ -22,6 +22,7 @@ def climb(folder, *more: str, timeout_s: float) -> dict[str, dict]:
     return {rung["name"]: rung for rung in json.loads((folder / "gpu_report.json").read_text())["rungs"]}
 
 
+@pytest.mark.long_run  # train steps on the pretended device: tests/pretend_gpu; the report: tests/unit/scripts
 def test_a_train_step_and_what_needs_a_gpu(tmp_path):
     rungs = climb(tmp_path, "--only", "driver,train_step", timeout_s=200)
     assert {name: rung["verdict"] for name, rung in rungs.items()} == {

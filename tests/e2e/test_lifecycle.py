@@ -66,7 +66,8 @@ def test_interrupted_run_leaves_nothing(base, tmp_path, number, status, files_le
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("when", ["starting", "running"])
+# While it runs, what is left behind is the test above's; what is said, this one's at its start.
+@pytest.mark.parametrize("when", ["starting", pytest.param("running", marks=pytest.mark.long_run)])
 def test_a_driver_that_is_killed_is_named_and_leaves_nothing(base, tmp_path, files_left, when):
     """As the kernel does when memory runs out; train.py, which the user sees, tells it."""
     before = our_processes()

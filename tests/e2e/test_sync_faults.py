@@ -117,6 +117,8 @@ def faulty(tiny_data_dir, tmp_path):
     return run
 
 
+# Every kind of change is caught by name in multiprocess/test_fault_table.py; the error ends a run as any does.
+@LONG
 def test_a_tensor_changed_in_flight_ends_the_run(faulty, tiny_model_dir):
     """Nothing but the engine's own digests can know of it."""
     run = faulty(tiny_model_dir, {"kind": "flipped", "names": [TENSOR]}, "--actor-num-gpus-per-node", 1, "--colocate")

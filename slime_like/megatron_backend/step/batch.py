@@ -15,6 +15,7 @@ from slime_like.algorithms.micro_batches import plan_micro_batches
 from slime_like.algorithms.reduce import checked_weights, token_weights
 from slime_like.algorithms.shared_batches import plan_shared_micro_batches
 from slime_like.algorithms.shared_prompts import LEAST_SAVED, PromptGroup, prompt_groups, saved, shared_row
+from slime_like.config.batch import BatchConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.share_prompt import shares_prompts
 from slime_like.errors import ConfigError, DataError
@@ -109,14 +110,13 @@ class StepCutter:
         )
         groups = self._groups(samples)
 
-        def packed(tokens_per_gpu: int | None) -> tuple[tuple[PackedBatch, ...], int]:
+        def packed(batch: BatchConfig) -> tuple[tuple[PackedBatch, ...], int]:
             if groups is None:
-                return self._packed(samples, weights, tokens_per_gpu), sum(lengths)
-            assert tokens_per_gpu is not None, "prompts are shared in dynamic batches, which have a cap"
-            return self._packed_shared(samples, groups, weights, tokens_per_gpu)
+                return self._packed(samples, weights, batch), sum(lengths)
+            assert batch.max_tokens_per_gpu, "prompts are shared in dynamic batches, which have a cap"
+            return self._packed_shared(samples, groups, weights, batch.max_tokens_per_gpu)
 
-        limit, scoring_limit = self._batch.max_tokens_per_gpu, self._batch.log_probs_max_tokens_per_gpu
-        packs, num_computed = packed(limit)
+        (packs, num_computed), scoring = packed(self._batch), self._batch.scoring
         return StepBatch(
             packs=packs,
             policy_weights=self._policy_weights(samples, packs),
@@ -124,7 +124,7 @@ class StepCutter:
             num_tokens=sum(lengths),
             num_computed_tokens=num_computed,
             num_trained_tokens=sum(trained),
-            scoring_packs=packed(scoring_limit)[0] if scoring_limit not in (None, limit) else None,
+            scoring_packs=packed(scoring)[0] if scoring != self._batch else None,
         )
 
     def _groups(self, samples: Sequence[TrainSample]) -> list[PromptGroup] | None:
@@ -136,10 +136,10 @@ class StepCutter:
         return groups if saved(groups) > least else None
 
     def _packed(
-        self, samples: Sequence[TrainSample], weights: np.ndarray, tokens_per_gpu: int | None
+        self, samples: Sequence[TrainSample], weights: np.ndarray, batch: BatchConfig
     ) -> tuple[PackedBatch, ...]:
         share, lengths = ContextShare.of_this_rank(), [len(s.tokens) for s in samples]
-        mine = self.plan(lengths, share, tokens_per_gpu)
+        mine = self.plan(lengths, share, batch)
         layout = self.layout_of([[lengths[i] for i in indices] for indices in mine], share)
         return tuple(
             pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine
@@ -184,16 +184,15 @@ class StepCutter:
         # The interleaved schedule knows one shape for all micro-batches (model/provider.py says why).
         return self._layout.holding(packs, share) if self._num_chunks > 1 else self._layout
 
-    def plan(
-        self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None
-    ) -> Sequence[tuple[int, ...]]:
-        """This data parallel rank's micro-batches: positions of samples.
+    def plan(self, lengths: Sequence[int], share: ContextShare, batch: BatchConfig) -> Sequence[tuple[int, ...]]:
+        """This data parallel rank's micro-batches: positions of samples. batch: the config's, or its `scoring`.
 
-        Which samples it gets does not depend on tokens_per_gpu.
+        Which samples it gets does not depend on the sizes.
         """
         # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one
         # GPU.
-        batch = dataclasses.replace(self._batch, max_tokens_per_gpu=tokens_per_gpu and tokens_per_gpu * share.size)
+        tokens = batch.max_tokens_per_gpu
+        batch = dataclasses.replace(batch, max_tokens_per_gpu=tokens and tokens * share.size)
         plan = plan_micro_batches(
             [share.padded(length) for length in lengths],
             data_parallel_size=parallel_state.get_data_parallel_world_size(),

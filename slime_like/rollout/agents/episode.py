@@ -86,7 +86,7 @@ class EpisodePlayer:
         except (EnvironmentFailure, TemplateRefusal) as error:
             self.tally.failed(error.kind if isinstance(error, EnvironmentFailure) else "template")
             logger.warning("%s: the episode failed: %s", episode.where, error)
-            return [SampleBuilder(prompt, index).fail(f"{type(error).__name__}: {error}")]
+            return [SampleBuilder(prompt, index).fail(f"{type(error).__name__}: {error}", of_user=True)]
         finally:
             await self._close(environment)
         self.tally.count("seconds", time.monotonic() - begin)

@@ -126,7 +126,7 @@ class ServedPlayer:
         self.tally.failed(kind)
         where = f"prompt {session.prompt.index}, sample {session.index}"
         logger.warning("%s: the episode failed after %d turns: %s", where, session.num_turns, error)
-        return [SampleBuilder(session.prompt, session.index).fail(error)]
+        return [SampleBuilder(session.prompt, session.index).fail(error, of_user=kind != "violation")]
 
     def _samples(self, session: Session, result: EpisodeResult) -> Sequence[Sample]:
         if result.reward is None and self._needs_reward:

@@ -79,6 +79,32 @@ def test_a_raising_reward_names_the_sample_and_cancels_the_rest(start_manager):
         manager.generate(0)
 
 
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"custom_rm_path": f"{HERE}.reward_that_hates_two", "rm_type": None},
+        {"custom_rm_path": f"{HERE}.group_reward_that_hates_two", "rm_type": None, "group_rm": True},
+        {"custom_generate_function_path": f"{HERE}.generates_but_not_two"},
+    ],
+    ids=["reward", "group reward", "generate function"],
+)
+def test_errors_may_cost_their_prompt_alone(start_manager, functions):
+    manager, _ = start_manager(**functions, on_reward_error="drop", reward_error_tries=2)
+    results = [manager.generate(step) for step in range(5)]  # seven rows: the second epoch begins in the fourth
+    assert [indexes(result) for result in results] == [[0, 1], [3, 4], [5, 6], [7, 8], [10, 11]]
+    assert [result.metrics["rollout/user_errors"] for result in results] == [0, 2, 0, 0, 0]
+    assert [result.metrics["rollout/put_aside_rows"] for result in results] == [0, 1, 1, 1, 1]
+    assert results[1].metrics["rollout/ledger/dropped"] == 1
+
+
+def test_an_evaluation_counts_errors_as_failed_samples(start_manager, write_rows):
+    evals = [str(part) for part in ("seven", write_rows([digits_row(n) for n in range(4)], "eval.jsonl"))]
+    functions = {"custom_rm_path": f"{HERE}.reward_that_hates_two", "rm_type": None}
+    manager, _ = start_manager(**functions, on_reward_error="drop", eval_prompt_data=evals)
+    metrics = manager.evaluate(0)
+    assert metrics["eval/seven/failed_samples"] == 1 and metrics["eval/seven/reward_mean"] == 0.75
+
+
 def test_a_custom_generate_function_is_used(start_manager):
     manager, engine = start_manager(custom_generate_function_path=f"{HERE}.ask_twice")
     result = manager.generate(0)

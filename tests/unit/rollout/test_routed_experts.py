@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from slime_like.config.model import ModelConfig
+from slime_like.config.reward import RewardConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, RunError
 from slime_like.records import EngineEndpoint, Prompt
@@ -172,7 +173,12 @@ def test_a_custom_function_must_pass_them_on():
             engines=[endpoint],
         )
         maker = GroupMaker(
-            client, types.SimpleNamespace(), Policy(), plugin_args=None, custom_generate=function, custom_timeout_s=10
+            client,
+            types.SimpleNamespace(config=RewardConfig(rm_type="exact")),
+            Policy(),
+            plugin_args=None,
+            custom_generate=function,
+            custom_timeout_s=10,
         )
         try:
             return (

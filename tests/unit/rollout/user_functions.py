@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from slime_like.rollout.sample_builder import SampleBuilder
+
 answers: list[int] = []  # prompts that first_sample_untrained was asked
 
 
@@ -145,3 +147,22 @@ async def raising_generate(args, prompt, sampling_params, engine):
 
 
 NOT_A_FUNCTION = 3
+
+
+def reward_that_hates_two(args, sample):
+    """Raises for the row whose digits end with 2."""
+    if sample.label.endswith("2"):
+        raise ValueError("no such answer")
+    return 1.0
+
+
+async def generates_but_not_two(args, prompt, sampling_params, engine):
+    """As the engine answers; raises for the row whose digits end with 2."""
+    if prompt.label.endswith("2"):
+        raise ValueError("no such tool")
+    return SampleBuilder(prompt, 0).generated(await engine.generate(prompt.tokens, sampling_params)).finish()
+
+
+def group_reward_that_hates_two(args, samples):
+    """As reward_that_hates_two, for --group-rm."""
+    return [reward_that_hates_two(args, sample) for sample in samples]
