@@ -6,7 +6,6 @@ from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
 from slime_like.config.lora_targets import target_modules
 from slime_like.config.quantisation_rules import quantisation_problems
-from slime_like.config.share_prompt import share_prompt_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -296,7 +295,6 @@ def _supervised_problems(config: ConfigTree) -> list[str]:
 
 def _role_problems(config: ConfigTree) -> list[str]:
     problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
-    problems += share_prompt_problems(config)
     problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
     problems += _supervised_problems(config)
     own_base = config.lora.enabled and config.swaps_reference  # adapters switched off
