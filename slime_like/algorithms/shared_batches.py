@@ -74,13 +74,16 @@ def _shares(
 ) -> list[list[PromptGroup]]:
     """parts: of each group. Those that meet in one share come together again."""
     units = [(number, part) for number, own in enumerate(parts) for part in own]
-    shares = []
-    for places in largest_differencing([cost(part) for _, part in units], num_shares):
-        members: dict[int, set[int]] = {}
-        for number, part in (units[place] for place in places):
-            members.setdefault(number, set()).update(part.samples)
-        shares.append([groups[number].only(samples) for number, samples in members.items()])
-    return shares
+    shares = largest_differencing([cost(part) for _, part in units], num_shares)
+    return [_together(groups, [units[place] for place in share]) for share in shares]
+
+
+def _together(groups: Sequence[PromptGroup], parts: Sequence[tuple[int, PromptGroup]]) -> list[PromptGroup]:
+    """Parts of groups, each with its group's number -> one part of each group."""
+    members: dict[int, set[int]] = {}
+    for number, part in parts:
+        members.setdefault(number, set()).update(part.samples)
+    return [groups[number].only(samples) for number, samples in members.items()]
 
 
 def _halves(group: PromptGroup) -> list[PromptGroup]:
@@ -93,16 +96,39 @@ def _tokens(pack: Sequence[PromptGroup]) -> int:
 
 
 def _packs(share: Sequence[PromptGroup], most_tokens: int) -> list[list[PromptGroup]]:
+    """As few as whole groups take; fewer, filled up with parts of groups, where that computes few prompts again."""
+    whole, filled = _of_whole_groups(share, most_tokens), _filled_up(share, most_tokens)
+    least, tokens = (sum(map(_tokens, packs)) for packs in (whole, filled))
+    return filled if len(filled) < len(whole) and tokens <= least * (1 + EVEN_ENOUGH) else whole
+
+
+def _of_whole_groups(share: Sequence[PromptGroup], most_tokens: int) -> list[list[PromptGroup]]:
     """Largest first, each into the first pack that has room (Johnson 1973: at most 11/9 of the fewest)."""
     units = [part for group in share for part in group.within(most_tokens)]
     packs: list[list[PromptGroup]] = []
     for unit in sorted(units, key=lambda unit: (-unit.tokens, unit.samples)):
-        roomy = (pack for pack in packs if _tokens(pack) + unit.tokens <= most_tokens)
-        pack = next(roomy, None)
+        pack = next((pack for pack in packs if _tokens(pack) + unit.tokens <= most_tokens), None)
         if pack is None:
             packs.append([unit])
         else:
             pack.append(unit)
+    return packs
+
+
+def _filled_up(share: Sequence[PromptGroup], most_tokens: int) -> list[list[PromptGroup]]:
+    """One group after the other, cut where a pack is full."""
+    packs: list[list[PromptGroup]] = [[]]
+    for group in share:
+        first, size = 0, len(group.samples)
+        while first < size:
+            room = most_tokens - _tokens(packs[-1])
+            fitting = next((stop for stop in range(size, first, -1) if group.part(first, stop).tokens <= room), None)
+            if fitting is None and packs[-1]:
+                packs.append([])
+                continue
+            stop = fitting or first + 1  # a sample above the cap is alone
+            packs[-1].append(group.part(first, stop))
+            first = stop
     return packs
 
 

@@ -67,6 +67,17 @@ def test_a_group_is_split_only_above_the_cap():
     assert [[sum(map(tokens, pack)) for pack in packs] for packs in plan] == [[150, 130]]
 
 
+def test_parts_fill_what_whole_groups_leave_free():
+    """Three groups of 60 leave 40 free in each micro-batch of 100; short prompts make parts cheap."""
+    groups = [group(8 * n, 4, [7] * 8) for n in range(5)]
+    plan = plan_shared_micro_batches(groups, data_parallel_size=1, most_tokens=100, cost=tokens)
+    assert len(plan[0]) == 4 and sum(tokens(unit) for pack in plan[0] for unit in pack) <= 5 * 60 * 1.05
+    # long ones are better left whole
+    groups = [group(8 * n, 44, [2] * 8) for n in range(5)]
+    plan = plan_shared_micro_batches(groups, data_parallel_size=1, most_tokens=100, cost=tokens)
+    assert len(plan[0]) == 5 and sum(tokens(unit) for pack in plan[0] for unit in pack) == 5 * 60
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_ranks_are_even(ranks):
     for count in (1, 3, 9, 30):
