@@ -22,7 +22,7 @@ PPO = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "value_clip": 0
 ADAPTERS = {"lora_rank": 4, "lora_init": "false"}  # with B drawn, too, both sides have gradients
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1, "recompute_method": "uniform"}
-LAYERS, EXPERTS, TOPK = 2, 8, 2
+LAYERS, EXPERTS, TOPK = 2, 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
