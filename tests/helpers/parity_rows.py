@@ -80,7 +80,7 @@ INTERLEAVED = PP | {"num_virtual_stages_per_pipeline_rank": 2}
 BY_FLOPS = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_by_flops": True}
 WIDE_SCORES = DYNAMIC | {"log_probs_max_tokens_per_gpu": 90}
 #: Less than the tokens of one prompt's samples, so that they are split; more than the longest sample.
-SHARED = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "share_prompt": "on"}
+SHARED = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 28, "share_prompt": "on"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 #: One flag each, on one or two layouts: what the grid above does not vary.
 VARIANTS = [
