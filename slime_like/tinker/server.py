@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from slime_like.errors import ConfigError, RunError, UserError
 from slime_like.job.command_line import wants_json
-from slime_like.tinker.options import ServerCommand, read_command
-from slime_like.utils.files import RunDirectory
+from slime_like.tinker.options import ServerCommand, read_command, tenant_room
+from slime_like.utils.files import RunDirectory, keep_files_private, private_folder
 from slime_like.utils.logs import start_logging
 from slime_like.utils.supervise import fork_driver
 
@@ -74,14 +74,16 @@ def _run(command: ServerCommand) -> int:
 
     keep_few_heaps()
     database_url(command.server.database)  # raises before anything is started
-    os.makedirs(command.server.state_folder, exist_ok=True)
+    share = command.config.observability.share_run_dir
+    keep_files_private(share=share)
+    private_folder(command.server.state_folder, share=share)
     run = RunDirectory.create(command.config, root=os.path.join(command.server.state_folder, "runs"))
     for note in (*command.notes, f"run directory {run.path}"):
         logger.info("%s", note)
     config = dataclasses.replace(
         command.config, observability=dataclasses.replace(command.config.observability, run_dir=run.path)
     )
-    cluster = start_cluster(config, command.report.plan, run)
+    cluster = start_cluster(config, command.report.plan, run, tenant_room(command.config, command.server))
     try:
         asyncio.run(_serve(command, cluster))
     finally:

@@ -59,6 +59,20 @@ def test_without_keys_there_is_one_of_each_and_colocated_they_share_a_gpu():
     assert not shared.config.offload_rollout and not shared.config.offloads_train(on_gpu=True)
 
 
+def test_the_plan_has_the_room_that_tenants_are_kept():
+    """Twice as many resident adapters take twice as much; the base has no gradients of its own."""
+    sizes = []
+    for count in ("4", "8"):
+        memory = command("--max-adapters-resident", count, keys={"trainer.placement.colocate_all": True}).report.memory
+        (gpu,) = memory.per_gpu
+        (train,) = (phase.bytes for phase in gpu.phases if phase.name == "train")
+        sizes.append([train[part] for part in ("adapter weights", "gradients", "optimizer", "engine adapter weights")])
+    (weights, gradients, optimizer, _), twice = sizes
+    assert twice == [2 * weights, 2 * gradients, 2 * optimizer, sizes[0][3]]
+    assert gradients == optimizer and sizes[0][3] > 0
+    assert "a client with all parameters, of which the trainer has one at a time" in command().text()
+
+
 def test_micro_batches_are_shared_where_it_is_asked_for():
     assert not trainer_options(command()).shares_micro_batches
     shared = command("--tenant-micro-batches", "shared")
