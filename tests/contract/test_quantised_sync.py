@@ -26,7 +26,7 @@ from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering, WeightSender
 from slime_like.weight_sync.session import EngineSide, run_session
 from slime_like.weight_sync.transports.registry import make_publisher
-from tests.contract.engines import largest_difference, options, order_of
+from tests.contract.engines import hf_logprobs, options, order_of, prompt, prompt_logprobs
 from tests.contract.quantised import Sent, by_hf_names, make_network, quantised_engine, with_own_products
 
 LONG = pytest.mark.long_run
@@ -62,7 +62,12 @@ class Case:
     def assert_computes(self, seed: int) -> None:
         sent = Sent.of(make_network(seed, experts=self.experts), self.scheme)
         expected = with_own_products(seed, sent, self.scheme, experts=self.experts, tp_size=self.tp_size)
-        assert largest_difference(self.served.client, expected) < 1e-4
+        client = self.served.client
+        differences = torch.cat(
+            [(prompt_logprobs(client, prompt(one)) - hf_logprobs(expected, prompt(one))).abs() for one in (1, 2)]
+        )
+        # A token whose activation lies between two integers may become either; it is then one step off.
+        assert differences.median() < 1e-5 and differences.max() < 1e-2
 
 
 @pytest.fixture(scope="module", params=CASES)
