@@ -35,9 +35,8 @@ def main(argv: list[str]) -> int:
         start_logging(command.config.observability.log_level, line_format="%(levelname)s %(name)s: %(message)s")
         report = make_report(command.config, planning=command.plan is not None)
         if command.plan is not None:
-            print(
-                as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]), flush=True
-            )
+            text = as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes])
+            print(text, flush=True)
             return 2 if report.problems else 0
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
@@ -68,8 +67,9 @@ def _train(command: Command, report: PlanReport) -> int:
     from slime_like.loops import sync_loop
     from slime_like.observability.console import ProgressConsole
     from slime_like.observability.metrics import MetricsLog
-    from slime_like.utils.files import write_atomic
+    from slime_like.utils.files import keep_files_private, write_atomic
 
+    keep_files_private(share=command.config.observability.share_run_dir)
     resolved = resolve(command.config, report.plan)
     run, plan = resolved.run, resolved.plan
     write_atomic(run.config, resolved.config.to_json())

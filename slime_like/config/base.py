@@ -16,6 +16,9 @@ import typing
 from slime_like.config.bounds import Bounds
 from slime_like.errors import ConfigError
 
+#: Characters of a flag's text: paths and JSON have fewer.
+_LONGEST_TEXT = 32_768
+
 
 def flag(
     default=dataclasses.MISSING,
@@ -118,6 +121,8 @@ def shortened(value: typing.Any, length: int = 100) -> str:
 
 def _text_problem(text: str) -> str:
     """Why a text can be neither a path nor a name: no file system takes NUL, and half a character no file."""
+    if len(text) > _LONGEST_TEXT:
+        return f"has {len(text)} characters, at most {_LONGEST_TEXT} are taken"
     if "\0" in text:
         return "holds a NUL character"
     try:

@@ -87,6 +87,9 @@ class CheckpointConfig:
     )
     ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.", least=0)
     ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.", least=0)
+    verify_checkpoint: bool = flag(
+        True, help="Compare every file of a Megatron checkpoint with its digest before it is loaded."
+    )
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of checkpoints.")
     no_load_optim: bool = flag(False, help="Do not read optimizer state.")
     no_load_rng: bool = flag(False, help="Do not read random states.")

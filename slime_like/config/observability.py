@@ -23,6 +23,10 @@ class ObservabilityConfig:
     )
     run_name: str = flag("train", help="Last part of the default run directory.")
     run_dir: str | None = flag(None, help="Where metrics, logs and samples go. Default: runs/<time>-<name>.")
+    share_run_dir: bool = flag(
+        False,
+        help="Let others read what the run writes, as your umask has it. Default: it is yours alone (0600, 0700).",
+    )
     log_level: str | None = flag(
         None,
         choices=LOG_LEVELS,
