@@ -243,8 +243,7 @@ def read_key(path: str) -> str:
     return key
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve until ended; 2 for a command line or folder that cannot be used."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m slime_like.weight_sync.delta.receiver",
         description=(__doc__ or "").partition("\n")[0],
@@ -282,7 +281,12 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="Let others read the copy, as your umask has it: an engine of theirs.",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until ended; 2 for a command line or folder that cannot be used."""
+    options = _parser().parse_args(argv)
     keep_files_private(share=options.share_directory)
     start_logging(options.log_level, line_format="%(asctime)s %(levelname)s %(message)s")
     try:
