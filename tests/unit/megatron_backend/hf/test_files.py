@@ -1,3 +1,5 @@
+"""Files of HF folders; slime_like.megatron_backend.hf.eight_bits, too."""
+
 import json
 
 import pytest
