@@ -48,7 +48,9 @@ def add_flags(parser: ProblemParser, group_class: type) -> None:
         kwargs: dict = {"help": field.metadata["help"].replace("%", "%%"), "dest": field.name}
         base_type, is_list = _scalar_type(hints[field.name])
         if base_type is bool:
-            kwargs["action"] = argparse.BooleanOptionalAction
+            # Not for no_load_optim: that action (Python 3.11) takes every option that begins with --no- for its denial.
+            is_denial = field.name.startswith("no_")
+            kwargs["action"] = "store_true" if is_denial else argparse.BooleanOptionalAction
         else:
             convert = _Converter(field, base_type, parser.problems)
             kwargs |= {"type": convert, "metavar": field.metadata["metavar"] or convert.metavar}

@@ -107,7 +107,7 @@ class TrainWorker(TenantVerbs):
                 store_path=self._store_path,
                 virtual_pipeline_size=config.parallel.virtual_pipeline_size(config.model.num_layers),
             )
-            set_seeds(config.observability.seed)
+            set_seeds(config.observability.seed, deterministic=config.observability.deterministic)
         with timed(seconds, "model"):
             self.model = (build_model if self._trains else build_frozen)(
                 config.model, config.parallel, config.optimizer, value_head=self._is_critic, adapters=self._adapters
@@ -286,7 +286,7 @@ class TrainWorker(TenantVerbs):
             state,
             num_rollouts_done=num_rollouts_done,
             client_state=client_state,
-            retain_interval=options.save_retain_interval,
+            keeps=options,
             num_spared=int(self._is_critic),
         )
         return self._saver.save(draft, state)

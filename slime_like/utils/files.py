@@ -96,11 +96,11 @@ class RunDirectory:
     path: str
 
     @classmethod
-    def create(cls, config, *, root: str = "runs") -> RunDirectory:
-        """Make the directory of a new run and write config.json into it.
+    def create(cls, config, *, root: str = "runs", goes_on: bool = False) -> RunDirectory:
+        """Make the directory of a run and write config.json into it.
 
         config: the RunConfig (its type is of a higher layer). Default path: {root}/<time>-<run name>.
-        Raises UserError if --run-dir already holds a run: it is never overwritten.
+        Raises UserError if --run-dir already holds a run, which is never overwritten; goes_on: it is this one.
         """
         options = config.observability
         if options.run_dir:
@@ -108,10 +108,10 @@ class RunDirectory:
             if path.exists() and not path.is_dir():
                 raise UserError(f"--run-dir {path}: is a file. Fix: another --run-dir.")
             for name in ("config.json", "metrics.jsonl"):
-                if (path / name).exists():
+                if (path / name).exists() and not goes_on:
                     raise UserError(
                         f"--run-dir {path}: holds another run ({name}). Fix: another --run-dir, or none for"
-                        " runs/<time>-<name>."
+                        " runs/<time>-<name>; --resume auto goes on with it."
                     )
             path = _make(path, exist_ok=True)
         else:

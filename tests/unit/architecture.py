@@ -27,6 +27,7 @@ FENCES = {
         "sglang_backend.launcher",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_invariance",
         "sglang_backend.cpu_quant",
         "weight_sync",
     },
@@ -37,6 +38,7 @@ FENCES = {
         "reward_model",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_invariance",
         "sglang_backend.cpu_quant",
     },
     "aiohttp": {"rollout", "testing", "weight_sync.delta.receiver"},
@@ -75,6 +77,7 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is
 #: tested with them. Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "config.checkpoint_rules": ("unit/job/test_resume.py",),
     "config.asynchrony": ("unit/config/test_async_rules.py",),
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),

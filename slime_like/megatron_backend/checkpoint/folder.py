@@ -42,6 +42,7 @@ class Draft:
     """A checkpoint that is being written into a hidden folder; publish() makes it the latest one.
 
     retain_interval: after it the checkpoint before is deleted, unless its number divides by this; None: nothing is.
+    total_limit: most checkpoints that stay; the oldest go first. None: no limit.
     num_spared: how many earlier ones stay in any case. A critic's stays one longer: the policy's new one may not be
     there yet.
     """
@@ -50,6 +51,7 @@ class Draft:
     number: int | None  # rollouts done; None: converted weights
     record: dict  # client_state.json, without the files
     retain_interval: int | None = None
+    total_limit: int | None = None
     num_spared: int = 0
 
     @property
@@ -89,6 +91,8 @@ class Draft:
         write_atomic(os.path.join(self.folder, TRACKER), RELEASE if self.number is None else str(self.number))
         if self.retain_interval and self.number is not None:
             _delete_before(self.folder, self.number, interval=self.retain_interval, num_spared=self.num_spared)
+        if self.total_limit is not None and self.number is not None:
+            _delete_oldest(self.folder, self.number, num_kept=self.total_limit + self.num_spared)
 
 
 def file_digest(path: str) -> str:
@@ -234,7 +238,17 @@ def _delete_before(folder: str, number: int, *, interval: int, num_spared: int) 
     """
     earlier = sorted((n for n in iterations(folder) if n < number), reverse=True)[num_spared:]
     if earlier and earlier[0] % interval:
-        path = os.path.join(folder, _folder_name(earlier[0]))
-        hidden = os.path.join(folder, f".{_folder_name(earlier[0])}.deleted")
-        os.rename(path, hidden)  # half deleted, it must not look like a checkpoint
-        shutil.rmtree(hidden)
+        _delete(folder, earlier[0])
+
+
+def _delete_oldest(folder: str, number: int, *, num_kept: int) -> None:
+    """Delete all but the newest `num_kept` checkpoints up to `number`."""
+    for old in sorted((n for n in iterations(folder) if n <= number), reverse=True)[num_kept:]:
+        _delete(folder, old)
+
+
+def _delete(folder: str, number: int) -> None:
+    hidden = os.path.join(folder, f".{_folder_name(number)}.deleted")
+    shutil.rmtree(hidden, ignore_errors=True)  # what a run that was killed here has left
+    os.rename(os.path.join(folder, _folder_name(number)), hidden)  # half deleted, it must not look like a checkpoint
+    shutil.rmtree(hidden)

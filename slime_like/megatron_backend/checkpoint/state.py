@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.lora import LoraConfig
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError, SaveError
@@ -90,12 +91,13 @@ def draft_of(
     *,
     num_rollouts_done: int | None,
     client_state: dict,
-    retain_interval: int | None = None,
+    keeps: CheckpointConfig | None = None,
     num_spared: int = 0,
 ) -> Draft:
     """The checkpoint-to-be of `state` in `folder`.
 
-    client_state must be JSON; num_rollouts_done None: converted weights, which resume nothing.
+    client_state must be JSON. keeps: which earlier ones stay (None: all). num_rollouts_done None: converted weights,
+    which resume nothing.
     """
     record = {
         "num_rollouts_done": num_rollouts_done or 0,
@@ -110,7 +112,12 @@ def draft_of(
     if state.lora is not None:
         record["lora"] = adapter_record(state.lora, state.model_config)
     return Draft(
-        folder=folder, number=num_rollouts_done, record=record, retain_interval=retain_interval, num_spared=num_spared
+        folder=folder,
+        number=num_rollouts_done,
+        record=record,
+        retain_interval=keeps.save_retain_interval if keeps else None,
+        total_limit=keeps.save_total_limit if keeps else None,
+        num_spared=num_spared,
     )
 
 

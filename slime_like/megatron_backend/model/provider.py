@@ -73,6 +73,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         moe_token_dispatcher_type="alltoall",
         **_experts(model, parallel),
         # Every rank draws the whole weight and keeps its part, so an unloaded tensor would not depend on the layout.
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),  # --deterministic
         use_cpu_initialization=not torch.cuda.is_available(),
         # These kernels need apex or a compiler; without them the same numbers come out on every host.
         gradient_accumulation_fusion=False,

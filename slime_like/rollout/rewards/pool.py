@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 
 from slime_like.errors import RewardError, WaitTimeout
@@ -17,6 +18,8 @@ _GRACE_S = 5.0
 ANSWER_CPU_S = 5.0
 #: One process a core, to this many: each has libraries of 100 MB.
 _MOST_WORKERS = 16
+#: Processes that a task is given to before it counts as one that ends them.
+_TRIES = 2
 
 
 class WorkerPool:
@@ -43,26 +46,36 @@ class WorkerPool:
         return result.get("reward") if result else None
 
     async def run(self, task: dict, *, timeout_s: float) -> dict | None:
-        """What a child answers to the task; None if it took longer than timeout_s, or died."""
+        """What a child answers to the task; None if it took longer than timeout_s, or two of them died of it.
+
+        One that died may have been killed by somebody, the kernel say, which is no fault of the task's.
+        """
+        for _ in range(_TRIES):
+            worker = await self._worker()
+            result = None
+            try:
+                # The worker's own alarm fires at timeout_s; ours is for a worker that is stopped or swapped out.
+                result = await asyncio.wait_for(_ask(worker, task | {"seconds": timeout_s}), timeout_s + _GRACE_S)
+            except TimeoutError:
+                return None
+            finally:
+                if result is not None:
+                    self._ready.put_nowait(worker)
+                else:
+                    self._start_soon(instead_of=worker)
+            if result is not None or await _ended_itself(worker):
+                return result
+        return None
+
+    async def _worker(self) -> asyncio.subprocess.Process:
+        """One that is free. Raises what kept it from starting."""
         if self._ready.empty() and self._num_there < self.num_workers:
             self._num_there += 1
             self._start_soon()
         worker = await self._ready.get()
         if isinstance(worker, Exception):
             raise worker
-        finished = False
-        try:
-            # The worker's own alarm fires at timeout_s; ours is for a worker that is stopped or swapped out.
-            result = await asyncio.wait_for(_ask(worker, task | {"seconds": timeout_s}), timeout_s + _GRACE_S)
-            finished = result is not None
-            return result
-        except TimeoutError:
-            return None
-        finally:
-            if finished:
-                self._ready.put_nowait(worker)
-            else:
-                self._start_soon(instead_of=worker)
+        return worker
 
     async def close(self) -> None:
         """End all processes."""
@@ -124,6 +137,11 @@ class WorkerPool:
             except ProcessLookupError:
                 return  # it ended in between
         await worker.wait()
+
+
+async def _ended_itself(worker: asyncio.subprocess.Process) -> bool:
+    """Whether a worker that ended was ended by its own clocks, of which a task has had what it may."""
+    return await worker.wait() in (-signal.SIGALRM, -signal.SIGPROF)
 
 
 async def _ask(worker: asyncio.subprocess.Process, task: dict) -> dict | None:

@@ -123,6 +123,25 @@ def test_a_critic_keeps_one_more_until_the_policy_has_followed(tmp_path):
     assert sorted(iterations(str(tmp_path))) == [2, 3]
 
 
+def test_no_more_than_the_limit_stay(tmp_path):
+    for number in (1, 2, 3, 4):
+        save_at(tmp_path, number)
+    save_at(tmp_path, 3, total_limit=2)  # done again: what is newer stays until its number is reached
+    assert sorted(iterations(str(tmp_path))) == [2, 3, 4]
+    save_at(tmp_path, 4, total_limit=2)
+    assert sorted(iterations(str(tmp_path))) == [3, 4]
+    (tmp_path / ".iter_0000003.deleted").mkdir()  # of a run that was killed while it deleted
+    save_at(tmp_path, 6, retain_interval=4, total_limit=1)
+    assert sorted(iterations(str(tmp_path))) == [6]
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("iter")) == [TRACKER]
+
+
+def test_a_limit_of_a_critic_keeps_one_more(tmp_path):
+    for number in (1, 2, 3):
+        save_at(tmp_path, number, total_limit=1, num_spared=1)
+    assert sorted(iterations(str(tmp_path))) == [2, 3]
+
+
 def test_going_back_deletes_nothing_newer(tmp_path):
     for number in (1, 2, 3):
         save_at(tmp_path, number)

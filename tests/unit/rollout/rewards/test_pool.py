@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -19,11 +20,11 @@ from slime_like.rollout.rewards.pool import ANSWER_CPU_S, WorkerPool
 ENDLESS = "\\boxed{7^{9^{9^{9}}}}"
 
 
-def run(work):
+def run(work, **options):
     """`work(pool)` in a loop of its own; (its result, process ids that were seen)."""
 
     async def inner():
-        pool = WorkerPool(1)
+        pool = WorkerPool(1, **options)
         try:
             result = await work(pool)
             return result, [worker.pid for worker in pool._all]
@@ -47,7 +48,7 @@ def test_one_process_scores_many():
 
 
 @pytest.mark.slow
-def test_a_killed_process_costs_one_sample_only():
+def test_a_killed_process_costs_no_sample():
     async def work(pool):
         assert await pool.score("math", "1", "1", timeout_s=30) == 1
         (worker,) = pool._all
@@ -55,7 +56,27 @@ def test_a_killed_process_costs_one_sample_only():
         await worker.wait()
         return [await pool.score("math", "1", "1", timeout_s=30) for _ in range(2)]
 
-    assert run(work)[0] == [None, 1]
+    assert run(work)[0] == [1, 1]
+
+
+def test_a_sample_that_ends_its_process_twice_has_no_reward():
+    async def work(pool):
+        return [await pool.score(kind, "1", "1", timeout_s=30) for kind in ("kills", "kills once", "fine")]
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["DYING_WORKER_FOLDER"] = folder
+        assert run(work, module="tests.helpers.dying_worker")[0] == [None, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_too_slow_is_not_scored_twice():
+    async def work(pool):
+        assert await pool.score("math", "1", "1", timeout_s=30) == 1
+        started = time.monotonic()
+        return await pool.score("math", ENDLESS, "1", timeout_s=4), time.monotonic() - started
+
+    reward, seconds = run(work)[0]
+    assert reward is None and seconds < 8
 
 
 def test_an_exception_in_a_scorer_is_no_reward_and_no_end():
