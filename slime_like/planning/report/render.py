@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from slime_like.config.run import RunConfig
 from slime_like.planning.cards import environment_notes
 from slime_like.planning.engines import EnginePlan
+from slime_like.planning.memory.adapters import TenantRoom
 from slime_like.planning.memory.by_phase import MemoryPlan, memory_plan
 from slime_like.planning.placement import Bundle, PlacementPlan, make_plan
 from slime_like.planning.report.timeline import render_memory
@@ -69,8 +70,14 @@ class PlanReport:
         return "\n\n".join(part.strip("\n") for part in parts if part.strip())
 
 
-def make_report(config: RunConfig, *, planning: bool = True, environment: Mapping[str, str] = os.environ) -> PlanReport:
-    """Everything that is known before a start.
+def make_report(
+    config: RunConfig,
+    *,
+    planning: bool = True,
+    environment: Mapping[str, str] = os.environ,
+    tenants: TenantRoom | None = None,
+) -> PlanReport:
+    """Everything that is known before a start. tenants: of a Tinker server.
 
     planning: only a plan is wanted; a real run knows its cards only from --gpu-memory-gib. environment: the trainer's.
     """
@@ -78,7 +85,7 @@ def make_report(config: RunConfig, *, planning: bool = True, environment: Mappin
     plan = dataclasses.replace(plan, notes=(*plan.notes, *environment_notes(plan, environment)))
     if plan.problems:
         return PlanReport(plan, None, None, plan.problems)
-    memory = memory_plan(config, plan)
+    memory = memory_plan(config, plan, tenants)
     knows_cards = planning or config.placement.gpu_memory_gib is not None
     problems = tuple(_memory_problems(config, memory) if knows_cards else ())
     sync = sync_plan(config, plan)
