@@ -48,10 +48,8 @@ def test_the_whole_run_and_its_export(models: Path, tmp_path: Path):
     assert len(report["rewards"]) == 2 and len(report["answers"]) == 2
     assert report["logprob_abs_diff"]["largest"] < 1e-4
     exported = tmp_path / "run/grpo/hf"
-    start = (
-        models / "SmolLM2-135M-Instruct"
-    )  # so short a warm-up earns no reward yet: GRPO may have nothing to learn from
-
+    # Not the warm-up's: so short a one may earn no reward yet, and GRPO has nothing to learn from.
+    start = models / "SmolLM2-135M-Instruct"
     proof = run_train(
         "--colocate", "--hf-checkpoint", exported, "--actor-num-gpus-per-node", 1, "--rollout-num-gpus-per-engine", 1,
         "--prompt-data", tmp_path / "run/data/train.jsonl", "--input-key", "prompt", "--label-key", "label",
