@@ -96,8 +96,16 @@ ensure_ray() {
       printf 'at port %s another user of this host listens (%s), who is not sent our token: a Ray of ours is started beside it.\n' \
         "${port}" "$(listeners "${port}" | tr '\n' ' ')" >&2
     fi
-    read -r -a ports < <("${PYTHON}" -I -S -c 'import socket
-taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    # Below the kernel's own range: there any outgoing connection may take a port before Ray binds it.
+    read -r -a ports < <("${PYTHON}" -I -S -c 'import random, socket
+taken = []
+for port in random.sample(range(20000, 32000), 1000):
+    try:
+        taken.append(socket.create_server(("127.0.0.1", port)))
+    except OSError:
+        continue
+    if len(taken) == 4:
+        break
 port, *others = [item.getsockname()[1] for item in taken]
 print("--dashboard-port", port, "--port", others[0], "--ray-client-server-port", others[1], "--dashboard-agent-listen-port", others[2])')
     port="${ports[1]:?no free port}"

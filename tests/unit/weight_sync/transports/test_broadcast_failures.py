@@ -128,7 +128,7 @@ def test_an_engine_that_is_killed_ends_both_sources(nest):
     assert_others_go_on(nest, engines, 1)
     # of threads that wait in gloo, until their deadline; none is left of earlier tests
     while any(rank["bytes"] for rank in ranks_of(engines[:1])):
-        assert time.monotonic() - start < 4 * timeout_s
+        assert time.monotonic() - start < 30  # their deadline is 2.5 s; the rest is a busy host's
         time.sleep(0.1)
 
 
