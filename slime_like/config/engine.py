@@ -36,6 +36,20 @@ class EngineConfig:
     engine_start_timeout_s: float = flag(
         600.0, help="Deadline for an engine or the router to become healthy, in seconds."
     )
+    max_engine_restarts: int = flag(
+        3,
+        help=(
+            "How often in a run an engine that dies is replaced by a new one with the present weights; an external one"
+            " is waited for at its address. 0: a dead engine ends the run."
+        ),
+    )
+    min_engines: int = flag(
+        1,
+        help=(
+            "Fewest engines that generate. Below it generation waits for those that are being replaced, and where none"
+            " is, the run ends."
+        ),
+    )
     sglang: dict = dataclasses.field(default_factory=dict)  # --sglang-<name>: name -> value, list, or True for a switch
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_like.errors import RunError
-from slime_like.job.protocols import Engines, Rollouts, Trainer
+from slime_like.job.protocols import Engines, Rollouts, Trainer, Watch
 from slime_like.job.running import Job
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
@@ -53,6 +53,7 @@ class Phases:
     saving: str | None = None  # the checkpoint that is being written in the background
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
+    _is_ahead: bool = False  # whether the trainer has trained since the last sync
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
 
     def __post_init__(self) -> None:
@@ -86,7 +87,32 @@ class Phases:
     def settle_generation(self) -> None:
         """Wait until nothing is being generated: weights may change then."""
         with self._explained("generate"):
-            self._rollouts.settle(self.job.watch("generate"))
+            self._rollouts.settle(self._watch("generate"))
+
+    def _watch(self, phase: str) -> Watch:
+        """What to ask each second while engines generate."""
+        look, tend = self.job.watch(phase), self.job.tend
+        if tend is None:
+            return look
+
+        def check() -> None:
+            look()
+            changes = tend(self.job.trainer if self._may_send else None)
+            for note in changes.notes:
+                self.console.note(note)
+            if changes.serving_changed:
+                self._trainers_release()
+                self._rollouts.engines_changed(self._engines.endpoints, enough=changes.enough)
+
+        return check
+
+    @property
+    def _may_send(self) -> bool:
+        """Whether the trainer holds what the engines serve, and has the room to send it: beside engines on its own
+        cards only where none of them serves.
+        """
+        alone = not self.job.config.offload_rollout or self._engines.num_members == 0
+        return self._num_syncs > 0 and not self._is_ahead and alone
 
     @contextlib.contextmanager
     def _explained(self, phase: str) -> Iterator[None]:
@@ -101,7 +127,7 @@ class Phases:
     def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
         """One rollout step's scored groups, and its metrics."""
         with self._explained("generate"):
-            rollout = self._rollouts.generate(step, self.job.watch("generate"))
+            rollout = self._rollouts.generate(step, self._watch("generate"))
         if self.job.config.asynchrony.is_async:  # else it is the phase's own time
             for start, end in rollout.busy:
                 self.trace.add("engines generate", start, end, step)
@@ -137,6 +163,7 @@ class Phases:
         """Train on one rollout's samples."""
         started, metrics = time.monotonic(), {}
         with self.timers.phase("train"):
+            self._is_ahead = True
             batch = self._trainer.put(samples)
             if self.job.reference is not None:
                 batch = self.job.reference.with_reference(batch)
@@ -194,9 +221,9 @@ class Phases:
             weights = self.weights.next()
             in_use = self._rollouts.policy_changing()
             receipt = self._sync(weights, in_use)
-            if self._num_set_aside:
+            if self._num_set_aside or self.job.tend is not None:
                 self._rollouts.engines_changed(self._engines.endpoints)
-        self.weights = weights
+        self.weights, self._is_ahead = weights, False
         self._num_syncs += 1
         self._rollouts.policy_changed(weights, step)
         self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
@@ -283,7 +310,7 @@ class Phases:
     def _evaluate(self, step: int) -> None:
         started = time.monotonic()
         with self._explained("eval"):
-            metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
+            metrics = self._rollouts.evaluate(step, self._watch("eval"))
         self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
 

@@ -59,8 +59,10 @@ class Rollouts(Protocol):
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
 
-    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
-        """These engines take the training's requests from now on, and no others."""
+    def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
+        """These engines take the training's requests from now on, and no others. enough: whether they may be sent
+        requests; else those wait.
+        """
 
     def policy_changing(self) -> frozenset[WeightsRef]:
         """Engines are about to get other weights: what they abort now did not fail. Adapters that requests under way
@@ -78,6 +80,22 @@ class Rollouts(Protocol):
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where the state was saved. Raises CheckpointError if the data changed."""
+
+
+class Changes(Protocol):
+    """What has become of engines."""
+
+    @property
+    def serving_changed(self) -> bool:
+        """Whether others serve than before."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether so many serve that requests may be sent."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line each, for the console."""
 
 
 class Engines(Protocol):
@@ -160,6 +178,11 @@ class Trainer(Protocol):
         """Give the engines on its GPUs what it can do without: cached memory and, with --offload-train, all of
         "weights", "gradients" and "optimizer" that is not in `keep`. What a later call needs comes back by itself.
         """
+
+
+#: Notices engines that died, puts others in their places, and takes in those that are up. Of a trainer that holds what
+#: the engines serve and may send it now, or None. Raises EngineError if too few are left and nobody comes.
+Tend = Callable[[Trainer | None], Changes]
 
 
 class Closes(Protocol):

@@ -186,10 +186,11 @@ class RolloutService:
             metrics |= logged(self._plugins.eval_log, step, self._plugin_args, eval_data(sets), dict(metrics))
         return metrics
 
-    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
+    def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
         """These engines take the training's requests from now on, and no others: whatever does not go by way of the
-        router goes to them.
+        router goes to them. enough: whether they may be sent requests; else those wait.
         """
+        self.policy.engines_changed(enough=enough)
         if self._client.routing:
             self._client.ask_only(serving)
         if isinstance(self._client, ContinuingClient):
@@ -364,5 +365,6 @@ class RolloutService:
             "weight_version": lambda: policy.weights.version,
             "adapter": policy.request if config.sync.sends_adapters else None,
             "routing": RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
+            "serving": policy if config.engine.max_engine_restarts else None,
             "engines": access.endpoints if config.loss.use_rollout_routing_replay else (),
         }

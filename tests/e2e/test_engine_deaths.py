@@ -1,0 +1,42 @@
+"""An engine that dies while a run generates: another takes its place with the present weights, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.e2e.runs import SMALL_RUN, Finished, assert_nothing_left, our_processes, start_train, wait_for
+from tests.multiprocess.test_engine_fleet import server_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
+
+
+@pytest.mark.parametrize("placement", ["alone", "one of two", "colocated"])
+def test_a_killed_engine_is_replaced_and_the_run_ends_well(tiny_model_dir, tiny_data_dir, tmp_path, placement):
+    before = our_processes()
+    where = {
+        "alone": ["--rollout-num-gpus", "1"],
+        "one of two": ["--rollout-num-gpus", "2"],
+        "colocated": ["--colocate"],
+    }[placement]
+    flags = [*SMALL_RUN, "--hf-checkpoint", tiny_model_dir, "--prompt-data", tiny_data_dir / "train.jsonl"]
+    flags += ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus-per-engine", "1", *where, "--num-rollout", "6"]
+    process = start_train(*flags, run_dir=tmp_path / "run")
+    try:
+        wait_for(tmp_path / "run.out", "rollout 2/6", 150, process)
+        log = (tmp_path / "run/logs/engine-actor-0.log").read_text()
+        url = log.partition("is healthy at ")[2].split()[0]
+        os.kill(server_of(url).pid, signal.SIGKILL)
+        assert process.wait(240) == 0, (tmp_path / "run.out").read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    run = Finished(process.returncode, (tmp_path / "run.out").read_text(), tmp_path / "run")
+    assert "engine 0 is being replaced by engine" in run.output
+    assert [line["sync/version"] for line in run.metrics("sync")] == list(range(1, 8))
+    assert max(line["train/logprob_abs_diff_max"] for line in run.metrics("train")) <= 1e-4, "of the right weights"
+    last = run.metrics("sync")[-1]
+    assert last["sync/engines_proven"] == (2 if placement == "one of two" else 1)
+    assert_nothing_left(before)
