@@ -77,6 +77,9 @@ EXTRAS = {
         "skyrl-gym>=0.4,<0.5",
         "textarena>=0.7.4,<0.8",
     ],
+    # What scripts/run-smollm2.sh needs: a GGUF file is read, a task is asked. The model itself comes by its digest:
+    # scripts/requirements/examples.txt.
+    "examples": ["accelerate>=1.10,<2", "gguf>=0.17,<1", "reasoning-gym>=0.1.25,<0.2"],
     # Checkers of --rm-type ifbench; exact versions that were tried: scripts/requirements/ifbench.txt.
     "ifbench": ["if-verifiable>=0.1.2,<0.2", "langdetect>=1.0.9,<2"],
     # The Tinker server: its HTTP side, its database (SQLite, PostgreSQL), weights on a disk or elsewhere.
@@ -95,7 +98,7 @@ EXTRAS = {
     "gpu": ["sglang>=0.5.17,<0.6", "transformer-engine[pytorch]>=2.9,<2.12"],
     "dev": [
         "mypy>=2,<3",
-        # What adapters are compared with; it brings accelerate, which nothing else needs.
+        # What adapters are compared with; it brings accelerate, which else only the examples need.
         "peft>=0.21,<1",
         "pytest>=9,<10",
         "pytest-timeout>=2.4,<3",

@@ -30,6 +30,7 @@ need() {
 need data train.jsonl scripts/make_tiny_data.py sort4 runs/tiny/data
 need tiny-qwen3 model.safetensors scripts/make_tiny_model.py runs/tiny/tiny-qwen3
 need tiny-qwen3-moe model.safetensors scripts/make_tiny_model.py runs/tiny/tiny-qwen3-moe --model models/tiny-qwen3-moe
+need tiny-qwen3-blocks model.safetensors scripts/make_tiny_model.py runs/tiny/tiny-qwen3-blocks --model models/tiny-qwen3-blocks
 need teacher model.safetensors scripts/make_tiny_model.py runs/tiny/teacher --seed 1
 need reward-model model.safetensors scripts/make_tiny_model.py runs/tiny/reward-model --reward --seed 1
 

@@ -19,7 +19,9 @@ from slime_like.cluster.gpu_environment import nccl_environment
 from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.adapter_rules import versions_at_once
+from slime_like.config.hf_model import read_hf_config
 from slime_like.config.lora import adapter_flags
+from slime_like.config.quantisation import engine_flags, plain_flags, scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
 from slime_like.planning.engines import EnginePlan
@@ -127,6 +129,7 @@ class EngineProcesses:
     def _spec(self, engine: EnginePlan, host: str, node_rank: int, bundles: list[int]) -> EngineSpec:
         """One machine's server of an engine; `bundles` are the engine's there."""
         config, suffix = self._config, f".{node_rank}" if node_rank else ""
+        scheme = scheme_of(config.sync.rollout_quantization)
         assert config.checkpoint.hf_checkpoint, "--hf-checkpoint is checked before anything starts"
         return EngineSpec(
             index=engine.index,
@@ -146,12 +149,21 @@ class EngineProcesses:
                 adapter_flags(config.lora, config.model, num_versions=versions_at_once(config))
                 if config.sync.sends_adapters
                 else {}
-            ),
+            )
+            | (self._plain_flags() if scheme is None else engine_flags(scheme, config.engine.sglang)),
             memory_saver=config.offload_rollout,
             shares_gpus=config.shares_cards,
             log_level=config.observability.log_level,
             log_path=f"{self._run_dir}/logs/engine-{engine.index}{suffix}.log",
         )
+
+    def _plain_flags(self) -> dict:
+        """What keeps an engine from a checkpoint in eight bits, where syncs send plain weights."""
+        config = self._config
+        assert config.checkpoint.hf_checkpoint
+        if config.placement.debug_rollout_only or config.sync.sends_adapters:
+            return {}
+        return plain_flags(read_hf_config(config.checkpoint.hf_checkpoint), config.engine.sglang)
 
 
 def _part_name(engine: EnginePlan, node_rank: int) -> str:

@@ -10,6 +10,7 @@ import os
 from slime_like.cluster.ray_session import running_cluster
 from slime_like.config.adapter_rules import versions_at_once
 from slime_like.config.lora import served_modules
+from slime_like.config.quantisation import scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, EngineError
 from slime_like.planning.engines import EnginePlan
@@ -22,6 +23,7 @@ from slime_like.sglang_backend.external_server import (
     answers,
     disagreements,
     inspect_server,
+    quantisation_disagreements,
 )
 from slime_like.sglang_backend.launcher import host_has_cuda
 
@@ -101,8 +103,10 @@ def _problems(config: RunConfig, server: ExternalServer, data: DataSource | None
         needed_context=needed,
         routed_experts=config.loss.use_rollout_routing_replay,
     )
+    scheme = scheme_of(config.sync.rollout_quantization)
     if not config.sync.sends_adapters:
-        return problems
+        quantises_itself = scheme is None and config.sync.custom_weight_transform_path
+        return problems + ([] if quantises_itself else quantisation_disagreements(server, scheme))
     modules = served_modules(config.lora, config.model)
     return problems + adapter_disagreements(
         server, rank=config.lora.lora_rank, modules=modules, num_versions=versions_at_once(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,10 @@ class AgentConfig:
             " reasoning-gym:task, textarena:game, skyrl-gym:name, aviary:name, gymnasium:id, openenv:url."
         ),
     )
-    max_turns: int = flag(8, help="With --env: most answers of an episode.")
-    env_timeout_s: float = flag(60.0, help="With --env: deadline of each call of an environment, in seconds.")
+    max_turns: int = flag(8, help="With --env: most answers of an episode.", least=1)
+    env_timeout_s: float = flag(
+        60.0, help="With --env: deadline of each call of an environment, in seconds.", above=0, most=LONGEST_WAIT_S
+    )
     env_tool_call_parser: str | None = flag(
         None, help="SGLang's parser of tool calls; 'none' leaves them to the environment. Default: by model family."
     )

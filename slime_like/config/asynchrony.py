@@ -29,6 +29,7 @@ class AsyncConfig:
             "Most rollout steps that lie between the weights with which a group was begun and those that are trained"
             " with it. Default: 1 with --async-mode full; without a bound with --partial-rollout."
         ),
+        least=0,
     )
     stale_policy: str = flag(
         "wait",
@@ -38,7 +39,7 @@ class AsyncConfig:
             " is asked again; or it is trained on all the same."
         ),
     )
-    update_weights_interval: int = flag(1, help="Rollout steps from one weight sync to the next.")
+    update_weights_interval: int = flag(1, help="Rollout steps from one weight sync to the next.", least=1)
     eval_async: bool = flag(
         False,
         help="Evaluate beside the next rollout and train step, on the weights of its turn: the next sync waits for it.",
@@ -49,6 +50,8 @@ class AsyncConfig:
             "With --eval-async: so many engines keep the weights for it and answer nothing else meanwhile; syncs go to"
             " the others, and no sync waits. 0: all engines evaluate."
         ),
+        least=0,
+        most=1_000_000,
     )
     partial_rollout: bool = flag(
         False,

@@ -9,15 +9,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import sys
 import types
 import typing
 
+from slime_like.config.bounds import Bounds
 from slime_like.errors import ConfigError
 
 
-def flag(default=dataclasses.MISSING, *, help: str, choices: tuple | None = None, metavar: str | None = None):
-    """Declare one config field that is also a command-line flag. A flag without a default is required."""
-    metadata = {"help": help, "choices": choices, "metavar": metavar}
+def flag(
+    default=dataclasses.MISSING,
+    *,
+    help: str,
+    choices: tuple | None = None,
+    metavar: str | None = None,
+    **limits: float,
+):
+    """Declare one config field that is also a command-line flag. A flag without a default is required.
+
+    limits: the range of a number, in the words of bounds.Bounds (least=0). Numbers are finite in any case.
+    """
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "bounds": Bounds(**limits)}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -35,9 +47,7 @@ def add_flags(parser: ProblemParser, group_class: type) -> None:
         if base_type is bool:
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            convert = _Converter(
-                "--" + field.name.replace("_", "-"), base_type, field.metadata["choices"], parser.problems
-            )
+            convert = _Converter(field, base_type, parser.problems)
             kwargs |= {"type": convert, "metavar": field.metadata["metavar"] or convert.metavar}
             if is_list:
                 kwargs["nargs"] = "+"
@@ -57,6 +67,16 @@ class ProblemParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.problems: list[str] = []
 
+    def parse_known_args(self, args=None, namespace=None):
+        """argparse's; a lone -- is a problem: argparse (3.11) would leave it out, also of --flag=--, and give []."""
+        args = list(sys.argv[1:] if args is None else args)
+        for text in args:
+            name, equals, value = text.partition("=")
+            if text == "--" or (name.startswith("--") and value == "--"):
+                self.problems.append(f"{name if equals else 'the command line'}: -- is no value.")
+        kept = [text for text in args if text != "--" and not text.endswith("=--")]
+        return super().parse_known_args(kept, namespace)
+
     def error(self, message):
         raise ConfigError([*self.problems, message])
 
@@ -64,24 +84,45 @@ class ProblemParser(argparse.ArgumentParser):
 class _Converter:
     """Turns one argument's text into a value; a bad one becomes a problem instead of ending the parse."""
 
-    def __init__(self, name: str, base_type: type, choices: tuple | None, problems: list[str]):
-        self.name, self.base_type, self.choices, self.problems = name, base_type, choices, problems
-        self.metavar = "{" + ",".join(map(str, choices)) + "}" if choices else base_type.__name__.upper()
+    def __init__(self, field: dataclasses.Field, base_type: type, problems: list[str]):
+        self.name, self.base_type, self.problems = "--" + field.name.replace("_", "-"), base_type, problems
+        self.choices, self.bounds = field.metadata["choices"], field.metadata["bounds"]
+        self.metavar = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else base_type.__name__.upper()
 
     def __call__(self, text: str):
         try:
             value = self.base_type(text)
         except ValueError:
-            self.problems.append(f"{self.name} {text!r} is no {self.base_type.__name__}.")
+            self.problems.append(f"{self.name} {shortened(text)} is no {self.base_type.__name__}.")
+            return None
+        if problem := _text_problem(value) if isinstance(value, str) else self.bounds.problem(value):
+            self.problems.append(f"{self.name} {shortened(text) if isinstance(value, str) else text[:60]}: {problem}.")
             return None
         if self.choices and value not in self.choices:
             close = difflib.get_close_matches(text, [str(c) for c in self.choices], n=1)
             self.problems.append(
-                f"{self.name} {text!r} is unknown. Known: {', '.join(map(str, self.choices))}."
+                f"{self.name} {shortened(text)} is unknown. Known: {', '.join(map(str, self.choices))}."
                 + (f" Did you mean {close[0]}?" if close else "")
             )
             return None
         return value
+
+
+def shortened(value: typing.Any, length: int = 100) -> str:
+    """A value as an error shows it: its beginning only."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[:length]}… ({len(text)} characters)"
+
+
+def _text_problem(text: str) -> str:
+    """Why a text can be neither a path nor a name: no file system takes NUL, and half a character no file."""
+    if "\0" in text:
+        return "holds a NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds what is no UTF-8 text, at character {error.start}"
+    return ""
 
 
 def make_parser(description: str) -> ProblemParser:
@@ -126,7 +167,7 @@ def read_value(field: dataclasses.Field, hint: typing.Any, value: typing.Any, pr
     elif any(isinstance(item, bool) or not isinstance(item, (str, int, float)) for item in items):
         problem = f"{name} takes {'texts or numbers' if is_list else 'a text or a number'}, not {value!r}."
     else:
-        convert = _Converter(name, base_type, field.metadata["choices"], problems)
+        convert = _Converter(field, base_type, problems)
         values = [convert(str(item)) for item in items]
         return values if is_list else values[0]
     if problem:

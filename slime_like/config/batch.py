@@ -16,18 +16,23 @@ class BatchConfig:
     """How a rollout is cut into train steps and micro-batches"""
 
     global_batch_size: int | None = flag(
-        None, help="Samples per optimizer step. Default: the whole rollout / --num-steps-per-rollout."
+        None,
+        help="Samples per optimizer step. Default: the whole rollout / --num-steps-per-rollout.",
+        least=1,
     )
     num_steps_per_rollout: int | None = flag(
-        None, help="Optimizer steps per rollout. Default: samples per rollout / --global-batch-size, else 1."
+        None,
+        help="Optimizer steps per rollout. Default: samples per rollout / --global-batch-size, else 1.",
+        least=1,
     )
-    micro_batch_size: int = flag(1, help="Samples per micro-batch, without --use-dynamic-batch-size.")
+    micro_batch_size: int = flag(1, help="Samples per micro-batch, without --use-dynamic-batch-size.", least=1)
     use_dynamic_batch_size: bool = flag(
         False, help="Pack samples into micro-batches of at most --max-tokens-per-gpu tokens."
     )
     max_tokens_per_gpu: int | None = flag(
         None,
         help="Tokens of a micro-batch on one GPU, with --use-dynamic-batch-size. A longer sample gets one of its own.",
+        least=1,
     )
     qkv_format: str = flag(
         "thd",
@@ -35,7 +40,9 @@ class BatchConfig:
         help="Samples of a micro-batch end to end (thd), or padded to the longest, one a row (bshd).",
     )
     data_pad_size_multiplier: int = flag(
-        1, help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens."
+        1,
+        help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens.",
+        least=1,
     )
     log_probs_chunk_size: int | None = flag(
         None,
@@ -43,6 +50,7 @@ class BatchConfig:
             "Turn logits into log-probs this many tokens at a time, which needs less memory; -1: all at once. Default:"
             f" {GPU_CHUNK_TOKENS} on GPUs, all at once on a CPU host, which works on a cache's worth anyway."
         ),
+        least=-1,
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
@@ -50,6 +58,10 @@ class BatchConfig:
             "As --max-tokens-per-gpu, for passes without gradients (log-probs, values), which need less memory."
             " Default: the same."
         ),
+        least=1,
+    )
+    log_probs_micro_batch_size: int | None = flag(
+        None, help="As --micro-batch-size, for passes without gradients. Default: the same.", least=1
     )
     balance_data: bool = flag(
         False, help="Give the data parallel ranks equal numbers of tokens instead of equal sample counts."
@@ -68,6 +80,15 @@ class BatchConfig:
         if size is None:
             return GPU_CHUNK_TOKENS if on_gpu else None
         return size if size > 0 else None
+
+    @property
+    def scoring(self) -> BatchConfig:
+        """How passes without gradients are cut."""
+        return dataclasses.replace(
+            self,
+            max_tokens_per_gpu=self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu,
+            micro_batch_size=self.log_probs_micro_batch_size or self.micro_batch_size,
+        )
 
     def problems(self) -> list[str]:
         """What is impossible about the batch flags by themselves."""
@@ -91,12 +112,18 @@ class BatchConfig:
                     f"--{name.replace('_', '-')} does nothing without --use-dynamic-batch-size. Fix: add it, with"
                     " --max-tokens-per-gpu."
                 )
+        if self.log_probs_micro_batch_size and self.use_dynamic_batch_size:
+            problems.append(
+                "--log-probs-micro-batch-size counts samples, and --use-dynamic-batch-size packs by tokens. Fix:"
+                " --log-probs-max-tokens-per-gpu."
+            )
         counts = (
             "global_batch_size",
             "num_steps_per_rollout",
             "micro_batch_size",
             "max_tokens_per_gpu",
             "log_probs_max_tokens_per_gpu",
+            "log_probs_micro_batch_size",
         )
         for name in (*counts, "data_pad_size_multiplier"):
             value = getattr(self, name)

@@ -38,7 +38,9 @@ class CheckpointConfig:
         ),
     )
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
-    save_interval: int | None = flag(None, help="Save every this many rollouts; the last rollout is always saved.")
+    save_interval: int | None = flag(
+        None, help="Save every this many rollouts; the last rollout is always saved.", least=1
+    )
     save_hf: str | None = flag(
         None,
         help=(
@@ -55,9 +57,10 @@ class CheckpointConfig:
             "Keep only checkpoints whose number divides by this, and the newest: each save deletes the one before."
             " Default: keep all."
         ),
+        least=1,
     )
-    ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.")
-    ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.")
+    ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.", least=0)
+    ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.", least=0)
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of checkpoints.")
     no_load_optim: bool = flag(False, help="Do not read optimizer state.")
     no_load_rng: bool = flag(False, help="Do not read random states.")

@@ -23,6 +23,8 @@ def read_custom_config(path: str) -> tuple[dict, list[str]]:
             values = tomllib.load(file) if os.path.splitext(path)[1] == ".toml" else yaml.safe_load(file)
     except OSError as error:
         return {}, [f"{where}: {(error.strerror or 'cannot be read').lower()}."]
+    except RecursionError:
+        return {}, [f"{where}: is nested too deeply to be read."]
     except (ValueError, yaml.YAMLError) as error:
         return {}, [f"{where}: {' '.join(str(error).split())}."]
     if values is None:
@@ -37,6 +39,6 @@ def read_custom_config(path: str) -> tuple[dict, list[str]]:
     ]
     try:
         json.dumps(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"{where}: {error}. Fix: texts, numbers, lists and tables only.")
     return ({} if problems else values), problems

@@ -66,10 +66,12 @@ class DataConfig:
     apply_chat_template: bool = flag(False, help="Render the prompt with the tokenizer's chat template.")
     apply_chat_template_kwargs: str = flag("{}", help="JSON object of extra arguments for the chat template.")
     rollout_shuffle: bool = flag(False, help="Shuffle the rows of each epoch by --rollout-seed and the epoch.")
-    rollout_seed: int = flag(42, help="Seed of shuffling and sampling.")
-    rollout_max_prompt_len: int | None = flag(None, help="Leave out prompts of more tokens; the count is printed.")
-    num_rollout: int | None = flag(None, help="Rollout steps to do.")
-    num_epoch: int | None = flag(None, help="Passes over the data, instead of --num-rollout.")
+    rollout_seed: int = flag(42, help="Seed of shuffling and sampling.", least=0)
+    rollout_max_prompt_len: int | None = flag(
+        None, help="Leave out prompts of more tokens; the count is printed.", least=1
+    )
+    num_rollout: int | None = flag(None, help="Rollout steps to do.", least=0)
+    num_epoch: int | None = flag(None, help="Passes over the data, instead of --num-rollout.", least=1)
 
     @property
     def chat_template_kwargs(self) -> dict:
@@ -93,7 +95,7 @@ class DataConfig:
         try:
             if not isinstance(self.chat_template_kwargs, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"--apply-chat-template-kwargs is no JSON object: {error}.")
         return problems
 

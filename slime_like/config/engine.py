@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 
 #: Spellings that SGLang takes for an engine's parallel sizes.
 _ENGINE_SIZES = {
@@ -19,7 +20,9 @@ class EngineConfig:
     """Rollout engines and router (every SGLang server flag is taken as --sglang-<flag>)"""
 
     sglang_router_ip: str | None = flag(None, help="Use a router that already runs, at this address.")
-    sglang_router_port: int | None = flag(None, help="Port of the router; of ours too. Default: a free one.")
+    sglang_router_port: int | None = flag(
+        None, help="Port of the router; of ours too. Default: a free one.", least=0, most=65535
+    )
     sglang_router_api_key_env: str = flag(
         "SLIME_LIKE_ROUTER_API_KEY",
         help="Environment variable that holds the key of a router at --sglang-router-ip, if it has one.",
@@ -32,9 +35,12 @@ class EngineConfig:
             " --serve-rollout, else cache_aware."
         ),
     )
-    sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.")
+    sglang_server_concurrency: int = flag(512, help="Most requests in flight per engine.", least=1)
     engine_start_timeout_s: float = flag(
-        600.0, help="Deadline for an engine or the router to become healthy, in seconds."
+        600.0,
+        help="Deadline for an engine or the router to become healthy, in seconds.",
+        above=0,
+        most=LONGEST_WAIT_S,
     )
     max_engine_restarts: int = flag(
         3,

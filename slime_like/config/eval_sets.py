@@ -41,6 +41,8 @@ def read_eval_sets(path: str) -> tuple[tuple[EvalSet, ...], list[str]]:
             content = yaml.safe_load(file)
     except OSError as error:
         return (), [f"{where}: {(error.strerror or 'cannot be read').lower()}."]
+    except RecursionError:
+        return (), [f"{where}: is nested too deeply to be read."]
     except (ValueError, yaml.YAMLError) as error:
         return (), [f"{where}: {' '.join(str(error).split())}."]
     table = content.get("eval", content) if isinstance(content, dict) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import Any
 
@@ -45,16 +44,16 @@ class EvalConfig:
     eval_config: str | None = flag(
         None, help="YAML of evaluation sets with settings of their own, instead of --eval-prompt-data: docs/rewards.md."
     )
-    eval_interval: int | None = flag(None, help="Evaluate before the first rollout and after every this many.")
+    eval_interval: int | None = flag(None, help="Evaluate before the first rollout and after every this many.", least=1)
     skip_eval_before_train: bool = flag(False, help="No evaluation before the first rollout.")
     eval_input_key: str | None = flag(None, help="Default: --input-key.")
     eval_label_key: str | None = flag(None, help="Default: --label-key.")
     eval_tool_key: str | None = flag(None, help="Default: --tool-key.")
-    n_samples_per_eval_prompt: int = flag(1, help="Samples per evaluation prompt.")
-    eval_temperature: float | None = flag(None, help="Default: --rollout-temperature; 0 is greedy.")
-    eval_top_p: float | None = flag(None, help="Default: --rollout-top-p.")
-    eval_top_k: int | None = flag(None, help="Default: --rollout-top-k.")
-    eval_max_response_len: int | None = flag(None, help="Default: --rollout-max-response-len.")
+    n_samples_per_eval_prompt: int = flag(1, help="Samples per evaluation prompt.", least=1, most=1_000_000)
+    eval_temperature: float | None = flag(None, help="Default: --rollout-temperature; 0 is greedy.", least=0)
+    eval_top_p: float | None = flag(None, help="Default: --rollout-top-p.", above=0, most=1)
+    eval_top_k: int | None = flag(None, help="Default: --rollout-top-k.", least=-1)
+    eval_max_response_len: int | None = flag(None, help="Default: --rollout-max-response-len.", least=1)
     eval_function_path: str | None = flag(
         None,
         help=(
@@ -65,9 +64,11 @@ class EvalConfig:
     custom_eval_rollout_log_function_path: str | None = flag(
         None, help="module.function(step, args, data, metrics) -> further metrics, or None; after each evaluation."
     )
-    eval_max_prompt_len: int | None = flag(None, help="Leave out evaluation prompts of more tokens.")
-    eval_max_context_len: int | None = flag(None, help="Default: --rollout-max-context-len.")
-    eval_min_new_tokens: int | None = flag(None, help="Least tokens of a response before it may end. Default: 0.")
+    eval_max_prompt_len: int | None = flag(None, help="Leave out evaluation prompts of more tokens.", least=1)
+    eval_max_context_len: int | None = flag(None, help="Default: --rollout-max-context-len.", least=1)
+    eval_min_new_tokens: int | None = flag(
+        None, help="Least tokens of a response before it may end. Default: 0.", least=0
+    )
     eval_pass_threshold: float = flag(1.0, help="Least reward with which a sample passes, for eval/*/pass@k.")
 
     #: what --eval-config holds
@@ -117,8 +118,6 @@ class EvalConfig:
             problems.append(f"--eval-interval {self.eval_interval}: must be at least 1.")
         if self.n_samples_per_eval_prompt < 1:
             problems.append(f"--n-samples-per-eval-prompt {self.n_samples_per_eval_prompt}: must be at least 1.")
-        if not math.isfinite(self.eval_pass_threshold):
-            problems.append(f"--eval-pass-threshold {self.eval_pass_threshold}: must be a finite number.")
         return problems
 
     def missing_files(self) -> list[str]:

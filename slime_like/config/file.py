@@ -101,6 +101,8 @@ def _load(path: str) -> tuple[dict, str]:
             content = tomllib.load(file) if kind == ".toml" else json.load(file)
     except OSError as error:
         return {}, f"{(error.strerror or 'cannot be read').lower()}."
+    except RecursionError:
+        return {}, "is nested too deeply to be read."
     except ValueError as error:  # TOMLDecodeError, JSONDecodeError, UnicodeDecodeError
         return {}, f"{error}."
     return (content, "") if isinstance(content, dict) else ({}, "holds no table.")

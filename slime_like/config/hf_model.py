@@ -7,6 +7,7 @@ import json
 import os
 
 from slime_like.config.families import FAMILIES, HF_TYPES, Family, HfType
+from slime_like.config.hf_keys import key_problems
 from slime_like.config.model import ModelConfig
 from slime_like.errors import ConfigError
 
@@ -24,6 +25,10 @@ _USUAL = {
 }
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+#: Of a model with experts.
+_NEEDED_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+#: What config.json may have; those of the largest models have some KiB.
+_LARGEST_BYTES = 1024**2
 _NEEDED_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 #: Fields that must agree between flags and checkpoint; the others are only the trainer's business.
@@ -78,15 +83,24 @@ _FLAG_OF = {
 
 
 def read_hf_config(folder: str) -> dict:
-    """config.json of an HF folder. Raises ConfigError if it is no JSON object."""
+    """config.json of an HF folder.
+
+    Raises ConfigError if it is no JSON object, or has a key whose value is of a wrong type or out of range.
+    """
     path = os.path.join(folder, "config.json")
     try:
+        if os.path.getsize(path) > _LARGEST_BYTES:
+            raise ConfigError([f"{path} has {os.path.getsize(path)} bytes; a config has at most {_LARGEST_BYTES}."])
         with open(path, encoding="utf-8") as file:
             hf = json.load(file)
+    except RecursionError:
+        raise ConfigError([f"{path} cannot be read: it is nested too deeply."]) from None
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path} cannot be read: {error}"]) from None
     if not isinstance(hf, dict):
         raise ConfigError([f"{path} is no JSON object"])
+    if problems := key_problems(hf):
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
     return hf
 
 
@@ -94,7 +108,7 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
     """The architecture of an HF config; flags that are the trainer's own (padding, attention backend) are kept."""
     family, hf_type = _check_known(hf)
     heads = hf["num_attention_heads"]
-    kv_heads = heads if family.is_latent else hf.get("num_key_value_heads", heads)
+    kv_heads = heads if family.is_latent else hf.get("num_key_value_heads") or heads
     head_size = hf["qk_nope_head_dim"] if family.is_latent else hf.get("head_dim") or hf["hidden_size"] // heads
     parts = (
         hf_type.adds
@@ -116,7 +130,7 @@ def model_from_hf(hf: dict, flags: ModelConfig) -> ModelConfig:
         group_query_attention=kv_heads != heads,
         kv_channels=head_size,
         vocab_size=hf["vocab_size"],
-        max_position_embeddings=flags.max_position_embeddings or int(hf.get("max_position_embeddings", 32768)),
+        max_position_embeddings=flags.max_position_embeddings or hf.get("max_position_embeddings") or 32768,
         normalization="RMSNorm",
         norm_epsilon=hf["rms_norm_eps"],
         swiglu=True,
@@ -186,7 +200,11 @@ def _check_known(hf: dict) -> tuple[Family, HfType]:
     unusual = {k: hf[k] for k, value in usual.items() if hf.get(k, value) not in (value, None)}
     if unusual:
         raise ConfigError([f"config.json has {unusual}, which is not supported. Supported: {usual}."])
-    missing = [k for k in _NEEDED + (_NEEDED_LATENT if family.is_latent else ()) if k not in hf]
+    has_experts = hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts")
+    if family.router == "softmax" and not has_experts:
+        raise ConfigError([f"config.json is of a {kind} and lacks num_experts"])
+    needed = (*_NEEDED, *(_NEEDED_LATENT if family.is_latent else ()), *(_NEEDED_EXPERTS if has_experts else ()))
+    missing = [k for k in needed if hf.get(k) is None]
     if missing:
         raise ConfigError([f"config.json lacks {', '.join(missing)}"])
     return family, hf_type
@@ -196,7 +214,7 @@ def _rope(hf: dict, family: Family, flags: ModelConfig) -> dict:
     """Position encoding. Raises ConfigError for a kind that Megatron-core does not compute the same way."""
     # transformers 5 nests rope_theta in rope_parameters; older files have it at the top.
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
     known = ("default", "llama3", "yarn") if family.is_latent else ("default", "llama3")
     if rope_type not in known:
         raise ConfigError([f"rope type {rope_type!r} is not supported. Known: {', '.join(known)}."])
@@ -211,7 +229,7 @@ def _rope(hf: dict, family: Family, flags: ModelConfig) -> dict:
             ]
         )
     fields = {
-        "rotary_base": rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+        "rotary_base": float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
         "rotary_percent": rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0,
         "use_rope_scaling": rope_type == "llama3",
         "rope_scaling_factor": rope.get("factor", 8.0) if rope_type == "llama3" else flags.rope_scaling_factor,
@@ -265,7 +283,7 @@ def _latent(hf: dict) -> dict:
 def _experts(hf: dict, family: Family, flags: ModelConfig) -> dict:
     """Mixture of experts, in Qwen's words (num_experts) or DeepSeek's (n_routed_experts); {} for a dense model."""
     if family.router == "softmax":
-        if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
+        if hf.get("mlp_only_layers") or (hf.get("decoder_sparse_step") or 1) != 1:
             raise ConfigError(
                 [
                     (
@@ -289,7 +307,7 @@ def _experts(hf: dict, family: Family, flags: ModelConfig) -> dict:
         return {}
     _check_router(hf)
     dense, layers, groups = (
-        min(hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]),
+        min(hf.get("first_k_dense_replace") or 0, hf["num_hidden_layers"]),
         hf["num_hidden_layers"],
         hf.get("n_group") or 1,
     )

@@ -27,13 +27,20 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 class LoraConfig:
     """LoRA: train low-rank adapters over a frozen base (PEFT's names and values)"""
 
-    lora_rank: int = flag(0, help="Rank of the adapters; the policy's own weights are then frozen. 0: train them all.")
+    lora_rank: int = flag(
+        0, help="Rank of the adapters; the policy's own weights are then frozen. 0: train them all.", least=0
+    )
     lora_alpha: float | None = flag(
-        None, help="An adapter's product is scaled by this over the rank. Default: the rank, a scale of 1."
+        None,
+        help="An adapter's product is scaled by this over the rank. Default: the rank, a scale of 1.",
+        above=0,
     )
     lora_use_rslora: bool = flag(False, help="Scale by --lora-alpha over the root of the rank (arXiv:2312.03732).")
     lora_dropout: float = flag(
-        0.0, help="Share of an adapter's input that is dropped in train steps; never while log-probs are scored."
+        0.0,
+        help="Share of an adapter's input that is dropped in train steps; never while log-probs are scored.",
+        least=0,
+        below=1,
     )
     lora_target_modules: list[str] = flag(
         [ALL_LINEAR],
@@ -65,7 +72,9 @@ class LoraConfig:
     lora_load: str | None = flag(
         None, help="PEFT folder (adapter_config.json, adapter_model.safetensors) whose adapters the run starts from."
     )
-    lora_plus_lr_ratio: float = flag(1.0, help="Learning rate of the B matrices over that of A (arXiv:2402.12354).")
+    lora_plus_lr_ratio: float = flag(
+        1.0, help="Learning rate of the B matrices over that of A (arXiv:2402.12354).", above=0
+    )
 
     @property
     def enabled(self) -> bool:
@@ -89,6 +98,16 @@ class LoraConfig:
             return None
         start_a, start_b = _STARTS_OF[self.lora_init]
         return self.lora_a_init or start_a, self.lora_b_init or start_b
+
+    @property
+    def of_critic(self) -> LoraConfig:
+        """The same for a critic, whose output layer is its value head: trained whole, beside the adapters."""
+        excluded, (output,) = self.lora_exclude_modules or [], OUTPUT.modules
+        if len(excluded) == 1 and not _NAME.fullmatch(excluded[0]):
+            excluded = [f"(?:{excluded[0]})|{output}"]  # a pattern stands alone
+        else:
+            excluded = [*excluded, output]
+        return dataclasses.replace(self, lora_exclude_modules=excluded)
 
     def targets(self, module: str) -> bool:
         """Whether the HF module of this whole name has an adapter (PEFT's check_target_module_exists)."""

@@ -55,26 +55,32 @@ _LATENT = (
 class ModelConfig:
     """Model architecture (Megatron's names; all of it comes from --hf-checkpoint when --num-layers is not given)"""
 
-    num_layers: int = flag(0, help="Transformer layers. 0: the architecture is read from --hf-checkpoint.")
-    hidden_size: int = flag(0, help="Width of the residual stream.")
-    ffn_hidden_size: int | None = flag(None, help="Width inside the MLP. Default: 4 x hidden size.")
-    num_attention_heads: int = flag(0, help="Query heads.")
+    num_layers: int = flag(
+        0, help="Transformer layers. 0: the architecture is read from --hf-checkpoint.", least=0, most=10_000
+    )
+    hidden_size: int = flag(0, help="Width of the residual stream.", least=0)
+    ffn_hidden_size: int | None = flag(None, help="Width inside the MLP. Default: 4 x hidden size.", least=1)
+    num_attention_heads: int = flag(0, help="Query heads.", least=0)
     group_query_attention: bool = flag(
         False, help="Use --num-query-groups key/value heads instead of one per query head."
     )
-    num_query_groups: int | None = flag(None, help="Key/value heads, with --group-query-attention.")
-    kv_channels: int | None = flag(None, help="Size of one head. Default: hidden size / heads.")
-    vocab_size: int = flag(0, help="Rows of the embedding in the HF checkpoint.")
+    num_query_groups: int | None = flag(None, help="Key/value heads, with --group-query-attention.", least=1)
+    kv_channels: int | None = flag(None, help="Size of one head. Default: hidden size / heads.", least=1)
+    vocab_size: int = flag(0, help="Rows of the embedding in the HF checkpoint.", least=0)
     make_vocab_size_divisible_by: int = flag(
-        1, help="Pad the embedding to a multiple of this times the tensor parallel size."
+        1,
+        help="Pad the embedding to a multiple of this times the tensor parallel size.",
+        least=1,
     )
     max_position_embeddings: int | None = flag(
-        None, help="Longest sequence the model takes. Default: from the HF checkpoint, else 32768."
+        None,
+        help="Longest sequence the model takes. Default: from the HF checkpoint, else 32768.",
+        least=1,
     )
     normalization: str = flag(
         "LayerNorm", choices=("RMSNorm", "LayerNorm"), help="Norm of every layer; the supported families use RMSNorm."
     )
-    norm_epsilon: float = flag(1e-5, help="Epsilon of the norms.")
+    norm_epsilon: float = flag(1e-5, help="Epsilon of the norms.", above=0, below=1)
     swiglu: bool = flag(False, help="Gated MLP with SiLU.")
     disable_bias_linear: bool = flag(False, help="No bias in the linear layers.")
     add_qkv_bias: bool = flag(False, help="Bias in the query/key/value projection only (Qwen2).")
@@ -83,12 +89,14 @@ class ModelConfig:
     position_embedding_type: str = flag("rope", choices=("rope",), help="Position encoding.")
     use_rotary_position_embeddings: bool = flag(True, help="Deprecated spelling of --position-embedding-type rope.")
     position_embedding: bool = flag(False, help="Learned positions beside rope; no supported family has them.")
-    rotary_base: float = flag(10000.0, help="Rope base (theta).")
-    rotary_percent: float = flag(1.0, help="Share of each head that is rotated.")
+    rotary_base: float = flag(10000.0, help="Rope base (theta).", above=0)
+    rotary_percent: float = flag(1.0, help="Share of each head that is rotated.", above=0, most=1)
     use_rope_scaling: bool = flag(False, help="Llama 3 rope scaling.")
-    rope_scaling_factor: float = flag(8.0, help="Factor of --use-rope-scaling.")
-    attention_dropout: float = flag(0.0, help="Must be 0: log-probs of a policy must be reproducible.")
-    hidden_dropout: float = flag(0.0, help="Must be 0, as --attention-dropout.")
+    rope_scaling_factor: float = flag(8.0, help="Factor of --use-rope-scaling.", above=0)
+    attention_dropout: float = flag(
+        0.0, help="Must be 0: log-probs of a policy must be reproducible.", least=0, below=1
+    )
+    hidden_dropout: float = flag(0.0, help="Must be 0, as --attention-dropout.", least=0, below=1)
     attention_softmax_in_fp32: bool = flag(True, help="Attention softmax in fp32 (our attention always does).")
     attention_backend: str = flag(
         "auto",
@@ -100,46 +108,58 @@ class ModelConfig:
     rope_fusion: bool = flag(False, help="Fused rope kernel; never used, so that every host computes the same numbers.")
     masked_softmax_fusion: bool = flag(False, help="Fused softmax kernel; never used, as --rope-fusion.")
     rotary_interleaved: bool = flag(False, help="Rotate neighbouring channels instead of halves (GLM-4).")
-    rotary_scaling_factor: float = flag(1.0, help="Yarn factor of multi-latent attention.")
+    rotary_scaling_factor: float = flag(1.0, help="Yarn factor of multi-latent attention.", above=0)
     post_self_attn_layernorm: bool = flag(False, help="Another norm after attention (GLM-4).")
     post_mlp_layernorm: bool = flag(False, help="Another norm after the MLP (GLM-4).")
     multi_latent_attention: bool = flag(False, help="Attention with compressed keys and values (DeepSeek).")
-    q_lora_rank: int | None = flag(None, help="Width of compressed queries; without it they are not compressed.")
-    kv_lora_rank: int = flag(512, help="Width of compressed keys and values.")
-    qk_head_dim: int = flag(128, help="Channels of a query/key head without position.")
-    qk_pos_emb_head_dim: int = flag(64, help="Channels of a query/key head that are rotated.")
-    v_head_dim: int = flag(128, help="Channels of a value head.")
-    mscale: float = flag(1.0, help="Yarn attention scale.")
-    mscale_all_dim: float = flag(0.0, help="Yarn attention scale on all channels.")
-    original_max_position_embeddings: int = flag(4096, help="Longest sequence before yarn stretched the positions.")
+    q_lora_rank: int | None = flag(
+        None, help="Width of compressed queries; without it they are not compressed.", least=1
+    )
+    kv_lora_rank: int = flag(512, help="Width of compressed keys and values.", least=1)
+    qk_head_dim: int = flag(128, help="Channels of a query/key head without position.", least=1)
+    qk_pos_emb_head_dim: int = flag(64, help="Channels of a query/key head that are rotated.", least=1)
+    v_head_dim: int = flag(128, help="Channels of a value head.", least=1)
+    mscale: float = flag(1.0, help="Yarn attention scale.", least=0)
+    mscale_all_dim: float = flag(0.0, help="Yarn attention scale on all channels.", least=0)
+    original_max_position_embeddings: int = flag(
+        4096, help="Longest sequence before yarn stretched the positions.", least=1
+    )
     beta_fast: float = flag(
-        32.0, help="Yarn: channels that turn more often than this over the original length are left as they are."
+        32.0,
+        help="Yarn: channels that turn more often than this over the original length are left as they are.",
+        above=0,
     )
     beta_slow: float = flag(
-        1.0, help="Yarn: channels that turn less often than this are stretched by the whole factor."
+        1.0,
+        help="Yarn: channels that turn less often than this are stretched by the whole factor.",
+        above=0,
     )
-    num_experts: int = flag(0, help="Experts of each mixture-of-experts layer. 0: the model is dense.")
+    num_experts: int = flag(
+        0, help="Experts of each mixture-of-experts layer. 0: the model is dense.", least=0, most=100_000
+    )
     moe_layer_freq: str = flag("1", help="Which layers have experts: N (every Nth), or a list such as [0]*3+[1]*75.")
-    moe_ffn_hidden_size: int | None = flag(None, help="Width inside one expert. Default: --ffn-hidden-size.")
+    moe_ffn_hidden_size: int | None = flag(None, help="Width inside one expert. Default: --ffn-hidden-size.", least=1)
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, help="Width of all shared experts together; without it there are none."
+        None,
+        help="Width of all shared experts together; without it there are none.",
+        least=1,
     )
     moe_shared_expert_gate: bool = flag(False, help="Gate on the shared expert's output.")
-    moe_router_topk: int = flag(2, help="Experts per token.")
+    moe_router_topk: int = flag(2, help="Experts per token.", least=1)
     moe_router_score_function: str = flag(
         "softmax", choices=("softmax", "sigmoid"), help="How router logits become scores."
     )
     moe_router_pre_softmax: bool = flag(False, help="Softmax before the top k instead of after.")
     moe_router_enable_expert_bias: bool = flag(False, help="A bias per expert for choosing, without auxiliary loss.")
-    moe_router_bias_update_rate: float = flag(1e-3, help="Step of that bias.")
+    moe_router_bias_update_rate: float = flag(1e-3, help="Step of that bias.", least=0)
     moe_router_load_balancing_type: str = flag(
         "aux_loss", choices=("none", "aux_loss", "seq_aux_loss"), help="Balancing of the experts."
     )
-    moe_aux_loss_coeff: float = flag(0.0, help="Weight of the auxiliary loss.")
+    moe_aux_loss_coeff: float = flag(0.0, help="Weight of the auxiliary loss.", least=0)
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), help="Precision of the router.")
-    moe_router_topk_scaling_factor: float | None = flag(None, help="Factor on the chosen scores.")
-    moe_router_num_groups: int | None = flag(None, help="Groups of experts, for group-limited routing.")
-    moe_router_group_topk: int | None = flag(None, help="Groups a token may go to.")
+    moe_router_topk_scaling_factor: float | None = flag(None, help="Factor on the chosen scores.", above=0)
+    moe_router_num_groups: int | None = flag(None, help="Groups of experts, for group-limited routing.", least=1)
+    moe_router_group_topk: int | None = flag(None, help="Groups a token may go to.", least=1)
     moe_token_dispatcher_type: str = flag(
         "alltoall", choices=("allgather", "alltoall", "flex"), help="How tokens reach their experts."
     )

@@ -13,7 +13,7 @@ from slime_like.utils.logs import LOG_LEVELS
 class ObservabilityConfig:
     """Run directory, metrics and debugging"""
 
-    seed: int = flag(1234, help="Seed of everything random in the trainer.")
+    seed: int = flag(1234, help="Seed of everything random in the trainer.", least=0)
     run_name: str = flag("train", help="Last part of the default run directory.")
     run_dir: str | None = flag(None, help="Where metrics, logs and samples go. Default: runs/<time>-<name>.")
     log_level: str | None = flag(
@@ -27,7 +27,9 @@ class ObservabilityConfig:
     )
     use_tensorboard: bool = flag(True, help="Write TensorBoard event files into the run directory.")
     log_samples: int = flag(
-        4, help="Answers of each rollout, best to worst, written to samples/ in the run directory; 0: none."
+        4,
+        help="Answers of each rollout, best to worst, written to samples/ in the run directory; 0: none.",
+        least=0,
     )
     log_passrate: bool = flag(False, help="Add pass@1, pass@2, … of each rollout (--eval-pass-threshold).")
     log_multi_turn: bool = flag(False, help="Add turns, and tokens that the policy did not choose, of each rollout.")

@@ -13,22 +13,27 @@ class OptimizerConfig:
 
     train_backend: str = flag("megatron", choices=("megatron",), help="What trains.")
     optimizer: str = flag("adam", choices=("adam",), help="AdamW with decoupled weight decay.")
-    lr: float = flag(1e-6, help="Peak learning rate.")
+    lr: float = flag(1e-6, help="Peak learning rate.", least=0)
     critic_lr: float | None = flag(
-        None, help="Peak learning rate of the critic, with --advantage-estimator ppo. Default: --lr."
+        None,
+        help="Peak learning rate of the critic, with --advantage-estimator ppo. Default: --lr.",
+        least=0,
     )
-    min_lr: float = flag(0.0, help="Floor of the learning rate.")
+    min_lr: float = flag(0.0, help="Floor of the learning rate.", least=0)
     lr_decay_style: str = flag("constant", choices=("constant", "linear", "cosine"), help="Shape after the warm-up.")
-    lr_decay_iters: int | None = flag(None, help="Optimizer steps until --min-lr. Default: the whole run.")
-    lr_warmup_iters: int = flag(0, help="Optimizer steps of linear warm-up.")
+    lr_decay_iters: int | None = flag(None, help="Optimizer steps until --min-lr. Default: the whole run.", least=1)
+    lr_warmup_iters: int = flag(0, help="Optimizer steps of linear warm-up.", least=0)
     lr_warmup_fraction: float | None = flag(
-        None, help="Warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters."
+        None,
+        help="Warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters.",
+        least=0,
+        below=1,
     )
-    weight_decay: float = flag(0.01, help="Decoupled weight decay (not on norms and biases).")
-    adam_beta1: float = flag(0.9, help="First moment.")
-    adam_beta2: float = flag(0.999, help="Second moment.")
-    adam_eps: float = flag(1e-8, help="Added to the root of the second moment.")
-    clip_grad: float = flag(1.0, help="Largest gradient norm; 0 switches clipping off.")
+    weight_decay: float = flag(0.01, help="Decoupled weight decay (not on norms and biases).", least=0)
+    adam_beta1: float = flag(0.9, help="First moment.", least=0, below=1)
+    adam_beta2: float = flag(0.999, help="Second moment.", least=0, below=1)
+    adam_eps: float = flag(1e-8, help="Added to the root of the second moment.", above=0)
+    clip_grad: float = flag(1.0, help="Largest gradient norm; 0 switches clipping off.", least=0)
     bf16: bool | None = flag(None, help="Train in bf16. Default: on a host with CUDA yes, on a CPU host no (fp32).")
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Keep and reduce gradients in fp32.")
     optimizer_cpu_offload: bool = flag(

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Protocol
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 
 
 class Architecture(Protocol):
@@ -67,13 +68,19 @@ _COUNTS = (
 class ParallelConfig:
     """How the trainer is split over GPUs (Megatron's names)"""
 
-    tensor_model_parallel_size: int = flag(1, help="GPUs that share each layer's matrices.")
-    pipeline_model_parallel_size: int = flag(1, help="GPUs that share the layers.")
+    tensor_model_parallel_size: int = flag(1, help="GPUs that share each layer's matrices.", least=1, most=1_000_000)
+    pipeline_model_parallel_size: int = flag(1, help="GPUs that share the layers.", least=1, most=1_000_000)
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, help="Layers of the first pipeline stage. Default: as many as the others have."
+        None,
+        help="Layers of the first pipeline stage. Default: as many as the others have.",
+        least=1,
+        most=10_000,
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, help="Layers of the last pipeline stage. Default: as many as the others have."
+        None,
+        help="Layers of the last pipeline stage. Default: as many as the others have.",
+        least=1,
+        most=10_000,
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None,
@@ -81,14 +88,22 @@ class ParallelConfig:
             "Interleaved pipeline: cut each stage's layers into this many chunks, which are dealt out in turn; shorter"
             " bubbles, more messages."
         ),
+        least=1,
+        most=10_000,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, help="Interleaved pipeline: layers of a chunk, instead of the number of chunks."
+        None,
+        help="Interleaved pipeline: layers of a chunk, instead of the number of chunks.",
+        least=1,
+        most=10_000,
     )
-    context_parallel_size: int = flag(1, help="GPUs that share one sequence.")
-    expert_model_parallel_size: int = flag(1, help="GPUs that share the experts.")
+    context_parallel_size: int = flag(1, help="GPUs that share one sequence.", least=1, most=1_000_000)
+    expert_model_parallel_size: int = flag(1, help="GPUs that share the experts.", least=1, most=1_000_000)
     expert_tensor_parallel_size: int | None = flag(
-        None, help="Tensor parallel size inside the experts. Default: --tensor-model-parallel-size."
+        None,
+        help="Tensor parallel size inside the experts. Default: --tensor-model-parallel-size.",
+        least=1,
+        most=1_000_000,
     )
     sequence_parallel: bool = flag(False, help="Split activations over the tensor parallel GPUs between the matrices.")
     use_distributed_optimizer: bool = flag(True, help="Split optimizer state over data parallel ranks.")
@@ -105,11 +120,17 @@ class ParallelConfig:
         None, choices=("uniform", "block"), help="With full: all layers in chunks, or only the first of each stage."
     )
     recompute_num_layers: int | None = flag(
-        None, help="With full: layers of a chunk (uniform), or layers recomputed per stage (block)."
+        None,
+        help="With full: layers of a chunk (uniform), or layers recomputed per stage (block).",
+        least=1,
+        most=10_000,
     )
-    distributed_timeout_minutes: int = flag(10, help="Deadline of a collective.")
+    distributed_timeout_minutes: int = flag(10, help="Deadline of a collective.", least=1, most=525_600)
     train_timeout_s: float = flag(
-        3600.0, help="Deadline for the trainer to answer: training on one rollout, or saving, in seconds."
+        3600.0,
+        help="Deadline for the trainer to answer: training on one rollout, or saving, in seconds.",
+        above=0,
+        most=LONGEST_WAIT_S,
     )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 from slime_like.utils.net import engine_url
 
 #: What --plan-bandwidth may set.
@@ -15,19 +16,34 @@ BANDWIDTHS = ("ipc", "nvlink", "network", "disk", "pcie")
 class PlacementConfig:
     """Placement: which role sits on which GPUs (logical ones on a CPU host)"""
 
-    actor_num_nodes: int = flag(1, help="Nodes of the trainer.")
-    actor_num_gpus_per_node: int = flag(8, help="GPUs of the trainer on each node.")
+    actor_num_nodes: int = flag(1, help="Nodes of the trainer.", least=1, most=1_000_000)
+    actor_num_gpus_per_node: int = flag(8, help="GPUs of the trainer on each node.", least=1, most=1_000_000)
     critic_num_nodes: int | None = flag(
-        None, help="Nodes of the critic, with --advantage-estimator ppo. Default: the actor's."
+        None,
+        help="Nodes of the critic, with --advantage-estimator ppo. Default: the actor's.",
+        least=1,
+        most=1_000_000,
     )
-    critic_num_gpus_per_node: int | None = flag(None, help="GPUs of the critic on each node. Default: the actor's.")
-    ref_num_nodes: int | None = flag(None, help="Nodes of the reference model. Default: the actor's.")
+    critic_num_gpus_per_node: int | None = flag(
+        None, help="GPUs of the critic on each node. Default: the actor's.", least=1, most=1_000_000
+    )
+    ref_num_nodes: int | None = flag(
+        None, help="Nodes of the reference model. Default: the actor's.", least=1, most=1_000_000
+    )
     ref_num_gpus_per_node: int | None = flag(
-        None, help="GPUs of the reference model on each node. Default: the actor's."
+        None,
+        help="GPUs of the reference model on each node. Default: the actor's.",
+        least=1,
+        most=1_000_000,
     )
-    reward_num_nodes: int | None = flag(None, help="Nodes of a reward model, with --reward-load. Default: the actor's.")
+    reward_num_nodes: int | None = flag(
+        None, help="Nodes of a reward model, with --reward-load. Default: the actor's.", least=1, most=1_000_000
+    )
     reward_num_gpus_per_node: int | None = flag(
-        None, help="GPUs of the reward model on each node. Default: the actor's."
+        None,
+        help="GPUs of the reward model on each node. Default: the actor's.",
+        least=1,
+        most=1_000_000,
     )
     colocate_policy_ref: bool = flag(
         True,
@@ -36,10 +52,17 @@ class PlacementConfig:
     colocate_critic_reward: bool = flag(False, help="Critic and reward model share GPUs.")
     colocate_training: bool = flag(False, help="Policy, critic, reference and reward model all share the same GPUs.")
     rollout_num_gpus: int | None = flag(
-        None, help="GPUs of all engines. With --colocate: the trainer's by default. With --rollout-external: derived."
+        None,
+        help="GPUs of all engines. With --colocate: the trainer's by default. With --rollout-external: derived.",
+        least=0,
+        most=1_000_000,
     )
-    rollout_num_gpus_per_engine: int = flag(1, help="GPUs of one engine: its tensor x pipeline parallel size.")
-    num_gpus_per_node: int | None = flag(None, help="GPUs of a machine. Default: --actor-num-gpus-per-node, at most 8.")
+    rollout_num_gpus_per_engine: int = flag(
+        1, help="GPUs of one engine: its tensor x pipeline parallel size.", least=1, most=1_000_000
+    )
+    num_gpus_per_node: int | None = flag(
+        None, help="GPUs of a machine. Default: --actor-num-gpus-per-node, at most 8.", least=1, most=1_000_000
+    )
     colocate: bool = flag(False, help="Engines share the trainer's GPUs and take turns.")
     offload: bool | None = flag(None, help="--offload-train and --offload-rollout in one, where these are not given.")
     offload_rollout: bool | None = flag(
@@ -72,8 +95,12 @@ class PlacementConfig:
     )
     debug_rollout_only: bool = flag(False, help="Generate and score only: no trainer, no weight sync.")
     debug_train_only: bool = flag(False, help="Train only, on --load-debug-rollout-data: no engines.")
-    placement_timeout: float = flag(300.0, help="Deadline for getting the GPUs, in seconds.")
-    gpu_memory_gib: float | None = flag(None, help="Memory of one GPU, for the plan's verdict, in GiB.")
+    placement_timeout: float = flag(
+        300.0, help="Deadline for getting the GPUs, in seconds.", above=0, most=LONGEST_WAIT_S
+    )
+    gpu_memory_gib: float | None = flag(
+        None, help="Memory of one GPU, for the plan's verdict, in GiB.", above=0, most=1_000_000
+    )
     plan_bandwidth: list[str] | None = flag(
         None,
         help="name=GB/s for the plan's bound on a weight sync; names: "

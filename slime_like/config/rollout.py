@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Rollout size and sampling"""
 
-    rollout_batch_size: int = flag(32, help="Prompts per rollout step.")
-    n_samples_per_prompt: int = flag(1, help="Samples per prompt: the group.")
+    rollout_batch_size: int = flag(32, help="Prompts per rollout step.", least=1, most=1_000_000)
+    n_samples_per_prompt: int = flag(1, help="Samples per prompt: the group.", least=1, most=1_000_000)
     over_sampling_batch_size: int | None = flag(
         None,
         help=(
             "Prompts drawn at a time when a dynamic filter rejects groups, or a buffer filter chooses among them, or"
             " --partial-rollout takes what is done first. Default: --rollout-batch-size."
         ),
+        least=1,
+        most=1_000_000,
     )
     dynamic_sampling_filter_path: str | None = flag(
         None, help="module.function(args, samples) -> bool or (keep, reason): which groups are trained on."
@@ -29,6 +32,7 @@ class RolloutConfig:
             "With a filter: stop after this many times the rollout batch size of prompts, naming why groups were"
             " dropped."
         ),
+        least=1,
     )
     custom_generate_function_path: str | None = flag(
         None, help="async module.function(args, prompt, sampling_params, engine) -> Sample, instead of one request."
@@ -61,19 +65,23 @@ class RolloutConfig:
     custom_config_path: str | None = flag(
         None, help="YAML, TOML or JSON of values of your own, which your functions find as args.<key>."
     )
-    rollout_max_response_len: int = flag(1024, help="Most new tokens.")
+    rollout_max_response_len: int = flag(1024, help="Most new tokens.", least=1)
     rollout_max_context_len: int | None = flag(
-        None, help="Most tokens of prompt and response together. Default: the model's."
+        None,
+        help="Most tokens of prompt and response together. Default: the model's.",
+        least=1,
     )
-    rollout_temperature: float = flag(1.0, help="Sampling temperature; the trainer's log-probs use it too.")
+    rollout_temperature: float = flag(1.0, help="Sampling temperature; the trainer's log-probs use it too.", above=0)
     rollout_top_p: float = flag(
         1.0,
         help=(
             "Nucleus sampling. Below 1 a run that trains needs --rollout-allow-filtered-sampling; --eval-top-p does"
             " not."
         ),
+        above=0,
+        most=1,
     )
-    rollout_top_k: int = flag(-1, help="Sample among the k most likely; -1: all. As --rollout-top-p.")
+    rollout_top_k: int = flag(-1, help="Sample among the k most likely; -1: all. As --rollout-top-p.", least=-1)
     rollout_allow_filtered_sampling: bool = flag(
         False,
         help=(
@@ -82,7 +90,7 @@ class RolloutConfig:
         ),
     )
     rollout_stop: list[str] | None = flag(None, help="Strings that end a response, and stay at its end.")
-    rollout_stop_token_ids: list[int] | None = flag(None, help="Token ids that end a response.")
+    rollout_stop_token_ids: list[int] | None = flag(None, help="Token ids that end a response.", least=0)
     rollout_skip_special_tokens: bool = flag(
         True, help="Leave special tokens out of the decoded text that rewards see."
     )
@@ -90,9 +98,13 @@ class RolloutConfig:
         False,
         help="Samples cut off at a length limit train nothing; their group's others are still compared with them.",
     )
-    rollout_request_timeout_s: float = flag(600.0, help="Deadline of one generation request, in seconds.")
+    rollout_request_timeout_s: float = flag(
+        600.0, help="Deadline of one generation request, in seconds.", above=0, most=LONGEST_WAIT_S
+    )
     rollout_request_retries: int = flag(
-        3, help="Tries of a request that failed for a reason that may pass (connection, 5xx)."
+        3,
+        help="Tries of a request that failed for a reason that may pass (connection, 5xx).",
+        least=1,
     )
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
+from slime_like.config.lora_targets import target_modules
+from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -274,9 +276,27 @@ def _serving_problems(config: ConfigTree) -> list[str]:
     return problems
 
 
+def _supervised_problems(config: ConfigTree) -> list[str]:
+    problems: list[str] = []
+    if config.is_sft and config.placement.debug_rollout_only:
+        problems.append("--loss-type sft_loss generates nothing: drop --debug-rollout-only.")
+    if config.is_sft and config.rollout.n_samples_per_prompt != 1:
+        problems.append("--n-samples-per-prompt above 1: supervised rows have one answer. Fix: 1.")
+    if config.data.loss_mask_type and not config.is_sft:
+        problems.append(
+            "--loss-mask-type says what of supervised conversations is trained: it does nothing without --loss-type"
+            " sft_loss. Fix: drop it."
+        )
+    for name in ("eval_config", "eval_prompt_data"):
+        if config.is_sft and getattr(config.eval, name):
+            problems.append(f"--{name.replace('_', '-')} needs engines, and --loss-type sft_loss starts none.")
+    return problems
+
+
 def _role_problems(config: ConfigTree) -> list[str]:
     problems = _routing_problems(config) + _sampling_problems(config) + _hook_problems(config)
     problems += _reference_problems(config) + _agent_problems(config) + _serving_problems(config)
+    problems += _supervised_problems(config)
     own_base = config.lora.enabled and config.swaps_reference  # adapters switched off
     if config.needs_reference and not config.checkpoint.ref_load and not own_base:
         problems.append(
@@ -286,21 +306,6 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append("--debug-train-only needs --load-debug-rollout-data (or --loss-type sft_loss).")
     if config.uses_engines and config.observability.load_debug_rollout_data:
         problems.append("--load-debug-rollout-data needs --debug-train-only: the loaded samples replace generation.")
-    if config.is_sft and config.placement.debug_rollout_only:
-        problems.append("--loss-type sft_loss generates nothing: drop --debug-rollout-only.")
-    if config.is_sft and config.rollout.n_samples_per_prompt != 1:
-        problems.append(
-            f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: supervised rows have one answer. Fix: 1."
-        )
-    if config.data.loss_mask_type and not config.is_sft:
-        problems.append(
-            "--loss-mask-type says what of supervised conversations is trained: it does nothing without --loss-type"
-            " sft_loss. Fix: drop it."
-        )
-    if config.is_sft and config.eval.eval_config:
-        problems.append("--eval-config needs engines, and --loss-type sft_loss starts none.")
-    if config.is_sft and config.eval.eval_prompt_data:
-        problems.append("--eval-prompt-data needs engines, and --loss-type sft_loss starts none.")
     if config.checkpoint.reward_load and config.placement.debug_rollout_only:
         problems.append(
             "--debug-rollout-only starts engines only, not the model of --reward-load. Fix: --rm-type or"
@@ -317,6 +322,12 @@ def _role_problems(config: ConfigTree) -> list[str]:
         problems.append("--critic-load does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
     if config.optimizer.critic_lr is not None and not config.needs_critic:
         problems.append("--critic-lr does nothing without --advantage-estimator ppo. Fix: add it, or drop this.")
+    if config.needs_critic and config.lora.enabled and config.model.is_known:
+        if not any(map(config.lora.of_critic.targets, target_modules(config.model))):
+            problems.append(
+                "--lora-target-modules lm_head leaves the critic none to adapt: its output layer is its value head."
+                " Fix: name more modules."
+            )
     if config.sync.custom_weight_transform_path and (not config.uses_engines or config.placement.debug_rollout_only):
         problems.append("--custom-weight-transform-path: this run sends no weights. Fix: leave it out.")
     if config.sync.update_weight_interface and config.placement.colocate:
@@ -329,6 +340,7 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + _delta_problems(config)
         + async_problems(config)
         + adapter_problems(config)
+        + quantisation_problems(config)
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
 from slime_like.utils.net import is_loopback
 
 
@@ -17,11 +18,13 @@ class ServingConfig:
         False, help="Episodes are played by agents that talk to an endpoint of the run; their answers are trained on."
     )
     serve_host: str = flag("127.0.0.1", help="Address of the endpoint; another than the loopback one needs a key.")
-    serve_port: int | None = flag(None, help="Port of the endpoint. Default: a free one.")
+    serve_port: int | None = flag(None, help="Port of the endpoint. Default: a free one.", least=0, most=65535)
     serve_api_key_env: str = flag(
         "SLIME_LIKE_SERVE_API_KEY", help="Environment variable with the endpoint's key, if it is to have one."
     )
-    serve_max_requests: int = flag(1024, help="Requests that are answered at a time; one more is told to try again.")
+    serve_max_requests: int = flag(
+        1024, help="Requests that are answered at a time; one more is told to try again.", least=1
+    )
     agent_path: str | None = flag(
         None,
         help=(
@@ -36,8 +39,8 @@ class ServingConfig:
             " this package. Default: this one."
         ),
     )
-    agent_timeout_s: float = flag(1800.0, help="Deadline of an episode, in seconds.")
-    agent_max_turns: int = flag(256, help="Most requests of an episode.")
+    agent_timeout_s: float = flag(1800.0, help="Deadline of an episode, in seconds.", above=0, most=LONGEST_WAIT_S)
+    agent_max_turns: int = flag(256, help="Most requests of an episode.", least=1)
 
     def problems(self) -> list[str]:
         """What is impossible about the endpoint alone."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.base import flag
+from slime_like.config.bounds import LONGEST_WAIT_S
+from slime_like.config.quantisation import NONE, SCHEMES
 from slime_like.config.transports import (
     RECEIVER,
     SHARED_FOLDER,
@@ -56,7 +58,9 @@ class SyncConfig:
             " directory."
         ),
     )
-    update_weight_buffer_size: int = flag(512 * 1024 * 1024, help="Bytes of one bucket of tensors.")
+    update_weight_buffer_size: int = flag(
+        512 * 1024 * 1024, help="Bytes of one bucket of tensors.", least=1, most=2**46
+    )
     update_weight_disk_dir: str | None = flag(
         None, help="Folder that trainer and engines both see, for the disk transport. Default: in the run directory."
     )
@@ -93,12 +97,22 @@ class SyncConfig:
             " quantised weights with their scales. Built in: slime_like.weight_sync.transform.to_bf16."
         ),
     )
+    rollout_quantization: str = flag(
+        NONE,
+        choices=(NONE, *SCHEMES),
+        help=(
+            "Engines keep their linear layers in eight bits: int8 (a scale for each row), fp8 (for each block of 128 x"
+            " 128) or fp8-per-tensor (for each matrix). The trainer quantises what it sends, at each sync."
+        ),
+    )
     update_weight_timeout_s: float = flag(
         600.0,
         help=(
             "How long a weight sync waits for an engine in each step, in seconds; for a trainer rank all steps"
             " together."
         ),
+        above=0,
+        most=LONGEST_WAIT_S,
     )
     verify_weight_sync: str = flag(
         "digest",
@@ -110,14 +124,17 @@ class SyncConfig:
         ),
     )
     verify_weight_sync_interval: int = flag(
-        10, help="With --verify-weight-sync digest: probe at the first sync and every this many; 0: never."
+        10,
+        help="With --verify-weight-sync digest: probe at the first sync and every this many; 0: never.",
+        least=0,
     )
     verify_weight_sync_tolerance: float | None = flag(
         None,
         help=(
             "Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in"
-            " bf16 or with a transform."
+            " bf16, with a transform or int8, 0.2 with fp8."
         ),
+        above=0,
     )
 
     def problems(self) -> list[str]:

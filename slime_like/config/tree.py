@@ -83,8 +83,10 @@ class ConfigTree:
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """What this role trains over a frozen base: with --lora-rank the policy's adapters; None: the model itself."""
-        return self.lora if self.lora.enabled and self.role == "actor" else None
+        """What this role trains over a frozen base: with --lora-rank adapters, a critic its own and its head
+        (megatron_backend/step/critic.py); None: the model itself.
+        """
+        return self.lora if self.lora.enabled and self.role in ("actor", "critic") else None
 
     @property
     def is_sft(self) -> bool:

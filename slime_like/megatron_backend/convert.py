@@ -18,6 +18,7 @@ import time
 
 import torch
 
+from slime_like.config.bounds import bounded
 from slime_like.config.hf_model import model_from_hf, read_hf_config
 from slime_like.config.model import ModelConfig
 from slime_like.config.optimizer import OptimizerConfig
@@ -269,18 +270,24 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="HF folder of the same architecture, whose config.json and tokenizer files are taken.",
     )
-    to_hf.add_argument("--ckpt-step", type=int, help="Which checkpoint of --input. Default: the newest.")
+    to_hf.add_argument(
+        "--ckpt-step", type=bounded(int, least=0), help="Which checkpoint of --input. Default: the newest."
+    )
     for command in (to_megatron, to_hf):
         command.add_argument("--input", required=True, help="Folder to read.")
         command.add_argument("--output", required=True, help="Folder to write; it must not hold anything.")
         command.add_argument("--dtype", choices=tuple(_DTYPES), help="Data type of the result. Default: the input's.")
         command.add_argument(
             "--nproc",
-            type=int,
+            type=bounded(int, least=1, most=1_000_000),
             help="Processes on this machine, without torchrun. Default: as many as the layout needs.",
         )
         for name in _SIZES:
-            command.add_argument("--" + name.replace("_", "-"), type=int, help="As train.py's; only while converting.")
+            command.add_argument(
+                "--" + name.replace("_", "-"),
+                type=bounded(int, least=1, most=1_000_000),
+                help="As train.py's; only while converting.",
+            )
     return parser
 
 

@@ -337,7 +337,7 @@ class TrainWorker(TenantVerbs):
     def _load_first_weights(self, source: str) -> None:
         """The policy's or critic's first weights, and those of models that only score beside it."""
         step = start_weights.start_step(self.config.checkpoint)
-        start_weights.load_weights(self._state_of(), source, step=step)
+        start_weights.load_weights(self._state_of(), source, step=step, whole=True)
         if self._adapters is not None:
             first_adapters(self.stage, self.config)
         for weights, folder, frozen_step in start_weights.frozen_sources(self.config):

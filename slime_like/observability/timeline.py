@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime_like.config.bounds import bounded
 from slime_like.errors import DataError, UserError
 from slime_like.observability.metrics import covered_seconds
 from slime_like.utils.files import RunDirectory
@@ -115,10 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run_dir", help="Directory of a run, with trace.json.")
     parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help=f"Which; the last {_STEPS} by default.")
-    parser.add_argument("--width", type=int, default=110, help="Columns; at least 10.")
+    parser.add_argument("--width", type=bounded(int, least=10, most=10_000), default=110, help="Columns; at least 10.")
     options = parser.parse_args(argv)
-    if options.width < 10:
-        parser.error(f"--width {options.width}: at least 10")
     try:
         print("\n".join(timeline(read_spans(RunDirectory(options.run_dir).trace), options.steps, options.width)))
     except UserError as error:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 from slime_like.config.parallel import ParallelConfig
+from slime_like.config.quantisation import NONE
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import TRANSPORTS, SyncBound, SyncShape, transport_of
 from slime_like.planning.cards import cards_are_shared
 from slime_like.planning.hardware import bandwidths
 from slime_like.planning.memory.adapters import adapter_chunks
-from slime_like.planning.memory.parameters import model_parameters
+from slime_like.planning.memory.eight_bits import model_bytes
 from slime_like.planning.memory.trainer_bytes import Precision
 from slime_like.planning.placement import PlacementPlan
 
@@ -45,10 +46,12 @@ class SyncPlan:
 
 
 def weight_bytes(config: RunConfig) -> int:
-    """Bytes of all HF tensors: unpadded, a tied embedding once, routers' fp32 biases with them."""
-    model = config.model
+    """Bytes of all HF tensors that are sent: unpadded, a tied embedding once, routers' fp32 biases and the scales of
+    what is in eight bits with them.
+    """
+    model, width = config.model, Precision.of(config.optimizer).weight
     routers = sum(model.expert_layers) * 4 * model.num_experts if model.moe_router_enable_expert_bias else 0
-    return Precision.of(config.optimizer).weight * model_parameters(model) + routers
+    return model_bytes(model, width=width, quantization=config.sync.rollout_quantization) + routers
 
 
 def adapter_bytes(config: RunConfig) -> int:
@@ -80,7 +83,7 @@ def sync_plan(config: RunConfig, plan: PlacementPlan) -> SyncPlan | None:
         rates=bandwidths(config.placement),
         same_node=same_node,
         engine_gpus=config.placement.rollout_num_gpus_per_engine,
-        width=Precision.of(config.optimizer).weight,
+        width=Precision.of(config.optimizer).weight if config.sync.rollout_quantization == NONE else 1,
         num_sources=pp_size,
         adapter_bytes=adapter_bytes(config),
         model_gpus=tp_size * pp_size if cards_are_shared(plan, plan.engines) else 0,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.errors import RewardError
+from slime_like.utils.chat_templates import apply_template
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,7 @@ def encode_inputs(inputs: Sequence[RewardInput], tokenizer: Any) -> list[np.ndar
     for one in inputs:
         if one.messages is not None and tokenizer.chat_template:
             try:
-                text = tokenizer.apply_chat_template(
-                    [*one.messages, {"role": "assistant", "content": one.response}], tokenize=False
-                )
+                text = apply_template(tokenizer, [*one.messages, {"role": "assistant", "content": one.response}])
             except Exception as error:  # a template is a program of the model's author: it may raise anything
                 raise RewardError(
                     f"the reward model's chat template refuses {one.name}: {type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from slime_like.errors import DataError
+from slime_like.utils.chat_templates import TemplateLimit, apply_template
 
 #: slime's key of an assistant message: 0 leaves it untrained.
 STEP_LOSS_MASK = "step_loss_mask"
@@ -31,7 +32,7 @@ def read_tools(value: Any, key: str, where: str) -> list[dict] | None:
     if isinstance(value, str) and value.strip():
         try:
             tools = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where}: {key!r} (--tool-key) is malformed JSON: {error}. It starts with {value.strip()[:60]!r}."
             ) from None
@@ -56,7 +57,9 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None, where: str
             f" {fix}."
         )
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        return apply_template(tokenizer, messages, tools=tools, **kwargs)
+    except TemplateLimit as error:
+        raise DataError(f"{where}: the chat template of --hf-checkpoint is given up: {error}.") from None
     except Exception as error:  # a template may raise anything: it is a program of the model's author
         raise DataError(f"{where}: the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
@@ -76,6 +79,8 @@ def _message(message: Any, where: str) -> dict:
             f"{where}: a chat message needs 'role' and 'content' (an assistant's 'tool_calls' will do), but is"
             f" {str(message)[:80]!r}."
         )
+    if not isinstance(message["role"], str) or not all(isinstance(key, str) for key in message):
+        raise DataError(f"{where}: a chat message's 'role' and keys are texts, but it is {str(message)[:80]!r}.")
     kept = {key: value for key, value in message.items() if value is not None}
     kept["content"] = _text(message.get("content"), where)
     if not kept.get("tool_calls"):

@@ -22,6 +22,7 @@ from slime_like.rollout.row_files import row_name
 from slime_like.rollout.rows import RM_TYPE
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.rollout.user_data import UserDataSource
+from slime_like.utils.chat_templates import try_template
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     if config.agents.env:
         load_environment(config.agents.env)
     tokenizer = tokenizer or load_tokenizer(config.checkpoint.hf_checkpoint or "")
+    if config.data.apply_chat_template or config.is_sft or config.plays_episodes:
+        try_template(tokenizer, config.data.chat_template_kwargs)
     sources = load_eval_data(config, tokenizer)
     context = context_tokens(config)
     limit = min(
@@ -51,6 +54,7 @@ def check_data(config: RunConfig, *, tokenizer=None) -> DataSource:
     )
     for one in (source, *sources.values()):
         _tell_of_rows(one)
+        _check_tokens(one, config.model.vocab_size)
         if config.uses_engines and config.reward.rm_type:
             _check_rewards(one, config)
     return source
@@ -76,6 +80,17 @@ def _tell_of_rows(source: DataSource) -> None:
             count,
             sum(len(row.supervised) for row in source.rows),
         )
+
+
+def _check_tokens(source: DataSource, vocab_size: int) -> None:
+    """Raises DataError naming the first row with a token that the model has no embedding for."""
+    for row in source.rows:
+        tokens = row.supervised[0].tokens if row.supervised else row.tokens
+        if len(tokens) and vocab_size and (highest := int(tokens.max())) >= vocab_size:
+            raise DataError(
+                f"{row_name(split_slice(source.path)[0], row.line)}: the tokenizer of --hf-checkpoint makes token"
+                f" {highest} of it, and the model's vocabulary has {vocab_size}. Fix: the model's own tokenizer."
+            )
 
 
 def _user_data(config: RunConfig, tokenizer, limit: int, context: int) -> UserDataSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,10 @@ from typing import Any, NamedTuple
 from slime_like.errors import DataError
 
 _PARQUET = ".parquet"
+#: A line of JSON, and a row's text: some 20 million tokens, far beyond any context.
+LONGEST_LINE_BYTES = 64 * 1024**2
+#: Deeper JSON is no row: what writes and copies it later is recursive.
+_DEEPEST = 200
 _BATCH_ROWS = 256  # conversations may be long
 
 
@@ -59,11 +64,19 @@ def _lines(file: str) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line) of the lines that are not blank."""
     try:
         with open(file, "rb") as stream:
-            for number, line in enumerate(stream, 1):
+            for number in itertools.count(1):
+                line = stream.readline(LONGEST_LINE_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > LONGEST_LINE_BYTES:
+                    raise DataError(
+                        f"{row_name(file, number)} has more than {LONGEST_LINE_BYTES >> 20} MiB. Fix: a JSONL file, one"
+                        " object a line."
+                    )
                 if line.strip():
                     yield number, line
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def _decode(line: bytes, number: int, where: str) -> str:
@@ -77,11 +90,48 @@ def _decode(line: bytes, number: int, where: str) -> str:
 def _parse(line: str, where: str) -> dict:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply to be read. It starts with {line.strip()[:60]!r}.") from None
+    except ValueError as error:
         raise DataError(f"{where} is malformed JSON: {error}. It starts with {line.strip()[:60]!r}.") from None
     if not isinstance(record, dict):
         raise DataError(f"{where} is a JSON {type(record).__name__}, not an object with keys.")
+    if line.count("{") + line.count("[") > _DEEPEST and depth(record) > _DEEPEST:
+        raise DataError(f"{where} is nested more than {_DEEPEST} deep. It starts with {line.strip()[:60]!r}.")
+    if "\\u" in line:  # the only way to half a character: UTF-8 has none
+        check_text(record, where)
     return record
+
+
+def check_text(value: Any, where: str) -> None:
+    """Raises DataError naming the row if any text in the value has half a character in it (a lone surrogate), which no
+    tokenizer, engine or log takes.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds half a character (the lone surrogate \\u{ord(error.object[error.start]):04x}), which is no"
+            " text. Fix: the file, which was cut inside of a character."
+        ) from None
+
+
+def depth(value: Any) -> int:
+    """Levels of lists and objects of a value of JSON, counted without recursion. Example: [1, {"a": []}] has 3."""
+    levels, below = 0, [value]
+    while below := [one for one in below if isinstance(one, (list, dict))]:
+        levels += 1
+        below = [child for one in below for child in (one.values() if isinstance(one, dict) else one)]
+    return levels
+
+
+def num_characters(value: Any) -> int:
+    """Characters of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, (list, dict)):
+        return sum(map(num_characters, value.values() if isinstance(value, dict) else value))
+    return 0
 
 
 def _no_rows(file: str, wanted: slice, count: int) -> DataError:
@@ -116,7 +166,7 @@ def _parquet_rows(file: str, wanted: slice, needed: Mapping[str, str], optional:
                     place += batch.num_rows
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None  # pages of it may be torn
-    except (pyarrow.ArrowException, KeyError) as error:
+    except (pyarrow.ArrowException, KeyError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}.") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,12 +15,13 @@ from slime_like.errors import DataError
 from slime_like.records import Prompt, SupervisedTokens
 from slime_like.rollout.chat_messages import read_messages, read_tools, render
 from slime_like.rollout.conversations import Conversations
-from slime_like.rollout.row_files import FileRow
+from slime_like.rollout.row_files import FileRow, check_text, num_characters
 from slime_like.rollout.tokenizer import encode, end_of_turn_id
 
 #: A row's own reward type, as a key of the row or of its metadata.
 RM_TYPE = "rm_type"
 _BATCH_ROWS = 256  # tokenized at a time
+_SHORT_TEXT = 1024**2  # characters that are tokenized without a question
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +74,25 @@ class RowMaker:
             else:
                 yield from self._prompts(batch)
 
+    @functools.cached_property
+    def _longest_text(self) -> int:
+        """Characters beyond which no text fits into the limits, however well the tokenizer takes it: such a text is
+        not tokenized. Normalizers may drop characters, so that the bound is a wide one.
+        """
+        longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
+        return 4 * longest_token * max(self.max_prompt_tokens, self.max_tokens)
+
+    def _fits(self, num_characters: int) -> bool:
+        return num_characters <= _SHORT_TEXT or num_characters <= self._longest_text
+
     def _prompts(self, batch: list[FileRow]) -> Iterator[Row | None]:
         texts = [self._text(one) for one in batch]
-        ids = encode(self.tokenizer, [text for text, _ in texts])
-        for one, (text, extra), tokens in zip(batch, texts, ids, strict=True):
-            if not tokens:
+        fitting = [self._fits(len(text)) for text, _ in texts]
+        ids = encode(self.tokenizer, [text if fits else "" for (text, _), fits in zip(texts, fitting, strict=True)])
+        for one, (text, extra), tokens, fits in zip(batch, texts, ids, fitting, strict=True):
+            if fits and not tokens:
                 raise DataError(f"{one.where}: the prompt is empty.")
-            fits = len(tokens) <= self.max_prompt_tokens
+            fits = fits and len(tokens) <= self.max_prompt_tokens
             row = Row(line=one.number, text=text, tokens=np.array(tokens, dtype=np.int32), **extra) if fits else None
             yield row
 
@@ -90,13 +104,17 @@ class RowMaker:
         fields = _fields(record, data, where) | {"messages": messages}
         if tools is not None:
             fields["metadata"] = {"tools": tools} | fields["metadata"]
+        check_text([prompt, tools], where)
         if messages is None:
             return prompt, fields
         kwargs = {"add_generation_prompt": True} | data.chat_template_kwargs
         return render(self.tokenizer, messages, tools, where, **kwargs), fields
 
     def _supervised_row(self, one: FileRow) -> Row | None:
-        samples = self._answered(one) if self._has_answer(one) else self._conversation(one)
+        has_answer = self._has_answer(one)
+        if not self._fits(num_characters(one.record.get(self.data.input_key))):
+            return None
+        samples = self._answered(one) if has_answer else self._conversation(one)
         kept = [(sample, int(np.argmax(sample.loss_mask))) for sample in samples]  # where its first answer begins
         kept = [pair for pair in kept if pair[1] <= self.max_prompt_tokens and pair[1] < self.max_tokens]
         if not kept:
@@ -137,7 +155,8 @@ class RowMaker:
             raise DataError(
                 f"{where}: {data.response_key!r} (--response-key) is a {type(response).__name__}, not a string."
             )
-        prompt, answer = encode(self.tokenizer, [self._text(one)[0], response])
+        check_text(response, where)
+        prompt, answer = encode(self.tokenizer, [self._text(one)[0], response[: self._longest_text]])
         if not prompt:
             raise DataError(f"{where}: the prompt is empty.")
         mask = [0] * len(prompt) + [1] * (len(answer) + 1)
@@ -148,6 +167,7 @@ class RowMaker:
         assert self._conversations is not None, "made for supervised rows"
         messages = read_messages(record[data.input_key], where)
         tools = read_tools(record.get(data.tool_key), data.tool_key, where)
+        check_text([messages, tools], where)
         return self._conversations.samples(messages, tools, where)
 
 

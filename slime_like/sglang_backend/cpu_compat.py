@@ -156,6 +156,11 @@ def _install_sgl_kernel() -> None:
     sys.modules["sgl_kernel"] = module
 
 
+def kernels_are_absent() -> bool:
+    """Whether sgl_kernel is our stand-in, which computes nothing."""
+    return getattr(sys.modules.get("sgl_kernel"), "__file__", None) == __file__
+
+
 def resolve(server_args) -> None:
     """Fill in what the server's arguments leave open.
 

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 
-from slime_like.sglang_backend import cpu_compat
+from slime_like.sglang_backend import cpu_compat, cpu_quant
 
 # At module level: should sglang ever spawn a child, it imports this module again, and needs the stand-ins too.
 cpu_compat.install()
@@ -93,6 +93,9 @@ def main(argv: list[str]) -> None:
         cpu_compat.keep_adapters_pageable()
     if "--enable-deterministic-inference" in argv:
         cpu_compat.take_seeds()
+    quantization = cpu_quant.asked_for(argv)
+    if quantization is not None and cpu_compat.kernels_are_absent():
+        argv = [*argv, *cpu_quant.arguments_for(quantization)]
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -103,6 +106,8 @@ def main(argv: list[str]) -> None:
     # reads the checkpoint's configuration: a bad one ends here, before the slow imports
     cpu_compat.resolve(server_args)
     fork_children_after_imports()
+    if quantization is not None:
+        cpu_quant.install()
     cpu_compat.keep_host_memory_pageable()
     try:
         run_server(server_args)

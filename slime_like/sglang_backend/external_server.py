@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slime_like.config.hf_model import read_hf_config
+from slime_like.config.quantisation import QuantScheme, engine_flags, is_served, served_config
 from slime_like.errors import EngineError, RunError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient, EngineHttpError
@@ -69,6 +72,8 @@ class ExternalServer:
     architectures: tuple[str, ...] = ()
     returns_routed_experts: bool = False  # whether a request may ask for them
     adapters: ServedAdapters | None = None  # None: it takes none
+    #: how it keeps its weights, in the words of a checkpoint's quantization_config; None: as they are
+    quantization: Mapping[str, Any] | None = None
     #: of the model it was started with, where it tells or its folder can be read from here
     hf_config: dict | None = None
 
@@ -109,6 +114,7 @@ def inspect_server(
         num_gpus=sizes["tp_size"] * sizes["pp_size"] * copies, version=str(info.get("version") or "unknown"),
         returns_routed_experts=info.get("enable_return_routed_experts") is True,
         adapters=_adapters(info),
+        quantization=served_config(info) or ({"quant_method": name} if (name := info.get("quantization")) else None),
         model_type=model.get("model_type"), architectures=tuple(model.get("architectures") or ()),
         hf_config=_hf_config(path, model, info),
     )  # fmt: skip
@@ -169,6 +175,31 @@ def adapter_disagreements(server: ExternalServer, *, rank: int, modules: Sequenc
             f"holds {adapters.max_loaded} adapters at most (--max-loaded-loras), and {num_versions + 1} may be in use"
         )
     return [f"{who} {problem}. Fix: start it with {flags}, and no --max-loaded-loras." for problem in problems]
+
+
+def quantisation_disagreements(server: ExternalServer, scheme: QuantScheme | None) -> list[str]:
+    """Where a running server keeps its weights in another form than they are sent in. Empty: in the same.
+
+    scheme: of --rollout-quantization; None: they are sent as they are, which an engine with quantised weights would
+    take, silently cast.
+    """
+    if (server.quantization is None) if scheme is None else is_served(scheme, server.quantization):
+        return []
+    kept = "as they are" if server.quantization is None else f"by quantization_config {dict(server.quantization)}"
+    if scheme is None:
+        problem = (
+            f"the external engine at {server.url} keeps its weights {kept}, and would take those that it is sent for"
+            " what they are not. Fix: --rollout-quantization, or an engine without quantisation."
+        )
+        return [problem]
+    arguments = engine_flags(scheme, {}).items()
+    flags = " ".join(f"--{name.replace('_', '-')} {shlex.quote(text)}" for name, text in arguments)
+    problem = (
+        f"the external engine at {server.url} keeps its weights {kept}, not as --rollout-quantization {scheme.name}"
+        f" sends them. Fix: start it with {flags} (its weights are then made up until the first sync), or another"
+        " value."
+    )
+    return [problem]
 
 
 def answers(endpoint: EngineEndpoint, timeout_s: float = 2.0) -> bool:

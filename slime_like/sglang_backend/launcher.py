@@ -15,10 +15,12 @@ import sys
 import tempfile
 import time
 
+from slime_like.config.quantisation import served_config
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.cuda_defaults import attention_default, card_capability, kernels_folder
+from slime_like.sglang_backend.second_update import second_update_problem
 from slime_like.sglang_backend.server_args import known_arguments, merge_flags, to_argv
 from slime_like.sglang_backend.shared_memory import DIRECTORY_VARIABLE, WEIGHT_LOADER, shared_directory
 from slime_like.utils.files import PACKAGE_ROOT
@@ -166,6 +168,8 @@ def start_engine(spec: EngineSpec) -> Engine:
             f"engine {spec.index}: port {spec.port} on {spec.host} is taken. Fix: end the process that listens there,"
             " or choose another port."
         )
+    if cuda and spec.command is None:
+        _check_second_update(spec)
     port = spec.port if spec.port is not None else free_port(spec.host)
     key = secrets.token_hex(24)
     private_dir = tempfile.mkdtemp(prefix="slime-like-engine-")
@@ -194,6 +198,20 @@ def start_engine(spec: EngineSpec) -> Engine:
             ) from error
         raise
     return Engine(spec, process, endpoint, private_dir)
+
+
+def _check_second_update(spec: EngineSpec) -> None:
+    """Raise EngineError for eight bits that this SGLang would load once and then never again."""
+    config = served_config({"model_path": spec.model_path} | spec.extra_flags)
+    if config is None or str(spec.extra_flags.get("load_format")) != "dummy":
+        return
+    # Whether there are experts does not matter to what the first layer answers; with them both are asked.
+    problem = second_update_problem(config, experts=True)
+    if problem is not None:
+        raise EngineError(
+            f"engine {spec.index}: {problem}, and it starts with weights that only a sync replaces. Fix:"
+            " --rollout-quantization fp8."
+        )
 
 
 def _command(cuda: bool) -> tuple[str, ...]:

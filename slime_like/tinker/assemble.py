@@ -51,6 +51,7 @@ def trainer_options(command: ServerCommand) -> TrainerOptions:
         lora_alpha=server.default_lora_alpha,
         max_rank=server.max_lora_rank,
         max_resident=server.max_adapters_resident,
+        shares_micro_batches=server.tenant_micro_batches == "shared",
     )
 
 
@@ -78,9 +79,15 @@ def service_settings(command: ServerCommand) -> ServiceSettings:
         weights_folder=server.weights,
         batch_tokens=server.batch_tokens,
         max_adapters_resident=server.max_models,
+        max_whole_models_resident=server.max_whole_models,
         max_samples_running=server.max_samples_running,
         max_samples_running_a_tenant=server.max_samples_a_tenant,
+        max_requests_a_tenant=server.max_requests_a_tenant,
+        max_tokens_a_tenant=server.max_tokens_a_tenant,
+        sampling_weight=server.sampling_weight,
+        turn_s=server.turn_s,
         shared_devices=command.config.placement.colocate,
+        max_ephemeral_samplers=server.max_ephemeral_samplers,
         snapshot_every_steps=server.snapshot_every_steps,
         session_timeout_s=server.session_timeout_s,
     )

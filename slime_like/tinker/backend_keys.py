@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import shlex
@@ -16,13 +15,10 @@ NUM_ENGINES = _ENGINE + "num_engines"
 ENGINE_SIZE = _ENGINE + "tensor_parallel_size"
 COLOCATE = "trainer.placement.colocate_all"
 MERGE = _POLICY + "megatron_config.lora_config.merge_lora"
-MICRO_BATCHES = ("trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu")
+MICRO_TRAIN, MICRO_FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
 MAX_LORAS, MAX_CPU_LORAS = _POLICY + "model.lora.max_loras", _POLICY + "model.lora.max_cpu_loras"
-_ENGINE_GPUS, _ALL_ENGINES_GPUS, _MICRO_BATCH = (
-    "--rollout-num-gpus-per-engine",
-    "--rollout-num-gpus",
-    "--micro-batch-size",
-)
+_ENGINE_GPUS, _ALL_ENGINES_GPUS = "--rollout-num-gpus-per-engine", "--rollout-num-gpus"
+_MICRO_BATCH, _SCORING_MICRO_BATCH = "--micro-batch-size", "--log-probs-micro-batch-size"
 
 #: Keys of whole numbers above 0 -> the flag of train.py, or of the server, that says the same.
 COUNTS = {
@@ -38,19 +34,12 @@ COUNTS = {
 }
 SHARE = _ENGINE + "gpu_memory_utilization"
 _MEMORY = "--sglang-mem-fraction-static"
-KEYS = (*COUNTS, NUM_ENGINES, *MICRO_BATCHES, SHARE, COLOCATE, MERGE)
+KEYS = (*COUNTS, NUM_ENGINES, MICRO_TRAIN, MICRO_FORWARD, SHARE, COLOCATE, MERGE)
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyFlags:
-    """argv: what the keys stand for, as it would be typed. notes: what is said to the user of it."""
-
-    argv: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-def read_keys(text: str, plain: Sequence[str]) -> KeyFlags:
-    """--backend-config as flags; plain: the flags that were typed beside it, with which it must not disagree.
+def read_keys(text: str, plain: Sequence[str]) -> tuple[str, ...]:
+    """--backend-config as flags, as they would be typed. plain: those that were typed beside it, with which it must not
+    disagree.
 
     Raises ConfigError with every problem.
     """
@@ -58,7 +47,7 @@ def read_keys(text: str, plain: Sequence[str]) -> KeyFlags:
     problems = [problem for key in values if (problem := _problem(key, values[key]))]
     if problems:
         raise ConfigError(problems)
-    flags, notes = _flags(values, plain)
+    flags = _flags(values, plain)
     problems = []
     argv: list[str] = []
     for flag, (value, keys) in flags.items():
@@ -72,7 +61,7 @@ def read_keys(text: str, plain: Sequence[str]) -> KeyFlags:
             )
     if problems:
         raise ConfigError(problems)
-    return KeyFlags(tuple(argv), tuple(notes))
+    return tuple(argv)
 
 
 def typed_value(argv: Sequence[str], flag: str) -> list[str] | None:
@@ -98,7 +87,7 @@ def typed_value(argv: Sequence[str], flag: str) -> list[str] | None:
 def _parsed(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"--backend-config is no JSON: {error}."]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"--backend-config is no JSON object of keys and values, but {text[:100]}."])
@@ -129,12 +118,11 @@ def _problem(key: str, value: Any) -> str | None:
     return None
 
 
-def _flags(values: Mapping[str, Any], plain: Sequence[str]) -> tuple[dict[str, tuple[Any, list[str]]], list[str]]:
-    """Flag -> (its value, the keys that say so), and notes."""
+def _flags(values: Mapping[str, Any], plain: Sequence[str]) -> dict[str, tuple[Any, list[str]]]:
+    """Flag -> (its value, the keys that say so)."""
     flags: dict[str, tuple[Any, list[str]]] = {
         flag: (values[key], [key]) for key, flag in COUNTS.items() if key in values
     }
-    notes = []
     if NUM_ENGINES in values:
         size, keys = values.get(ENGINE_SIZE), [NUM_ENGINES]
         if size is None:
@@ -145,20 +133,17 @@ def _flags(values: Mapping[str, Any], plain: Sequence[str]) -> tuple[dict[str, t
         flags[_ALL_ENGINES_GPUS] = (values[NUM_ENGINES] * size, keys)
     if SHARE in values:
         flags[_MEMORY] = (values[SHARE], [SHARE])
-    sizes = {key: values[key] for key in MICRO_BATCHES if key in values}
-    if sizes:
-        flags[_MICRO_BATCH] = (min(sizes.values()), list(sizes))
-        if len(set(sizes.values())) > 1:
-            notes.append(
-                f"micro-batches have {min(sizes.values())} rows with gradients and without: one size serves both, and"
-                f" {' and '.join(f'{key} is {size}' for key, size in sizes.items())}."
-            )
+    if MICRO_TRAIN in values:
+        flags[_MICRO_BATCH] = (values[MICRO_TRAIN], [MICRO_TRAIN])
+    if MICRO_FORWARD in values:  # alone it serves both: rows are either counted or packed by tokens
+        of_both = MICRO_TRAIN not in values and typed_value(plain, _MICRO_BATCH) is None
+        flags[_MICRO_BATCH if of_both else _SCORING_MICRO_BATCH] = (values[MICRO_FORWARD], [MICRO_FORWARD])
     if COLOCATE in values:
         flags["--colocate"] = (True if values[COLOCATE] else "", [COLOCATE])
         if not values[COLOCATE]:
             if typed_value(plain, "--colocate") in (None, ["false"]):
                 del flags["--colocate"]  # it is the default
-    return flags, notes
+    return flags
 
 
 def _same(typed: Sequence[str], value: Any) -> bool:

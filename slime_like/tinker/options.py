@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 
 from slime_like.config.base import add_flags, flag, make_parser
+from slime_like.config.bounds import LONGEST_WAIT_S
 from slime_like.config.lora import LoraConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.tree import TENANTS
@@ -37,6 +38,11 @@ _LOOPS_OWN: dict[str, set[str]] = {
     "lora": set(),
     "sync": set(),
 }
+#: --tenant-micro-batches in words.
+_MICRO_BATCHES = {
+    "own": "each of one model's rows; its numbers are those that it has alone, to the bit",
+    "shared": "of several models' rows where they are ready together; their numbers round otherwise than alone",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,7 @@ class ServerConfig:
         "{}", metavar="JSON", help="Object of dotted keys and values. docs/tinker.md lists them."
     )
     host: str = flag("127.0.0.1", help="Address to listen at; another than the loopback one needs --tls-certificate.")
-    port: int = flag(8000, help="Port to listen at; 0: a free one.")
+    port: int = flag(8000, help="Port to listen at; 0: a free one.", least=0, most=65535)
     tls_certificate: str | None = flag(None, help="PEM file: serve https. Needs --tls-key.")
     tls_key: str | None = flag(None, help="PEM file of the certificate's key.")
     insecure_http: bool = flag(
@@ -63,21 +69,63 @@ class ServerConfig:
     weights_folder: str | None = flag(
         None, help="Folder or fsspec URL of what clients save. Default: weights in --state-folder."
     )
-    max_lora_rank: int = flag(32, help="Largest rank of an adapter; engines keep room for it.")
-    default_lora_alpha: float = flag(32.0, help="Alpha of adapters whose client gives none; the SDK never does.")
-    max_loras: int = flag(8, help="Adapters in one batch of an engine.")
+    max_lora_rank: int = flag(32, help="Largest rank of an adapter; engines keep room for it.", least=1)
+    default_lora_alpha: float = flag(
+        32.0, help="Alpha of adapters whose client gives none; the SDK never does.", above=0
+    )
+    max_loras: int = flag(8, help="Adapters in one batch of an engine.", least=1)
     max_cpu_loras: int = flag(
-        32, help="Adapters that an engine holds; others are loaded again when they are asked for."
+        32,
+        help="Adapters that an engine holds; others are loaded again when they are asked for.",
+        least=1,
     )
-    max_adapters_resident: int = flag(8, help="Adapters on the trainer's device; others wait on the host.")
-    max_models: int = flag(64, help="Models in the trainer; others wait on disk, and come back.")
-    max_samples_running: int = flag(256, help="Sequences that the engines generate at a time.")
-    max_samples_a_tenant: int = flag(128, help="The same of one tenant.")
-    batch_tokens: int = flag(65_536, help="Tokens of several models' passes that are handed to the trainer together.")
+    max_adapters_resident: int = flag(8, help="Adapters on the trainer's device; others wait on the host.", least=1)
+    max_models: int = flag(64, help="Models in the trainer; others wait on disk, and come back.", least=1)
+    max_samples_running: int = flag(256, help="Sequences that the engines generate at a time.", least=1)
+    max_samples_a_tenant: int = flag(128, help="The same of one tenant.", least=1)
+    batch_tokens: int = flag(
+        65_536, help="Tokens of several models' passes that are handed to the trainer together.", least=1
+    )
+    max_whole_models: int = flag(
+        1,
+        help="Of --max-models, those whose client trains all parameters: each takes 16 bytes of host memory a parameter"
+        " while it waits for its turn on the device; others wait on disk, and come back.",
+        least=1,
+    )
+    max_ephemeral_samplers: int = flag(
+        8,
+        help="Unnamed samplers of a model that are kept, the latest ones; older ones end when nothing uses them.",
+        least=1,
+    )
+    max_requests_a_tenant: int = flag(
+        4096,
+        help="Calls of a tenant under way, unless its key was given other limits; more are answered with 429.",
+        least=1,
+    )
+    max_tokens_a_tenant: int = flag(16_777_216, help="Tokens of these calls.", least=1)
+    sampling_weight: float = flag(
+        1.0, help="Seconds that samples get of shared GPUs for one of training, where both have work.", above=0
+    )
+    turn_s: float = flag(
+        2.0,
+        help="How long training, or sampling, keeps shared GPUs while the other waits.",
+        above=0,
+        most=LONGEST_WAIT_S,
+    )
+    tenant_micro_batches: str = flag(
+        "own",
+        choices=("own", "shared"),
+        help="Whether rows of several models may be in one micro-batch of the trainer: shared is faster where clients"
+        " send few rows, and rounds otherwise; with own a model's numbers are those that it has alone, to the bit.",
+    )
     snapshot_every_steps: int = flag(
-        8, help="Optimizer steps of a model between its snapshots, for a trainer that dies."
+        8,
+        help="Optimizer steps of a model between its snapshots, for a trainer that dies.",
+        least=1,
     )
-    session_timeout_s: float = flag(120.0, help="A client without a heartbeat for so long is released.")
+    session_timeout_s: float = flag(
+        120.0, help="A client without a heartbeat for so long is released.", above=0, most=LONGEST_WAIT_S
+    )
 
     @property
     def name(self) -> str:
@@ -96,24 +144,9 @@ class ServerConfig:
 
     def problems(self) -> list[str]:
         """What is impossible about the server's own flags."""
-        counts = (
-            "max_lora_rank", "max_loras", "max_cpu_loras", "max_adapters_resident", "max_models", "batch_tokens",
-            "max_samples_running", "max_samples_a_tenant", "snapshot_every_steps",
-        )  # fmt: skip
-        problems = [
-            f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1."
-            for name in counts
-            if getattr(self, name) < 1
-        ]
-        problems += [
-            f"--{name.replace('_', '-')} {getattr(self, name):g}: must be above 0."
-            for name in ("default_lora_alpha", "session_timeout_s")
-            if not getattr(self, name) > 0
-        ]
+        problems = []
         if not os.path.isfile(os.path.join(self.base_model, "config.json")):
             problems.append(f"--base-model {self.base_model}: no HF folder is there (config.json, weights, tokenizer).")
-        if not 0 <= self.port < 65536:
-            problems.append(f"--port {self.port}: from 0 to 65535.")
         if self.max_cpu_loras < self.max_loras:
             problems.append(
                 f"--max-cpu-loras {self.max_cpu_loras} is less than --max-loras {self.max_loras}: an engine holds all"
@@ -166,7 +199,8 @@ class ServerCommand:
             f" {server.weights}\n"
             f"adapters: of rank 1 to {server.max_lora_rank}; {server.max_adapters_resident} on the trainer's device,"
             f" {server.max_models} in the trainer; in each of {engines} engines {server.max_cpu_loras},"
-            f" {server.max_loras} in one batch; they travel as folders"
+            f" {server.max_loras} in one batch; they travel as folders\n"
+            f"micro-batches of the trainer: {_MICRO_BATCHES[server.tenant_micro_batches]}"
         )
 
     def to_json(self) -> str:
@@ -177,14 +211,13 @@ class ServerCommand:
 def read_command(argv: Sequence[str]) -> ServerCommand:
     """Parse and check a command line. Raises ConfigError with every problem."""
     server, plain = _server_flags(argv)
-    keys = read_keys(server.backend_config, _both(server, plain, argv))
-    own, passed = _own_keys(keys.argv)
+    own, passed = _own_keys(read_keys(server.backend_config, _both(server, plain, argv)))
     server = dataclasses.replace(server, **own)  # type: ignore[arg-type]  # names and types are those of the fields
     if problems := server.problems() + _typed_problems(plain):
         raise ConfigError(problems)
     command = parse_args([*_implied(server, [*plain, *passed]), *plain, *passed], has_data=False)
     config = command.config
-    problems = _of_no_use(config)
+    problems = _of_no_use(config) + _turns_problems(server, config)
     if problems:
         raise ConfigError(problems)
     config = _with_adapters(config, server)
@@ -193,9 +226,7 @@ def read_command(argv: Sequence[str]) -> ServerCommand:
         problems = [*report.problems, *config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
             raise ConfigError(problems)
-    return ServerCommand(
-        server=server, config=config, report=report, plan=command.plan, notes=(*keys.notes, *command.notes)
-    )
+    return ServerCommand(server=server, config=config, report=report, plan=command.plan, notes=tuple(command.notes))
 
 
 def tenants_plan(plan: PlacementPlan) -> PlacementPlan:
@@ -298,6 +329,15 @@ def _implied(server: ServerConfig, typed: Sequence[str]) -> list[str]:
         product *= int(size[0]) if size and size[0].isdecimal() else 1
     unless("--rollout-batch-size", str(product))
     return implied
+
+
+def _turns_problems(server: ServerConfig, config: RunConfig) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(server, name):g} does nothing: trainer and engines have GPUs of"
+        " their own, so neither waits for the other. Fix: leave it out, or --colocate."
+        for name in ("sampling_weight", "turn_s")
+        if not config.placement.colocate and getattr(server, name) != getattr(ServerConfig, name)
+    ]
 
 
 def _of_no_use(config: RunConfig) -> list[str]:

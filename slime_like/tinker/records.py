@@ -60,7 +60,11 @@ class AdamSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleJob:
-    """One request to a sampler. stop None: the model's end tokens; (): nothing stops it but max_tokens."""
+    """One request to a sampler. stop None: the model's end tokens; (): nothing stops it but max_tokens.
+
+    prompt_targets: [P - 1, K] int64, tokens whose log-probs are wanted in the place of prompt tokens 1, 2, ...;
+    NO_TOKEN: none, UNLISTED: none, and the sparse array that they came in does not have the cell.
+    """
 
     sampler_id: str
     prompt: np.ndarray  # [P] int32
@@ -72,8 +76,14 @@ class SampleJob:
     seed: int | None = None
     stop: tuple[str, ...] | tuple[int, ...] | None = None
     prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None  # of the last tokens only, the likeliest ones' too; None: of all
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    prompt_targets: np.ndarray | None = None
+
+
+#: In SampleJob.prompt_targets.
+NO_TOKEN, UNLISTED = -1, -2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,8 +109,9 @@ class SampleResult:
     """Of one SampleJob. weights: which the tokens are of, as engines name them."""
 
     sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: np.ndarray | None = None  # [P] float32, NaN for the first
+    prompt_logprobs: np.ndarray | None = None  # [P] float32, NaN for the first, and where none was asked for
     topk_prompt: TopLogprobs | None = None
+    prompt_targets: np.ndarray | None = None  # [P - 1, K] float32, 0 where NO_TOKEN was, NaN where UNLISTED was
     prompt_cache_hit_tokens: int = 0
     weights: str = ""
 
@@ -111,8 +122,9 @@ class Call:
 
     CREATE_MODEL {"spec": ModelSpec's fields}; CREATE_FROM_STATE {"spec", "path", "optimizer"}; FORWARD and
     FORWARD_BACKWARD {"loss", "config"} and rows; OPTIM_STEP {"adam": AdamSettings' fields}; SAVE_WEIGHTS {"name",
-    "ttl_seconds", "overwrite", "user_metadata"}; SAVE_FOR_SAMPLER the same with "name" or, for a sampler that lives as
-    long as its session, "sampler_id"; LOAD_WEIGHTS {"path", "optimizer"}; SAMPLE: sample.
+    "ttl_seconds", "overwrite", "user_metadata"}; SAVE_FOR_SAMPLER the same with "name" or, for a sampler that lives no
+    longer than its session, "sampler_id" and "sampler_kind" ("snapshot", or "inflight": newer ones may stand for it);
+    LOAD_WEIGHTS {"path", "optimizer"}; SAMPLE: sample.
     REFUSED {"message"}: a call that makes no sense; it fails in its turn, so that those after it do not wait for it.
     """
 

@@ -29,6 +29,7 @@ from slime_like.tinker.execution.verbs import TrainingVerbs
 from slime_like.tinker.protocols import SamplingBackend, TrainingBackend
 from slime_like.tinker.records import Call, CallFailure, CallResult, Kind, ModelSpec, StillWaiting
 from slime_like.tinker.store.bodies import pack_call, unpack_call
+from slime_like.tinker.store.clients import refuse_superseded
 from slime_like.tinker.store.database import Database
 from slime_like.tinker.store.requests import (
     QUEUED,
@@ -80,6 +81,7 @@ class CallService:
     async def start(self) -> None:
         """Take up what had no answer when the process before ended, and begin."""
         await self.database.claim()
+        await self.book.terms.refresh()
         for request_id, body in await queued_requests(self.database):
             call = await asyncio.to_thread(unpack_call, body)
             await self._take(Entry(request_id=request_id, call=call, tokens=cost_tokens(call, self.settings)))
@@ -128,6 +130,7 @@ class CallService:
         sampler = await self._samplers.get(call.sampler_id)
         if sampler is None or sampler.tenant != call.tenant:
             raise Refused(f"there is no sampler {call.sampler_id}.", status=404)
+        refuse_superseded(sampler)
         tokens = cost_tokens(call, self.settings)
         self.book.check_limits(call.tenant, tokens)
         return await self._write(call, tokens)

@@ -6,14 +6,76 @@ bytes: computed in fp32, rounded half to even.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
 from slime_like.config.quantisation import LINEAR, QuantScheme
+from slime_like.errors import WeightSyncError
+from slime_like.weight_sync.buckets import NamedTensor
 
 #: Below this, a block is as good as empty; its scale must not be zero.
 SMALLEST = 1e-10
+FLAG = "--rollout-quantization"
+
+
+class Quantiser:
+    """The stream to engines that keep their weights in a scheme, each tensor checked before anything of it is sent:
+    engines end at a scale of an unknown name, and take a tensor of another type for what it is not (sglang 0.5.23).
+    """
+
+    def __init__(self, scheme: QuantScheme, names: Collection[str]):
+        """names: HF names of all tensors of the model, which is all that engines know beside the scales."""
+        self.scheme = scheme
+        self._names = frozenset(names)
+
+    def over(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """What is sent of each, in order. Raises WeightSyncError naming the tensor."""
+        for name, tensor in tensors:
+            if LINEAR.search(name):
+                self._check_matrix(name, tensor)
+            pairs = quantise(name, tensor, self.scheme)
+            del tensor
+            for sent_name, sent in pairs:
+                self.check(sent_name, sent)
+            while pairs:  # what was sent is not held while the next is copied
+                yield pairs.pop(0)
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise WeightSyncError unless engines of this scheme have a place for this name, type and number of
+        dimensions.
+        """
+        where, scheme = f"{FLAG} {self.scheme.name}: {name}", self.scheme
+        weight = name.removesuffix(scheme.scale_suffix)
+        is_scale = weight != name and bool(LINEAR.search(weight))
+        if (weight if is_scale else name) not in self._names:
+            raise WeightSyncError(
+                f"{where} is no tensor that engines know: neither of the model nor a scale (*{scheme.scale_suffix})."
+                " Nothing of it was sent, as they would end. Fix: --custom-weight-transform-path must keep HF names;"
+                f" {FLAG} adds the scales."
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if is_scale:
+            fits, expected = dtype == "float32" and tensor.dim() == 2, "float32, in two dimensions"
+        elif LINEAR.search(name):
+            fits, expected = dtype == scheme.weight_dtype and tensor.dim() == 2, f"{scheme.weight_dtype}, a matrix"
+        else:
+            fits = tensor.is_floating_point() and tensor.element_size() > 1
+            expected = "of a type of at least 16 bits, as it is no linear layer's"
+        if not fits:
+            raise WeightSyncError(
+                f"{where} is {dtype} of shape {list(tensor.shape)}; engines keep it {expected}, and would take it for"
+                " something else."
+            )
+
+    def _check_matrix(self, name: str, tensor: torch.Tensor) -> None:
+        """What a transform has made of a linear layer must still be one."""
+        if tensor.dim() != 2 or not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise WeightSyncError(
+                f"{FLAG} {self.scheme.name}: {name} is {str(tensor.dtype).removeprefix('torch.')} of shape"
+                f" {list(tensor.shape)}, no matrix of at least 16 bits that could be quantised. Fix: a"
+                " --custom-weight-transform-path that quantises by itself goes without this flag."
+            )
 
 
 def quantise(name: str, tensor: torch.Tensor, scheme: QuantScheme) -> list[tuple[str, torch.Tensor]]:
@@ -22,7 +84,10 @@ def quantise(name: str, tensor: torch.Tensor, scheme: QuantScheme) -> list[tuple
         return [(name, tensor)]
     weight = tensor.detach().float()
     rows, columns = weight.shape
-    scale = block_maximum(weight, scheme).clamp(min=SMALLEST) / scheme.largest
+    largest = block_maximum(weight, scheme)
+    if scheme.one_scale:
+        largest = largest.max().expand_as(largest).contiguous()
+    scale = largest.clamp(min=SMALLEST) / scheme.largest
     values = weight / spread(scale, rows, columns, scheme)
     dtype = getattr(torch, scheme.weight_dtype)
     values = values if dtype.is_floating_point else values.round()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from slime_like.config.quantisation import scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import transport_of
 from slime_like.errors import WeightSyncError
@@ -21,6 +22,7 @@ from slime_like.utils.net import address_of_interface, is_own_address, own_addre
 from slime_like.weight_sync.bounds import best_rate
 from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, Redirects, WeightPublisher
 from slime_like.weight_sync.proof.receipt import Receipt, never_sent, raise_different
+from slime_like.weight_sync.quantise import Quantiser
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
 from slime_like.weight_sync.session import PublishOrder
 from slime_like.weight_sync.transform import TransformOutcome, WeightTransform
@@ -80,6 +82,9 @@ class WeightSender:
         self._publisher: WeightPublisher | None = None
         self._receipt: Receipt | None = None
         self._transform = WeightTransform.of(config)
+        scheme = scheme_of(config.sync.rollout_quantization)
+        self._quantiser = None if scheme is None else Quantiser(scheme, gathering.names)
+        self._whole: set[str] = set()  # URLs of engines of which it is known that all they hold was sent
         self._best_rate: float | None = None
 
     @property
@@ -193,7 +198,9 @@ class WeightSender:
         compared = self._group.on_gatherers("verify", compare, in_turn=True)
         # Of all sources together, so that every rank says the same: which engines are wrong.
         raise_different([difference for differences, *_ in compared for difference in differences])
-        if self.route.finds_unsent:
+        # Engines that are sent eight bits start with made-up weights: what is never sent would be served.
+        starting = {endpoint.url for endpoint in endpoints} - self._whole if self._quantiser is not None else set()
+        if self.route.finds_unsent or starting:
             layouts = {layout for _, _, parameters, _ in compared for layout in parameters}
             sent = {
                 layout: set().union(*(parameters.get(layout, ()) for _, _, parameters, _ in compared))
@@ -204,6 +211,7 @@ class WeightSender:
                 lambda: None if receipt is None else never_sent(receipt, sent, timeout_s, engines),
                 in_turn=True,
             )
+        self._whole |= starting
         every = [readers for _, readers, _, _ in compared]
         # A rank of an engine is proven by whoever sent to it: every stage, or the one trainer rank on its card.
         proven = set[Reader]() if not every else (set.union if self.route.cards else set.intersection)(*every)
@@ -267,7 +275,8 @@ class WeightSender:
         """What is sent from now on is compared with what these engines hold."""
         if self._place.is_source and self.route.compares_digests:
             clients = [EngineClient(endpoint, timeout_s=options.timeout_s) for endpoint in options.endpoints]
-            self._receipt = Receipt(self._config.model, clients, self._who, options.readers)
+            scheme = None if self._quantiser is None else self._quantiser.scheme
+            self._receipt = Receipt(self._config.model, clients, self._who, options.readers, scheme=scheme)
 
     def _once(self, reports: list[_Report]) -> list[_Report]:
         """Those that together are the model once. Raises WeightSyncError where a tensor is missing or too many."""
@@ -323,12 +332,14 @@ class WeightSender:
         )
 
     def _watched(self, tensors: Iterator[NamedTensor], names: list[str], digest: Digest) -> Iterator[NamedTensor]:
-        """What is to be sent: these tensors, or what the user's function makes of them; each is hashed once, for the
-        receipt and the digest together. The source's names go to `names`, as they were gathered.
+        """What is to be sent: these tensors, or what the user's function makes of them, and of that eight bits; each is
+        hashed once, for the receipt and the digest together. The source's names go to `names`, as they were gathered.
         """
         sent = _noting(tensors, names) if self._place.is_source else tensors
         if self._transform is not None:
             sent = self._transform.over(sent)
+        if self._quantiser is not None:
+            sent = self._quantiser.over(sent)
         if not self._place.is_source:
             yield from sent
             return

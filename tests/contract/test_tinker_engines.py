@@ -22,7 +22,7 @@ from slime_like.sglang_backend.launcher import Engine, EngineSpec, launch_engine
 from slime_like.tinker.backends.engines import EngineSampling, SamplingOptions
 from slime_like.tinker.backends.sample_bodies import EngineLimits
 from slime_like.tinker.errors import BackendLost
-from slime_like.tinker.records import SampleJob
+from slime_like.tinker.records import NO_TOKEN, SampleJob
 from tests.contract.engines import hf_logprobs, make_model, prompt
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -178,6 +178,28 @@ def test_what_a_job_asks_for(fleet, samplers):
     assert [(s.stop_reason, len(s.tokens)) for s in stopped.sequences] == [("stop", 1)] * 2
     assert [(s.stop_reason, len(s.tokens)) for s in endless.sequences] == [("length", 200)] * 8
     assert [len(s.tokens) for s in longest.sequences] == [1024 - 20 - 2]
+
+
+def test_prompts_are_scored_at_their_end_and_on_tokens_of_ones_own(fleet, samplers):
+    model, tokens = samplers["eight"][1], prompt(5, 20)
+    targets = np.random.default_rng(0).integers(3, 320, (19, 3))
+    targets[4, 1] = NO_TOKEN
+    asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 3, "prompt_logprobs_last_n": 6}
+
+    async def body(backend):
+        jobs = (job("eight", **asked), job("eight", **asked, prompt_targets=targets), job("eight", **asked))
+        return await asyncio.gather(*map(backend.sample, jobs))
+
+    results = run(fleet, samplers, body)
+    with torch.no_grad():
+        rows = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    for result in results:
+        assert np.isnan(result.prompt_logprobs[:14]).all()
+        np.testing.assert_allclose(result.prompt_logprobs[14:], hf_logprobs(model, tokens)[13:], atol=1e-4)
+        assert result.topk_prompt.token_ids[14:].tolist() == rows[13:19].topk(3).indices.tolist()
+        assert (result.topk_prompt.logprobs[:14] == -99999).all()
+    expected = np.where(targets >= 0, np.take_along_axis(rows[:19].numpy(), targets, 1), 0.0)
+    np.testing.assert_allclose(results[1].prompt_targets, expected, atol=1e-4)
 
 
 def test_a_clients_mistakes_are_told_and_cost_nobody_else_anything(fleet, samplers, tmp_path):

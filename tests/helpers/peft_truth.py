@@ -12,12 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_like.records import TrainSample
 from tests.helpers.hf_truth import load_model
-
-#: Of each optimizer step.
-STEPS = (
-    {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-    {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0},
-)
+from tests.helpers.lora_rows import STEPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

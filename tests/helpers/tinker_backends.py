@@ -64,7 +64,8 @@ class VectorTrainer:
         self.log: list[tuple] = []
         self.lose_at: set[int] = set()  # numbers of verbs at which the trainer dies
         self.refuse: set[str] = set()  # models whose passes fail
-        self.num_verbs = self.most_models = 0
+        self.num_verbs = self.most_models = self.most_whole_models = 0
+        self.whole_models: set[str] = set()  # whose client trains all parameters
 
     async def _verb(self, *what: object) -> None:
         self.num_verbs += 1
@@ -87,6 +88,9 @@ class VectorTrainer:
         await self._verb("create", spec.model_id)
         self.models[spec.model_id] = VectorModel(spec.seed)
         self.most_models = max(self.most_models, len(self.models))
+        if spec.lora_rank == 0:
+            self.whole_models.add(spec.model_id)
+        self.most_whole_models = max(self.most_whole_models, len(self.whole_models & set(self.models)))
 
     async def run_passes(self, passes: Sequence[TenantPass]) -> list[PassResult | str]:
         """One after the other."""
@@ -145,6 +149,9 @@ class VectorEngines:
         self.opened: dict[str, np.ndarray] = {}
         self.lose_next = 0
         self.num_running = self.most_running = 0
+        self.asked: list[str] = []  # samplers, in the order of their samples
+        self.gate = asyncio.Event()  # cleared: samples wait until it is set
+        self.gate.set()
 
     async def open(self, sampler_id: str, folder: str | None) -> None:
         """Read its weights."""
@@ -156,11 +163,13 @@ class VectorEngines:
 
     async def sample(self, job: SampleJob) -> SampleResult:
         """max_tokens tokens."""
+        self.asked.append(job.sampler_id)
         self.num_running += job.num_samples
         self.most_running = max(self.most_running, self.num_running)
         try:
             if self.seconds:
                 await asyncio.sleep(self.seconds)
+            await self.gate.wait()
             if self.lose_next:
                 self.lose_next -= 1
                 self.opened.clear()

@@ -19,6 +19,7 @@ from slime_like.errors import RunError
 from slime_like.records import LossRow, PassResult
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.records import (
+    UNLISTED,
     Call,
     CallFailure,
     CallResult,
@@ -297,10 +298,21 @@ def sample(table: np.ndarray, job: SampleJob) -> SampleResult:
             )
         )
     prompt_logprobs = np.concatenate([[np.nan], log_probs[job.prompt[:-1], job.prompt[1:]]]).astype(np.float32)
+    topk_prompt = _after_nothing(top(log_probs[job.prompt[:-1]], job.topk_prompt_logprobs))
+    if job.prompt_logprobs_last_n is not None:
+        prompt_logprobs[: -job.prompt_logprobs_last_n] = np.nan
+        if topk_prompt is not None:
+            topk_prompt.token_ids[: -job.prompt_logprobs_last_n] = _EMPTY[0]
+            topk_prompt.logprobs[: -job.prompt_logprobs_last_n] = _EMPTY[1]
+    targets = job.prompt_targets
+    if targets is not None:
+        scores = log_probs[job.prompt[:-1, None], targets]
+        targets = np.where(targets >= 0, scores, np.where(targets == UNLISTED, np.nan, 0.0)).astype(np.float32)
     return SampleResult(
         sequences=tuple(sequences),
         prompt_logprobs=prompt_logprobs if job.prompt_logprobs else None,
-        topk_prompt=_after_nothing(top(log_probs[job.prompt[:-1]], job.topk_prompt_logprobs)),
+        topk_prompt=topk_prompt,
+        prompt_targets=targets,
     )
 
 

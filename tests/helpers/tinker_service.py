@@ -15,6 +15,7 @@ from slime_like.records import LossRow
 from slime_like.tinker.execution.settings import ServiceSettings
 from slime_like.tinker.records import Call, CallFailure, CallResult, Kind, ModelSpec, SampleJob, StillWaiting
 from slime_like.tinker.service import CallService
+from slime_like.tinker.store import tenant_rows
 from slime_like.tinker.store.database import Database
 from slime_like.tinker.store.tables import SamplerRow, SessionRow
 from tests.helpers.tinker_backends import VectorEngines, VectorModel, VectorTrainer
@@ -144,6 +145,12 @@ class Client:
         answer = await self.answer(await self.service.submit(call))
         assert isinstance(answer, CallResult), answer
         return answer.result
+
+
+async def set_terms(service: CallService, tenant: str, **terms: float) -> None:
+    """What `python -m slime_like.tinker.keys share` writes, taken up."""
+    await tenant_rows.set_terms(service.database, tenant, terms)
+    await service.book.terms.refresh()
 
 
 def plain_losses(seeds: list[int], *, model_seed: int = 0, learning_rate: float = 0.05, **sizes: int) -> list[float]:

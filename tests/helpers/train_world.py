@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import queue
@@ -36,11 +37,11 @@ def make_config(
     """
     options = {
         name: dict(groups.get(name, {}))
-        for name in ("parallel", "checkpoint", "batch", "loss", "optimizer", "rollout", "lora")
+        for name in ("parallel", "checkpoint", "batch", "loss", "optimizer", "rollout", "lora", "model")
     }
     return RunConfig(
         placement=PlacementConfig(actor_num_gpus_per_node=num_ranks),
-        model=model_from_hf(read_hf_config(hf_checkpoint), ModelConfig()),
+        model=dataclasses.replace(model_from_hf(read_hf_config(hf_checkpoint), ModelConfig()), **options["model"]),
         parallel=ParallelConfig(**{"distributed_timeout_minutes": 1} | options["parallel"]),
         checkpoint=CheckpointConfig(**{"hf_checkpoint": hf_checkpoint} | options["checkpoint"]),
         data=DataConfig(num_rollout=10),

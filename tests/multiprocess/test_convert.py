@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from scripts.make_quantised_checkpoint import FORMATS, make_quantised
+from slime_like.weight_sync.quantise import undo
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
 
@@ -28,7 +31,11 @@ CASES = {
         {"expert_model_parallel_size": 2},
         {"pipeline_model_parallel_size": 2},
     ),
+    "fp8 blocks, tp2, then one process": ("qwen3", True, False, {"tensor_model_parallel_size": 2}, {}),
+    "int8 rows of experts, ep2, then one process": ("qwen3_moe", False, False, {"expert_model_parallel_size": 2}, {}),
 }
+#: Of those whose source is in eight bits: its format. What comes back is plain.
+STORED = {"fp8 blocks, tp2, then one process": "fp8", "int8 rows of experts, ep2, then one process": "int8"}
 
 
 def make_source(folder, family, *, tied, bf16):
@@ -104,9 +111,14 @@ def in_world(place, root, ports):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("convert"))
-    for number, (family, tied, bf16, _, _) in enumerate(CASES.values()):
-        make_source(os.path.join(root, f"source-{number}"), family, tied=tied, bf16=bf16)
-    return run_ranks(in_world, 2, root, free_ports(14), timeout_s=150)[0] | {"root": root}
+    for number, (name, (family, tied, bf16, _, _)) in enumerate(CASES.items()):
+        source = os.path.join(root, f"source-{number}")
+        if name in STORED:
+            plain = make_source(os.path.join(root, f"plain-{number}"), family, tied=tied, bf16=bf16)
+            assert make_quantised(Path(plain), Path(source), STORED[name])
+        else:
+            make_source(source, family, tied=tied, bf16=bf16)
+    return run_ranks(in_world, 2, root, free_ports(18), timeout_s=150)[0] | {"root": root}
 
 
 def tensors_of(folder):
@@ -122,12 +134,16 @@ def test_a_round_trip_changes_no_bit(world, number, name):
     assert world[name] == (None, None)
     folders = [os.path.join(world["root"], f"{kind}-{number}") for kind in ("source", "end")]
     source, end = (tensors_of(folder) for folder in folders)
+    if name in STORED:
+        assert any(tensor.element_size() == 1 for tensor in source.values())
+        source = undo(source, FORMATS[STORED[name]][0])
     assert set(source) == set(end) and source
     assert {tensor.dtype for tensor in end.values()} == {torch.bfloat16 if CASES[name][2] else torch.float32}
     assert [key for key in source if not torch.equal(source[key], end[key])] == []
     assert os.path.isfile(os.path.join(folders[1], "tokenizer.json"))
     with open(os.path.join(folders[1], "config.json"), encoding="utf-8") as file:
         config = json.load(file)
+    assert "quantization_config" not in config
     assert config.get("dtype", config.get("torch_dtype")) == ("bfloat16" if CASES[name][2] else "float32")
 
 

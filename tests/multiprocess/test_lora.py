@@ -6,22 +6,33 @@ folders, for each family and layout; and checkpoints of adapters under another l
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from slime_like.config.parallel import ParallelConfig
 from slime_like.planning.memory.adapters import adapter_chunks
 from slime_like.planning.memory.parameters import stage_chunks
 from slime_like.planning.memory.trainer_bytes import Precision, StageBytes
-from slime_like.records import BASE, REFERENCE
-from tests.helpers.parity import gradients_as
-from tests.helpers.peft_truth import STEPS, load_peft, log_probs_of, make_peft_folder, peft_truth
-from tests.helpers.tiny_models import make_tiny_model
-from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
+from slime_like.records import BASE
+from tests.helpers.lora_rows import (
+    ADAPTERS,
+    Truths,
+    adapter_folders,
+    check_gradients,
+    check_log_probs,
+    check_merged,
+    check_saved,
+    check_steps,
+    largest,
+    lora_flags,
+    one_row,
+    whole_adapters,
+    worker_of,
+)
+from tests.helpers.peft_truth import load_peft
+from tests.helpers.train_world import free_ports, make_samples, recipe_of, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
-DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_data": True}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: name -> (ranks, --… of the parallel group)
@@ -38,24 +49,6 @@ LAYOUTS = {
     "ep2": (2, {"expert_model_parallel_size": 2}),
     "ep2 and tp2": (2, SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
 }
-ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-ATTENTION, OUTPUT = [f"{x}_proj" for x in "qkvo"], ["q_proj", "lm_head"]
-LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-#: adapters' name -> (family, PEFT's options, our flags)
-ADAPTERS = {
-    "qwen3": ("qwen3", ALL, {}),
-    "some modules": (
-        "qwen3",
-        {"r": 3, "lora_alpha": 7, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
-        {"lora_use_rslora": True, "lora_target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
-    ),
-    "llama": ("llama", ALL, {}),
-    "output": ("llama", ALL | {"target_modules": OUTPUT}, {"lora_target_modules": OUTPUT}),
-    "glm4": ("glm4", ALL, {}),
-    "qwen3_moe": ("qwen3_moe", ALL | {"target_modules": ATTENTION}, {"lora_target_modules": ATTENTION}),
-    "experts": ("qwen3_moe", ALL | {"target_modules": ATTENTION, "experts": True}, {}),
-    "deepseek_v3": ("deepseek_v3", ALL | {"target_modules": LATENT}, {"lora_target_modules": LATENT}),
-}
 ROWS = [("qwen3", layout) for layout in LAYOUTS if layout != "interleaved pp2" and "ep2" not in layout]
 ROWS += [("some modules", "tp2 with sequence parallelism"), ("llama", "interleaved pp2"), ("glm4", "tp2")]
 ROWS += [(name, layout) for name in ("qwen3_moe", "experts") for layout in ("ep2", "ep2 and tp2")]
@@ -65,89 +58,6 @@ ROWS += [(name, layout) for name in ("qwen3_moe", "deepseek_v3") for layout in (
 #: In every run; the others with scripts/test_long.sh.
 QUICK = [("qwen3", "tp2 with sequence parallelism"), ("qwen3", "dp2, reduced early"), ("glm4", "tp2")]
 MARKED = [row if row in QUICK else pytest.param(row, marks=pytest.mark.long_run) for row in ROWS]
-#: Of gradients in units of the largest one: PEFT's own in float32 are up to 1.03e-5 from those in float64 (llama).
-GRADIENT_BOUND, LOG_PROB_BOUND = 2e-5, 1e-5
-
-
-def lora_flags(name, folders):
-    _, options, flags = ADAPTERS[name]
-    return {
-        "lora_rank": options["r"],
-        "lora_alpha": float(options["lora_alpha"]),
-        "lora_load": folders["adapters of " + name],
-        **flags,
-    }
-
-
-def worker_of(place, port, ranks, folders, name, parallel, **options):
-    from slime_like.megatron_backend.worker import TrainWorker
-
-    base = folders[ADAPTERS[name][0]]
-    options = {"lora": lora_flags(name, folders), "optimizer": {"clip_grad": 0.0}, "batch": DYNAMIC} | options
-    config = make_config(base, num_ranks=ranks, parallel=parallel, loss={"use_kl_loss": True}, **options)
-    worker = TrainWorker(config, **(place | {"world_size": ranks, "master_port": port}))
-    return worker, worker.start()
-
-
-def whole_adapters(worker):
-    from slime_like.megatron_backend.lora.peft_files import adapter_tensors
-
-    return {name: tensor.float().numpy().copy() for name, tensor in adapter_tensors(worker.stage).items()}
-
-
-def one_row(worker, samples, folder):
-    """What this rank says of a row."""
-    from slime_like.megatron_backend.lora.peft_files import save_adapters
-    from slime_like.megatron_backend.step.loss_spec import LossSpec
-    from slime_like.megatron_backend.step.optimizer import AdamParams
-
-    result = {
-        name: worker.forward(samples, weights=weights).rows("log_probs")
-        for name, weights in (("log_probs", BASE), ("bare", REFERENCE))
-    }
-    result["merged"] = {name: tensor.float().numpy().copy() for name, tensor in worker.export(BASE)}
-    with worker.using(REFERENCE):
-        result["exported base"] = {name: tensor.float().numpy().copy() for name, tensor in worker.export(REFERENCE)}
-    loss = LossSpec(name="cross_entropy")
-    for number, params in enumerate(STEPS):
-        worker.forward_backward(samples, loss, weights=BASE)
-        if not number:
-            result["gradients"] = gradients_as(worker, lambda: whole_adapters(worker))
-            worker._clear_gradients()
-            worker.forward_backward(samples, loss, weights=BASE)
-        report = worker.optim_step(AdamParams(**params), weights=BASE)
-        if not number:
-            result["grad_norm"] = report["train/grad_norm"]
-    result["stepped"] = whole_adapters(worker)
-    result["after"] = worker.forward(samples, weights=BASE).rows("log_probs")
-    result["bare after"] = worker.forward(samples, weights=REFERENCE).rows("log_probs")
-    if worker.rank == 0:
-        import os
-
-        os.makedirs(folder)
-    torch.distributed.barrier()
-    config = worker.config
-    save_adapters(worker.stage, folder, lora=config.lora, model=config.model, base=config.checkpoint.hf_checkpoint)
-    trained = [p for chunk in worker.model for p in chunk.parameters() if p.requires_grad]
-    buffers = [buffer for chunk in worker.model for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    result["named"] = [
-        (name, tuple(p.shape)) for part in worker.stage for name, p in part.named_parameters() if p.requires_grad
-    ]
-    result |= {"config": worker.config, "rank": worker.rank}
-    result["bytes"] = worker._card.held_bytes()
-    # counters and tables, which are not the plan's subject here; several may share their memory
-    memory = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in worker.stage.buffers()}
-    result["bytes"]["weights"] -= sum(memory.values())
-    result["sizes"] = {
-        "trained": sum(p.numel() for p in trained),
-        "gradients": sum(parameter.numel() for buffer in buffers for parameter in buffer.params),
-        "moments": sum(
-            state["exp_avg"].numel()
-            for part in worker.optimizer.chained_optimizers
-            for state in part.optimizer.state.values()
-        ),
-    }
-    return result
 
 
 def in_world(place, rows, folders, ports, saves):
@@ -247,16 +157,7 @@ def test_adapters_start_alike_under_every_layout(continued, name):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    families = {family for family, _, _ in ADAPTERS.values()}
-    paths = {
-        family: make_tiny_model(str(root / family), family, num_layers=4 if family == "llama" else 2)
-        for family in families
-    }
-    for name, (family, options, _) in ADAPTERS.items():
-        folder = str(root / f"adapters of {name}")
-        paths["adapters of " + name] = make_peft_folder(paths[family], folder, **options)
-    return paths
+    return adapter_folders(tmp_path_factory.mktemp("models"), ADAPTERS)
 
 
 @pytest.fixture(scope="module")
@@ -274,24 +175,7 @@ def outcomes(request, folders, saves):
 
 @pytest.fixture(scope="module")
 def truths(folders):
-    return _Truths(folders)
-
-
-class _Truths(dict):
-    """What PEFT says of each set of adapters, once somebody asks."""
-
-    def __init__(self, folders):
-        super().__init__()
-        self._folders = folders
-
-    def __missing__(self, name):
-        folders, family = self._folders, ADAPTERS[name][0]
-        self[name] = peft_truth(folders[family], folders["adapters of " + name], make_samples(8))
-        return self[name]
-
-
-def largest(arrays):
-    return max(float(np.abs(array).max()) for array in arrays)
+    return Truths(folders)
 
 
 def planned(row, of_rank):
@@ -321,58 +205,30 @@ each_row = pytest.mark.parametrize("row", MARKED, ids=lambda row: ": ".join(row)
 
 @each_row
 def test_log_probs_with_and_without_adapters_are_pefts(outcomes, truths, row):
-    truth = truths[row[0]]
-    assert largest([a - b for a, b in zip(truth.log_probs, truth.bare, strict=True)]) > 0.1
-    for of_rank in outcomes[: LAYOUTS[row[1]][0]]:
-        for ours, theirs in (("log_probs", truth.log_probs), ("bare", truth.bare), ("bare after", truth.bare)):
-            for mine, expected in zip(of_rank[row][ours], theirs, strict=True):
-                np.testing.assert_allclose(mine[1:], expected, atol=LOG_PROB_BOUND, rtol=0, err_msg=ours)
+    check_log_probs([of_rank[row] for of_rank in outcomes[: LAYOUTS[row[1]][0]]], truths[row[0]])
 
 
 @each_row
 def test_every_gradient_is_pefts(outcomes, truths, row):
-    truth, seen = truths[row[0]], set()
-    most = largest(truth.gradients.values())
-    norm = np.sqrt(sum((gradient**2).sum() for gradient in truth.gradients.values()))
-    for of_rank in outcomes[: LAYOUTS[row[1]][0]]:
-        for name, gradient in of_rank[row]["gradients"].items():
-            expected = truth.gradients[name]
-            np.testing.assert_allclose(gradient, expected, atol=GRADIENT_BOUND * most, rtol=0, err_msg=name)
-        seen |= set(of_rank[row]["gradients"])
-        assert of_rank[row]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert seen == set(truth.gradients)
+    check_gradients([of_rank[row] for of_rank in outcomes[: LAYOUTS[row[1]][0]]], truths[row[0]])
 
 
 @each_row
 def test_two_steps_lead_where_torchs_adamw_leads(outcomes, truths, row):
-    """Adam's first steps are of the size of the learning rate wherever a gradient is not exactly zero."""
-    truth = truths[row[0]]
-    for of_rank in outcomes[: LAYOUTS[row[1]][0]]:
-        for name, matrix in of_rank[row]["stepped"].items():
-            clear = np.abs(truth.gradients[name]) > 1e-3 * np.abs(truth.gradients[name]).max()
-            assert clear.mean() > 0.9
-            np.testing.assert_allclose(matrix[clear], truth.stepped[name][clear], atol=1e-4, rtol=0, err_msg=name)
+    check_steps([of_rank[row] for of_rank in outcomes[: LAYOUTS[row[1]][0]]], truths[row[0]])
 
 
 @each_row
 def test_merged_weights_are_pefts_and_the_base_stays(outcomes, truths, folders, row):
-    base = load_file(f"{folders[ADAPTERS[row[0]][0]]}/model.safetensors")
-    truth, seen = truths[row[0]], set()
-    for of_rank in outcomes[: LAYOUTS[row[1]][0]]:
-        for name, tensor in of_rank[row]["merged"].items():
-            seen.add(name)
-            np.testing.assert_array_equal(of_rank[row]["exported base"][name], base[name], err_msg=name)
-            np.testing.assert_allclose(tensor, truth.merged[name], atol=1e-6, rtol=0, err_msg=name)
-    assert seen == set(base)
+    check_merged(
+        [of_rank[row] for of_rank in outcomes[: LAYOUTS[row[1]][0]]], truths[row[0]], folders[ADAPTERS[row[0]][0]]
+    )
 
 
 @each_row
 def test_peft_loads_what_was_saved(outcomes, folders, saves, row):
-    samples, (name, layout) = make_samples(8), row
-    with torch.no_grad():
-        theirs = log_probs_of(load_peft(folders[ADAPTERS[name][0]], f"{saves}/{name} {layout}"), samples)
-    for mine, expected in zip(outcomes[0][row]["after"], theirs, strict=True):
-        np.testing.assert_allclose(mine[1:], expected.numpy(), atol=LOG_PROB_BOUND, rtol=0)
+    name, layout = row
+    check_saved(outcomes[0][row], folders[ADAPTERS[name][0]], f"{saves}/{name} {layout}")
 
 
 @each_row

@@ -16,7 +16,8 @@ import torch
 from slime_like.config.lora import LoraConfig
 from slime_like.megatron_backend.step.optimizer import AdamParams
 from slime_like.records import LossRow
-from tests.helpers.peft_truth import STEPS, load_peft, log_probs_of, make_peft_folder, peft_truth
+from tests.helpers.lora_rows import STEPS
+from tests.helpers.peft_truth import load_peft, log_probs_of, make_peft_folder, peft_truth
 from tests.helpers.tenants import loss_rows, one_pass, trainer_of_tenants, whole_numbers
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import free_ports, make_samples, run_ranks

@@ -1,4 +1,6 @@
-"""A client that trains the whole model, beside one with adapters, against HF and torch's AdamW in float64."""
+"""A client that trains the whole model, beside one with adapters, against HF and torch's AdamW in float64; and two such
+clients, each as if it were alone.
+"""
 
 import numpy as np
 import pytest
@@ -6,7 +8,6 @@ import torch
 from safetensors.numpy import load_file
 
 from slime_like.config.lora import LoraConfig
-from slime_like.errors import RunError
 from slime_like.megatron_backend.step.optimizer import AdamParams
 from slime_like.records import BASE
 from tests.helpers.hf_truth import load_model
@@ -59,12 +60,35 @@ def whole_model(place, base, layout, port, saves):
     worker.add_tenant("all", None, 0)
     worker.load_tenant("all", f"{saves}/{layout}", True)
     result["resumed"] = third()
-    try:
-        worker.add_tenant("another", None, 0)
-    except RunError as error:
-        result["refused"] = str(error)
+    worker.drop_tenant("all")
+    result["alone"], result["in turns"] = two_in_turns(worker)
+    result["ada"].append(worker.run_passes([one_pass("ada", rows, forward_only=True)])[0].log_probs)
     worker.close()
     return result
+
+
+def two_in_turns(worker):
+    """Losses and steps of two whole models, and log-probs after them: each alone, and both call by call."""
+    rows = {name: loss_rows(make_samples(4, seed=seed)) for seed, name in enumerate(("one", "two"))}
+
+    def trained(names):
+        """Two passes a step, so that gradients wait while the other is in place."""
+        for name in names:
+            worker.add_tenant(name, None, 0)
+        numbers = {name: [] for name in names}
+        for _ in range(3):
+            for part in (rows_of[:2] for rows_of in rows.values()), (rows_of[2:] for rows_of in rows.values()):
+                for name, some in zip(rows, part, strict=True):
+                    if name in names:
+                        numbers[name].append(worker.run_passes([one_pass(name, some)])[0].metrics["loss"])
+            for name in names:
+                numbers[name].append(worker.tenant_step(name, AdamParams(**SMOOTH), 1.0)["train/grad_norm"])
+        ends = {name: worker.run_passes([one_pass(name, rows[name], forward_only=True)])[0] for name in names}
+        for name in names:
+            worker.drop_tenant(name)
+        return {name: (numbers[name], ends[name].log_probs) for name in names}
+
+    return trained(["one"]) | trained(["two"]), trained(["one", "two"])
 
 
 def whole_model_truth(base):
@@ -112,11 +136,15 @@ def test_a_client_may_train_the_whole_model(bases, tmp_path, layout):
         ):
             np.testing.assert_allclose(mine, expected, atol=LOG_PROB_BOUND, rtol=0)
             np.testing.assert_array_equal(resumed, third)
-        for before, later in zip(*of_rank["ada"], strict=True):  # the others' base is the start weights
-            np.testing.assert_array_equal(later, before)
+        for first, *later in zip(*of_rank["ada"], strict=True):  # the others' base is the start weights
+            for log_probs in later:
+                np.testing.assert_array_equal(log_probs, first)
         for name, tensor in of_rank["base"].items():
             np.testing.assert_array_equal(tensor, weights[name], err_msg=name)
-        assert "'all' trains the whole model" in of_rank["refused"]
+        for name, (numbers, log_probs) in of_rank["alone"].items():
+            assert of_rank["in turns"][name][0] == numbers
+            for mine, expected in zip(of_rank["in turns"][name][1], log_probs, strict=True):
+                np.testing.assert_array_equal(mine, expected)
     for folder in (layout, f"engine's {layout}"):
         with torch.no_grad():
             theirs = log_probs_of(oracle(str(tmp_path / folder)), make_samples(8))

@@ -30,6 +30,14 @@ def pretend() -> Iterator[Pretender]:
     pretender.close()
 
 
+@pytest.fixture(scope="session")
+def pretend_te(pretend: Pretender) -> Iterator[Pretender]:
+    """The same with a pretended transformer-engine, whose layers Megatron then takes. Starts when first asked."""
+    pretender = Pretender(transformer_engine=True)
+    yield pretender
+    pretender.close()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How often the host waits for the device."""
     rows = terminalreporter.config.stash.get(HOST_READS, {})

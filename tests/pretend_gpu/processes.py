@@ -20,6 +20,8 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
 _ROOT = Path(__file__).resolve().parents[2]
+#: Of transformer_engine, pretended too.
+_PACKAGES = Path(__file__).with_name("packages")
 _COMPILE_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 120.0
 #: Beyond a job's own deadline, after which its ranks are killed, the server's answer.
@@ -70,9 +72,13 @@ def guard_library() -> Path:
 
 
 class Pretender:
-    """Runs functions in processes with a pretended device."""
+    """Runs functions in processes with a pretended device.
 
-    def __init__(self) -> None:
+    transformer_engine: there is a pretended transformer-engine too, so Megatron's layers are those made of its.
+    """
+
+    def __init__(self, *, transformer_engine: bool = False) -> None:
+        self._packages = [str(_PACKAGES)] if transformer_engine else []
         self._process: subprocess.Popen | None = None
         self._line: Connection | None = None
 
@@ -120,7 +126,11 @@ class Pretender:
             "OMP_NUM_THREADS": "1",
             # as pyproject.toml's pythonpath
             "PYTHONPATH": os.pathsep.join(
-                [str(_ROOT), str(_ROOT / "tests" / "unit"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [
+                    *self._packages,
+                    *(str(_ROOT), str(_ROOT / "tests" / "unit")),
+                    *filter(None, [os.environ.get("PYTHONPATH")]),
+                ]
             ),
         }
         try:

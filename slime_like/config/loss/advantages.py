@@ -13,16 +13,17 @@ from slime_like.config.loss.choice import LossChoice, shown
 class AdvantageFlags(LossChoice):
     """Flags of advantages, most of them for some values of --advantage-estimator."""
 
-    gamma: float = flag(1.0, help="Discount of a later token's reward; ppo, reinforce_plus_plus.")
-    lambd: float = flag(1.0, help="GAE's lambda: 1 trusts the rewards, 0 the critic; ppo.")
+    gamma: float = flag(1.0, help="Discount of a later token's reward; ppo, reinforce_plus_plus.", least=0, most=1)
+    lambd: float = flag(1.0, help="GAE's lambda: 1 trusts the rewards, 0 the critic; ppo.", least=0, most=1)
     normalize_advantages: bool = flag(
         False, help="Whiten the advantages over the tokens of the rollout; needed by reinforce_plus_plus(_baseline)."
     )
     value_clip: float = flag(
         0.2,
         help="How far the critic's value of a token may move in one rollout step before its loss stops pulling; ppo.",
+        above=0,
     )
-    num_critic_only_steps: int = flag(0, help="Rollout steps at the start that train the critic only; ppo.")
+    num_critic_only_steps: int = flag(0, help="Rollout steps at the start that train the critic only; ppo.", least=0)
 
     def problems(self) -> list[str]:
         """What the estimator has no use for, or lacks."""

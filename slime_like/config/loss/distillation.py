@@ -22,12 +22,14 @@ class DistillationFlags(LossChoice):
         choices=("megatron",),
         help="Where the teacher is scored: by the trainer itself, with the teacher's weights swapped in.",
     )
-    opd_kl_coef: float = flag(1.0, help="Weight of the distillation; with --use-opd.")
+    opd_kl_coef: float = flag(1.0, help="Weight of the distillation; with --use-opd.", least=0)
     opd_teacher_load: str | None = flag(
         None, help="HF folder or Megatron checkpoint of the teacher, a model of the same architecture; with --use-opd."
     )
     opd_teacher_ckpt_step: int | None = flag(
-        None, help="Which checkpoint of --opd-teacher-load, a Megatron folder. Default: the newest."
+        None,
+        help="Which checkpoint of --opd-teacher-load, a Megatron folder. Default: the newest.",
+        least=0,
     )
 
     def problems(self) -> list[str]:

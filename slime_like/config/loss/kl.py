@@ -15,7 +15,7 @@ class KlFlags(LossChoice):
     """Where the KL goes, its estimator, and when the reference becomes the policy."""
 
     use_kl_loss: bool = flag(False, help="Add --kl-loss-coef x KL(policy, reference) to the loss; loads the reference.")
-    kl_loss_coef: float = flag(0.0, help="Weight of the KL loss. At 0 the KL is only measured.")
+    kl_loss_coef: float = flag(0.0, help="Weight of the KL loss. At 0 the KL is only measured.", least=0)
     kl_loss_type: str = flag(
         "k1",
         choices=("k1", "k2", "k3", "low_var_kl"),
@@ -33,9 +33,12 @@ class KlFlags(LossChoice):
             "Weight of a KL penalty (k1, to --ref-load) inside each token's reward; with ppo, reinforce_plus_plus or"
             " reinforce_plus_plus_baseline."
         ),
+        least=0,
     )
     ref_update_interval: int | None = flag(
-        None, help="Every this many rollouts the reference becomes the present policy. Default: it stays --ref-load."
+        None,
+        help="Every this many rollouts the reference becomes the present policy. Default: it stays --ref-load.",
+        least=1,
     )
 
     @property

@@ -34,8 +34,8 @@ class OffPolicyFlags(LossChoice):
         choices=("truncate", "mask"),
         help="A weight beyond the bounds: truncate holds it at the bound, mask makes it 0 (IcePop).",
     )
-    tis_clip: float = flag(2.0, help="Upper bound of that weight.")
-    tis_clip_low: float = flag(0.0, help="Lower bound of that weight.")
+    tis_clip: float = flag(2.0, help="Upper bound of that weight.", least=0)
+    tis_clip_low: float = flag(0.0, help="Lower bound of that weight.", least=0)
     tis_reject_level: str | None = flag(
         None,
         choices=("sequence", "geometric"),
@@ -44,8 +44,10 @@ class OffPolicyFlags(LossChoice):
             " --tis-reject-low and --tis-reject-high."
         ),
     )
-    tis_reject_low: float | None = flag(None, help="Lower bound of what --tis-reject-level keeps. Default: 0.")
-    tis_reject_high: float | None = flag(None, help="Upper bound of what --tis-reject-level keeps; needed by it.")
+    tis_reject_low: float | None = flag(None, help="Lower bound of what --tis-reject-level keeps. Default: 0.", least=0)
+    tis_reject_high: float | None = flag(
+        None, help="Upper bound of what --tis-reject-level keeps; needed by it.", above=0
+    )
     custom_tis_function_path: str | None = flag(
         None,
         help=(

@@ -14,16 +14,24 @@ class PolicyLossFlags(LossChoice):
     """Flags of a token's loss, each for some values of --policy-loss."""
 
     eps_clip: float = flag(
-        0.2, help="Clip range of the ratio below 1; with --policy-loss gmpo of the log-ratio below 0."
+        0.2,
+        help="Clip range of the ratio below 1; with --policy-loss gmpo of the log-ratio below 0.",
+        least=0,
     )
     eps_clip_high: float | None = flag(
-        None, help="Clip range above 1 (clip-higher), gmpo: above 0. Default: --eps-clip."
+        None,
+        help="Clip range above 1 (clip-higher), gmpo: above 0. Default: --eps-clip.",
+        least=0,
     )
-    eps_clip_c: float | None = flag(None, help="Dual clip: bound for negative advantages, above 1; --policy-loss clip.")
+    eps_clip_c: float | None = flag(
+        None, help="Dual clip: bound for negative advantages, above 1; --policy-loss clip.", above=1
+    )
     sapo_temperature_pos: float = flag(
-        1.0, help="How fast the gate closes as the ratio leaves 1, where the advantage is positive; --policy-loss sapo."
+        1.0,
+        help="How fast the gate closes as the ratio leaves 1, where the advantage is positive; --policy-loss sapo.",
+        above=0,
     )
-    sapo_temperature_neg: float = flag(1.05, help="The same where the advantage is not positive.")
+    sapo_temperature_neg: float = flag(1.05, help="The same where the advantage is not positive.", above=0)
     clip_cov_ratio: float = flag(
         0.0002, help="Share of a train step's trained tokens that --policy-loss clip_cov leaves out; at least one."
     )

@@ -26,7 +26,9 @@ class ReductionFlags:
         ),
     )
     loss_divisor: int | None = flag(
-        None, help="Tokens that a sample is divided by with --loss-reduction constant, whatever its length (Dr. GRPO)."
+        None,
+        help="Tokens that a sample is divided by with --loss-reduction constant, whatever its length (Dr. GRPO).",
+        least=1,
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
         None,

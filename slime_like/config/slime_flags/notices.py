@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime_like.config.quantisation import NONE
 from slime_like.config.run import RunConfig
 
 #: SGLang's arguments that choose a kernel or library which only CUDA hosts have, with the values that mean nothing
@@ -38,6 +39,12 @@ def notices(config: RunConfig) -> list[str]:
         lines.append(
             "--use-tis is on: what is trained on may be older than the weights that train on it (--no-use-tis trains on"
             " it as it is)"
+        )
+    corrects = config.loss.use_tis or config.loss.use_rollout_logprobs
+    if config.sync.rollout_quantization != NONE and config.loss.loss_type == "policy_loss" and not corrects:
+        lines.append(
+            f"--rollout-quantization {config.sync.rollout_quantization}: samples are drawn from rounded weights and"
+            " nothing corrects for it; --use-tis does (train/logprob_abs_diff is how far they are)"
         )
     lines += _loss(config)
     if (

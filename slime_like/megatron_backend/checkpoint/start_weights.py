@@ -105,15 +105,16 @@ def parts_to_continue(config: RunConfig) -> dict[str, bool] | None:
     }
 
 
-def load_weights(state: checkpoint.TrainState, folder: str, *, step: int | None = None) -> None:
+def load_weights(state: checkpoint.TrainState, folder: str, *, step: int | None = None, whole: bool = False) -> None:
     """Fill the model of `state` from an HF folder or a Megatron checkpoint: the newest, or that of `step`.
 
     A critic's head is filled from a critic's checkpoint only; of a model with adapters these, where the checkpoint is
-    of adapters, else the base. Raises CheckpointError if the folder is neither.
+    of adapters, else the base. whole: a model is wanted, so no checkpoint of adapters alone. Raises CheckpointError if
+    the folder is none of what it may be.
     """
     if is_megatron_folder(folder):
         path = find(folder, step)
-        lora = state.lora if read_client_state(path).get("lora") is not None else None
+        lora = state.lora if read_client_state(path).get("lora") is not None and not whole else None
         checkpoint.load(path, dataclasses.replace(state, with_rng=False, lora=lora))
     elif is_hf_folder(folder):
         load_hf(unwrap(state.model), state.model_config, folder)

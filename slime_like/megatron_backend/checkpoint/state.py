@@ -180,7 +180,7 @@ def load(path: str, state: TrainState) -> dict:
     sharded = _sharded_state(state, is_loading=True)
     chunks = dict(zip(_chunk_names(state.model), unwrap(state.model), strict=True))
     last = list(chunks)[-1]
-    own_head = sharded[last].pop(OUTPUT_WEIGHT, None) if from_policy else None
+    own_head = sharded[last].pop(OUTPUT_WEIGHT, None) if from_policy and state.lora is None else None
     with checked_copy(path, sharded) as copy:
         try:
             loaded = dist_checkpointing.load(without_absent_layer_state(sharded, copy), copy)

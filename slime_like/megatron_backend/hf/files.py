@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -11,7 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from slime_like.config.quantisation import STORED_CONFIGS
 from slime_like.errors import CheckpointError
+from slime_like.megatron_backend.hf.eight_bits import (
+    EIGHT_BITS,
+    StoredScale,
+    block_of,
+    scale_names,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
@@ -27,7 +35,8 @@ def is_hf_folder(folder: str) -> bool:
 
 
 class HfReader:
-    """Tensors of one HF folder by name, read lazily and only as far as asked for.
+    """Tensors of one HF folder by name, read lazily and only as far as asked for. Matrices that are stored in eight
+    bits are read as the fp32 numbers that they stand for.
 
     Raises CheckpointError naming file and tensor where something is missing, torn or of another shape.
     """
@@ -36,11 +45,12 @@ class HfReader:
         self.folder = folder
         self._open: dict[str, safe_open] = {}
         self._file_of = self._find_tensors()
+        self._scale_of = scale_names(self._file_of.keys())
 
     @property
     def names(self) -> set[str]:
-        """Every tensor's name."""
-        return set(self._file_of)
+        """Every tensor's name, but for the scales of eight-bit matrices."""
+        return set(self._file_of) - set(self._scale_of.values())
 
     def read(
         self, name: str, *, shape: tuple[int, ...], dim: int | None = None, start: int = 0, stop: int | None = None
@@ -64,12 +74,41 @@ class HfReader:
                 f"{path}: tensor {name!r} has shape {list(actual_shape)}, the architecture asks for {list(shape)}."
             )
         if dim is None:
-            return view[:]
-        return view[start:stop] if dim == 0 else view[:, start:stop]
+            part = view[:]
+        else:
+            part = view[start:stop] if dim == 0 else view[:, start:stop]
+        if name not in self._scale_of and view.get_dtype() not in EIGHT_BITS:
+            return part
+        return part.float() * self._scale(name, view).spread(dim, start, stop)
+
+    def _scale(self, name: str, view) -> StoredScale:
+        """Of an eight-bit matrix."""
+        stored, shape, scale_name = view.get_dtype(), tuple(view.get_shape()), self._scale_of.get(name)
+        if stored not in EIGHT_BITS or scale_name is None or len(shape) != 2:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name!r} is {stored} of shape {list(shape)} with {scale_name or 'no scale'};"
+                f" what can be read is a matrix of {' or '.join(EIGHT_BITS)} with a scale."
+            )
+        numbers = self._file(self._file_of[scale_name]).get_tensor(scale_name)
+        scale = StoredScale(numbers, shape, block_of(self._config, scale_name, self.folder))
+        if numbers.numel() != 1 and tuple(numbers.shape) != scale.expected:
+            raise CheckpointError(
+                f"{self.folder}: {scale_name!r} has shape {list(numbers.shape)}; for a weight of {list(shape)} it is"
+                f" {list(scale.expected)}, or one number."
+            )
+        return scale
+
+    @functools.cached_property
+    def _config(self) -> dict:
+        with open(os.path.join(self.folder, "config.json"), encoding="utf-8") as file:
+            return json.load(file)
 
     def dtype(self) -> str:
-        """The widest data type among the weights, in torch's word: what holds all of them without loss."""
-        types = {self._file(path).get_slice(name).get_dtype() for name, path in self._file_of.items()}
+        """The widest data type among the weights, in torch's word: what holds all of them without loss. Of a folder
+        in eight bits: of those that are not.
+        """
+        whole = [name for name in self._file_of if name not in self._scale_of and name in self.names]
+        types = {self._file(self._file_of[name]).get_slice(name).get_dtype() for name in whole}
         return next((ours for theirs, ours in _TORCH_DTYPES.items() if theirs in types), ", ".join(sorted(types)))
 
     def _find_tensors(self) -> dict[str, str]:
@@ -129,7 +168,9 @@ def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix:
 
 
 def finish_folder(folder: str, *, template: str, file_of: dict[str, str], total_bytes: int, dtype: torch.dtype) -> None:
-    """Add the index, and config and tokenizer files of `template`; config.json is told the dtype of the weights."""
+    """Add the index, and config and tokenizer files of `template`; config.json is told the dtype of the weights, and
+    nothing of eight bits that they were read from.
+    """
     with open(os.path.join(folder, INDEX_NAME), "w", encoding="utf-8") as file:
         json.dump(
             {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}, file, indent=1
@@ -140,6 +181,8 @@ def finish_folder(folder: str, *, template: str, file_of: dict[str, str], total_
     path = os.path.join(folder, "config.json")
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
+    for key in STORED_CONFIGS:
+        config.pop(key, None)
     # transformers 5 writes "dtype", older versions "torch_dtype".
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     with open(path, "w", encoding="utf-8") as file:

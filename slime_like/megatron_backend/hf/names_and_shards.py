@@ -297,11 +297,6 @@ def _check_names(reader: HfReader, model: ModelConfig) -> None:
         for name in reader.names - expected - {_OUTPUT}
         if not _IGNORED.search(name) and not name.startswith(left_out)
     )
-    if unknown and unknown[0].endswith("weight_scale_inv"):
-        raise CheckpointError(
-            f"{reader.folder} holds fp8 weights ({unknown[0]!r}). Fix: convert it to bf16 first (its publisher has a"
-            " script for it)."
-        )
     if unknown:
         raise CheckpointError(
             f"{reader.folder} holds tensor {unknown[0]!r}, which this architecture has no place for ({len(unknown)} in"

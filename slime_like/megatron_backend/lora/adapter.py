@@ -158,11 +158,11 @@ class LoraAdapter(torch.nn.Module):
         if not self.counts:
             return None
         parts = self.parts
-        narrow = self._between_ranks(self._narrowed(hidden, list(parts.values())))
+        narrow = self.between_ranks(self.narrowed(hidden, list(parts.values())))
         gains: list[torch.Tensor | None] = [None] * len(self.shape.sizes)
         for (place, part), inner in zip(parts.items(), narrow.split(self.shape.rank, -1), strict=True):
-            gains[place] = functional.linear(inner, self._whole(part.lora_b, COLUMN)) * self.shape.scale
-        return self._joined(gains, narrow)
+            gains[place] = functional.linear(inner, self.whole(part.lora_b, COLUMN)) * self.shape.scale
+        return self.joined(gains, narrow)
 
     def delta(self) -> torch.Tensor:
         """What the layer's weight [rows here, inputs here] gains, in fp32: scale B A of each HF module."""
@@ -171,9 +171,9 @@ class LoraAdapter(torch.nn.Module):
             for part in map(self.parts.get, range(len(self.shape.sizes)))
         ]
         like = next(row for row in rows if row is not None)
-        return self._joined([None if row is None else row.T for row in rows], like.T).T.contiguous()
+        return self.joined([None if row is None else row.T for row in rows], like.T).T.contiguous()
 
-    def _whole(self, matrix: torch.Tensor, split: str) -> torch.Tensor:
+    def whole(self, matrix: torch.Tensor, split: str) -> torch.Tensor:
         """A matrix of an expert that its tensor parallel ranks each have all of, unless the layer is split like this:
         the gradient is summed over them.
         """
@@ -181,10 +181,10 @@ class LoraAdapter(torch.nn.Module):
             return matrix
         return _SummedGradient.apply(matrix, self.shape.group)
 
-    def _narrowed(self, hidden: torch.Tensor, parts: Sequence[AdapterPart]) -> torch.Tensor:
+    def narrowed(self, hidden: torch.Tensor, parts: Sequence[AdapterPart]) -> torch.Tensor:
         """[..., parts x rank]: A x of each part."""
         if not (self._switch.drops and self.shape.dropout):
-            return functional.linear(hidden, self._whole(torch.cat([part.lora_a for part in parts]), ROW))
+            return functional.linear(hidden, self.whole(torch.cat([part.lora_a for part in parts]), ROW))
         # Ranks that see the same input drop the same of it, others something else: as Megatron's own dropout.
         own = self.shape.split == ROW or self._sequence_parallel
         with get_cuda_rng_tracker().fork() if own else contextlib.nullcontext():
@@ -192,7 +192,7 @@ class LoraAdapter(torch.nn.Module):
                 [functional.linear(functional.dropout(hidden, self.shape.dropout), part.lora_a) for part in parts], -1
             )
 
-    def _between_ranks(self, narrow: torch.Tensor) -> torch.Tensor:
+    def between_ranks(self, narrow: torch.Tensor) -> torch.Tensor:
         """What tensor parallel ranks exchange: a few numbers a token, in forward or in backward."""
         split, group, sequence = self.shape.split, self.shape.group, self._sequence_parallel
         if self.shape.is_expert:
@@ -207,7 +207,7 @@ class LoraAdapter(torch.nn.Module):
             return reduce_from_tensor_model_parallel_region(narrow, group=group)
         return narrow
 
-    def _joined(self, gains: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+    def joined(self, gains: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
         """[..., rows] of the layer in Megatron's order, from those of its HF modules; zeros where there is none."""
         columns = [
             like.new_zeros(*like.shape[:-1], size) if gain is None else gain
@@ -225,51 +225,3 @@ class LoraAdapter(torch.nn.Module):
     def halves(self) -> bool:
         """Whether B's rows here are two parts of the HF module's, gate's and up's, each split over the ranks."""
         return self.shape.layout == GATE_UP_JOINED
-
-
-def added(adapter: LoraAdapter):
-    """A forward hook for Megatron's linear layers that adds the adapter's share to their output."""
-
-    def hook(_, args: tuple, kwargs: dict, output):
-        hidden = args[0] if args else kwargs["input_"]
-        gain = adapter(hidden)
-        return output if gain is None else (output[0] + gain, *output[1:])
-
-    return hook
-
-
-def added_by_segments(
-    adapters: Sequence[LoraAdapter | None],
-    hidden: torch.Tensor,
-    input_sizes: Sequence[int],
-    output_sizes: Sequence[int],
-) -> torch.Tensor | None:
-    """What one layer's output gains where its tokens (the first dimension) are segments with an adapter each; None
-    where no segment has one.
-
-    The sizes differ where tensor parallel ranks share the tokens on one side of the layer. A x of all segments goes
-    between the ranks at once, with ranks padded to the largest.
-    """
-    some = next((adapter for adapter in adapters if adapter is not None), None)
-    if some is None:
-        return None
-    widths = [0 if adapter is None else adapter.shape.rank * len(adapter.places) for adapter in adapters]
-    narrow = [
-        functional.pad(adapter._narrowed(part, list(adapter.parts.values())), (0, max(widths) - width))
-        if adapter is not None
-        else part.new_zeros(*part.shape[:-1], max(widths))
-        for adapter, part, width in zip(adapters, hidden.split(list(input_sizes)), widths, strict=True)
-    ]
-    pieces = some._between_ranks(torch.cat(narrow)).split(list(output_sizes))
-    rows = sum(some.shape.sizes)
-    gains = []
-    for adapter, piece, width in zip(adapters, pieces, widths, strict=True):
-        if adapter is None:
-            gains.append(piece.new_zeros(*piece.shape[:-1], rows))
-            continue
-        columns: list[torch.Tensor | None] = [None] * len(adapter.shape.sizes)
-        inner = piece[..., :width].split(adapter.shape.rank, -1)
-        for (place, part), own in zip(adapter.parts.items(), inner, strict=True):
-            columns[place] = functional.linear(own, part.lora_b) * adapter.shape.scale
-        gains.append(adapter._joined(columns, piece))
-    return torch.cat(gains)

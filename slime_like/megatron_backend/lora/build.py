@@ -10,90 +10,107 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime_like.config.lora import LoraConfig
-from slime_like.config.lora_targets import COLUMN, OUTPUT, ROW, WHOLE, TargetMatrix, layer_targets, target_modules
+from slime_like.config.lora_targets import COLUMN, OUTPUT, ROW, TargetMatrix, layer_targets, target_modules
 from slime_like.config.model import ModelConfig
-from slime_like.errors import ConfigError
 from slime_like.megatron_backend.hf.tables import table_for
 from slime_like.megatron_backend.hf.tables.row import GATE_UP_JOINED, PLAIN, QKV
-from slime_like.megatron_backend.lora.adapter import AdapterPart, AdapterShape, AdapterSwitch, LoraAdapter, added
-from slime_like.megatron_backend.model.layer_spec import ReplicatedLinear
+from slime_like.megatron_backend.lora.adapter import AdapterPart, AdapterShape, AdapterSwitch, LoraAdapter
+from slime_like.megatron_backend.lora.experts import ExpertAdapters, adapters_of
+from slime_like.megatron_backend.lora.gains import added
+from slime_like.megatron_backend.lora.layers import linear_of, tell_norm, weights_of
 from slime_like.megatron_backend.model.stage_weights import ADAPTER
-
-_LAYER_TYPES = {COLUMN: ColumnParallelLinear, ROW: RowParallelLinear, WHOLE: ReplicatedLinear}
+from slime_like.megatron_backend.model.value_head import has_value_head
 
 
 def put_adapters(chunk: GPTModel, model: ModelConfig, switch: AdapterSwitch) -> None:
-    """Freeze the chunk and give every targeted layer its adapter: zeros, until filled.
+    """Freeze the chunk, but a critic's head, and give every targeted layer its adapter: zeros, until filled.
 
-    Raises ConfigError for layers that are not torch's.
+    Raises ConfigError for layers of a kind that cannot have one.
     """
-    lora = switch.config
     for parameter in chunk.parameters():
         parameter.requires_grad = False
-    layouts = {row.megatron: row.layout for row in table_for(model)}
-    offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
-    num_local = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    experts = [num_local * parallel_state.get_expert_model_parallel_rank() + place for place in range(num_local)]
-    for number, layer in enumerate(chunk.decoder.layers):
-        prefix = f"model.layers.{number + offset}."
-        for matrix in layer_targets(model, has_experts=model.expert_layers[number + offset], experts=experts):
-            modules = [prefix + name for name in matrix.modules]
-            if not any(map(lora.targets, modules)):
-                continue
-            linear = _linear_of(layer, matrix)
-            layout = layouts[f"decoder.layers.{{layer}}.{matrix.row_name}.weight"]
-            shape = _shape_of(linear, matrix, layout, lora, chunk)
-            if matrix.is_expert:
-                group = parallel_state.get_expert_tensor_parallel_group()
-                shape = dataclasses.replace(shape, group=group, num_local_experts=num_local)
-            _put_on(linear, modules, shape, chunk, switch)
-    if chunk.post_process and any(lora.targets(name) for name in OUTPUT.modules if name in target_modules(model)):
-        linear = _linear_of(chunk, OUTPUT)
-        shape = dataclasses.replace(_shape_of(linear, OUTPUT, PLAIN, lora, chunk), num_rows=model.vocab_size)
-        _put_on(linear, OUTPUT.modules, shape, chunk, switch)
+    if has_value_head(chunk):
+        chunk.output_layer.requires_grad_(True)
+    for linear, adapter in make_adapters(chunk, model, switch):
+        linear.add_module(ADAPTER, adapter)
+        tell_norm(linear)
+        linear.register_forward_hook(added(adapter), with_kwargs=True)
     if chunk.pre_process and chunk.config.recompute_granularity == "full":
         # A layer that is computed again gets gradients only where its input asks for one, and the frozen embedding
         # does not.
         chunk.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
 
 
-def _put_on(
-    linear: torch.nn.Module, modules: Sequence[str], shape: AdapterShape, chunk: GPTModel, switch: AdapterSwitch
-) -> None:
-    """Give one layer its adapter, of those of its HF modules that are to have one."""
+def make_adapters(
+    chunk: GPTModel, model: ModelConfig, switch: AdapterSwitch
+) -> list[tuple[torch.nn.Module, LoraAdapter | ExpertAdapters]]:
+    """(layer, its adapter of zeros) of every targeted layer of a chunk, in the model's order. The chunk stays as it is.
+
+    Raises ConfigError for layers of a kind that cannot have one.
+    """
+    lora = switch.config
+    layouts = {row.megatron: row.layout for row in table_for(model)}
+    offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+    num_local = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    experts = [num_local * parallel_state.get_expert_model_parallel_rank() + place for place in range(num_local)]
+    of_layers: dict[torch.nn.Module, list[LoraAdapter]] = {}
+    for number, layer in enumerate(chunk.decoder.layers):
+        prefix = f"model.layers.{number + offset}."
+        for matrix in layer_targets(model, has_experts=model.expert_layers[number + offset], experts=experts):
+            modules = [prefix + name for name in matrix.modules]
+            if not any(map(lora.targets, modules)):
+                continue
+            linear = linear_of(layer, matrix)
+            layout = layouts[f"decoder.layers.{{layer}}.{matrix.row_name}.weight"]
+            shape = _shape_of(linear, matrix, layout, lora, chunk)
+            if matrix.is_expert:
+                group = parallel_state.get_expert_tensor_parallel_group()
+                shape = dataclasses.replace(shape, group=group, num_local_experts=num_local)
+            of_layers.setdefault(linear, []).append(_adapter(modules, shape, chunk, switch))
+    if (
+        chunk.post_process
+        and not has_value_head(chunk)
+        and any(lora.targets(name) for name in OUTPUT.modules if name in target_modules(model))
+    ):
+        linear = linear_of(chunk, OUTPUT)
+        shape = dataclasses.replace(_shape_of(linear, OUTPUT, PLAIN, lora, chunk), num_rows=model.vocab_size)
+        of_layers[linear] = [_adapter(OUTPUT.modules, shape, chunk, switch)]
+    return [
+        (linear, some[0] if hasattr(linear, "weight") else ExpertAdapters(some)) for linear, some in of_layers.items()
+    ]
+
+
+def _adapter(modules: Sequence[str], shape: AdapterShape, chunk: GPTModel, switch: AdapterSwitch) -> LoraAdapter:
+    """The adapter of one matrix, of those of its HF modules that are to have one."""
     parts = {
         place: AdapterPart(module, shape, shape.sizes[place], chunk.config)
         for place, module in enumerate(modules)
         if switch.config.targets(module)
     }
-    adapter = LoraAdapter(shape, parts, chunk.config, switch)
-    linear.add_module(ADAPTER, adapter)
-    linear.register_forward_hook(added(adapter), with_kwargs=True)
-
-
-def adapters(stage: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, LoraAdapter]]:
-    """(linear layer, its adapter) of every one in these chunks, in the model's order."""
-    for chunk in stage:
-        for module in chunk.modules():
-            adapter = module._modules.get(ADAPTER)
-            if isinstance(adapter, LoraAdapter):
-                yield module, adapter
+    return LoraAdapter(shape, parts, chunk.config, switch)
 
 
 def parts(stage: Iterable[torch.nn.Module]) -> Iterator[tuple[LoraAdapter, AdapterPart]]:
-    """(adapter, its part) for every HF module with one."""
-    for _, adapter in adapters(stage):
-        for part in adapter.parts.values():
-            yield adapter, part
+    """(adapter, its part) for every HF module with one in these chunks, in the model's order."""
+    for chunk in stage:
+        for module in chunk.modules():
+            if isinstance(module, LoraAdapter):
+                for part in module.parts.values():
+                    yield module, part
 
 
 def adapters_by_weight(stage: Iterable[torch.nn.Module]) -> dict[int, LoraAdapter]:
     """id of a layer's weight -> its adapter."""
-    return {id(linear.weight): adapter for linear, adapter in adapters(stage)}
+    return {
+        id(weight): adapter
+        for chunk in stage
+        for module in chunk.modules()
+        if ADAPTER in module._modules
+        for weight, adapter in zip(weights_of(module), adapters_of(module.get_submodule(ADAPTER)), strict=True)
+    }
 
 
 @torch.no_grad()
@@ -145,24 +162,10 @@ def _of_all_ranks(matrix: torch.Tensor, group: torch.distributed.ProcessGroup) -
     return every
 
 
-def _linear_of(parent: torch.nn.Module, matrix: TargetMatrix) -> torch.nn.Module:
-    """The layer of that name. Raises ConfigError for one that is not torch's: transformer-engine's grouped experts are
-    one layer for all of them.
-    """
-    try:
-        linear = parent.get_submodule(matrix.name)
-    except AttributeError:
-        linear = parent.get_submodule(matrix.row_name.replace("local_experts.{expert}.", ""))
-    if not isinstance(linear, _LAYER_TYPES[matrix.split]):
-        kind = f"{matrix.name} is transformer-engine's {type(linear).__name__}"
-        raise ConfigError([f"--lora-rank: adapters are for torch's layers; {kind}. Fix: --attention-backend local."])
-    return linear
-
-
 def _shape_of(
     linear: torch.nn.Module, matrix: TargetMatrix, layout: str, lora: LoraConfig, chunk: GPTModel
 ) -> AdapterShape:
-    rows, num_inputs = linear.weight.shape
+    rows, num_inputs = weights_of(linear)[0].shape
     sizes: tuple[int, ...] = (rows,)
     if layout == QKV:
         config = chunk.config

@@ -23,6 +23,7 @@ from slime_like.megatron_backend.lora.build import gathered, parts, put_whole, s
 _PREFIX = "base_model.model."
 _MATRICES = ("lora_A", "lora_B")
 _COPIES = tuple(f"{_PREFIX}{name}.base_layer.weight" for name in OUTPUT.modules)
+_OF_OUTPUT = tuple(f"{_PREFIX}{name}.{kind}.weight" for name in OUTPUT.modules for kind in _MATRICES)
 #: What a configuration may say without changing what an adapter computes, with the only values that we compute.
 _ONLY = {
     "use_dora": (False,),
@@ -137,8 +138,10 @@ def names_of_targets(lora: LoraConfig, model: ModelConfig) -> list[str]:
 
 
 @torch.no_grad()
-def load_adapters(stage: Iterable[torch.nn.Module], folder: str, lora: LoraConfig, model: ModelConfig) -> None:
-    """Fill this rank's adapters from a PEFT folder.
+def load_adapters(
+    stage: Iterable[torch.nn.Module], folder: str, lora: LoraConfig, model: ModelConfig, *, for_critic: bool = False
+) -> None:
+    """Fill this rank's adapters from a PEFT folder. for_critic: without its adapter on the output layer, if any.
 
     Raises CheckpointError if it is of another rank, scale or set of modules, or has what we do not compute.
     """
@@ -150,7 +153,8 @@ def load_adapters(stage: Iterable[torch.nn.Module], folder: str, lora: LoraConfi
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     expected = adapter_names(lora, model)
     # PEFT writes the frozen output layer itself beside its adapter (save_embedding_layers): the base has it.
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in _COPIES}
+    left_out = (*_COPIES, *(_OF_OUTPUT if for_critic else ()))
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     for problem, names in (("has no", expected - set(tensors)), ("has, beside the targets,", set(tensors) - expected)):
         if names:
             raise CheckpointError(
@@ -174,7 +178,8 @@ def first_adapters(stage: Iterable[torch.nn.Module], config: RunConfig) -> None:
     Raises CheckpointError.
     """
     if config.lora.lora_load:
-        load_adapters(stage, config.lora.lora_load, config.lora, config.model)
+        is_critic = config.role == "critic"
+        load_adapters(stage, config.lora.lora_load, config.lora, config.model, for_critic=is_critic)
     else:
         start_adapters(stage, config.lora, seed=config.observability.seed)
 

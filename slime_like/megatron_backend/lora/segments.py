@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
 
 from slime_like.config.lora import LoraConfig
 from slime_like.config.model import ModelConfig
-from slime_like.megatron_backend.lora.adapter import AdapterSwitch, LoraAdapter, added_by_segments
-from slime_like.megatron_backend.lora.build import adapters, put_adapters
-from slime_like.megatron_backend.model.stage_weights import ADAPTER
-
-#: A forward hook with keywords: (module, args, kwargs, output) -> the output in its place, or None.
-Hook = Callable
+from slime_like.megatron_backend.lora.adapter import AdapterSwitch, LoraAdapter
+from slime_like.megatron_backend.lora.build import make_adapters
+from slime_like.megatron_backend.lora.experts import ExpertAdapters, adapters_of
+from slime_like.megatron_backend.lora.gains import added_by_segments, with_gain
+from slime_like.megatron_backend.lora.layers import called, tell_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +28,18 @@ class Segment:
 
 
 class Attached:
-    """One tenant's adapters on this rank's chunks."""
+    """One tenant's adapters for this rank's chunks."""
 
     def __init__(self, switch: AdapterSwitch):
         self.switch = switch
-        #: layer -> what its output goes through where the tenant is alone
-        self.hooks: dict[torch.nn.Module, list[Hook]] = {}
-        #: layer -> its adapter, where tokens go through it one by one: it may see some of them only
-        self.by_token: dict[torch.nn.Module, LoraAdapter] = {}
+        self.of_layers: dict[torch.nn.Module, LoraAdapter | ExpertAdapters] = {}
         #: holds the adapters as a model does, for all that walks over a model's
         self.shell = torch.nn.ModuleList()
+
+    @property
+    def goes_by_token(self) -> bool:
+        """Whether each may see some of the tokens only: experts get theirs sorted."""
+        return not any(one.shape.is_expert for some in self.of_layers.values() for one in adapters_of(some))
 
 
 class TenantAdapters:
@@ -64,24 +65,27 @@ class TenantAdapters:
         """Zeros in every layer that `lora` targets, which count for nobody yet. Raises ConfigError."""
         attached = Attached(AdapterSwitch(lora))
         for chunk in self._stage:
-            _lift(chunk, self._model, attached)
+            attached.of_layers.update(make_adapters(chunk, self._model, attached.switch))
+        attached.shell.extend(attached.of_layers.values())
         attached.shell.to(device).requires_grad_(False)
         self._of[name] = attached
-        for layer in attached.hooks:
+        for layer in attached.of_layers:
             if layer not in self._hooked:
+                tell_norm(layer)
                 self._hooked[layer] = layer.register_forward_hook(self._apply, with_kwargs=True)
         return attached
 
     def remove(self, name: str) -> None:
         """Forget a tenant's."""
         gone = self._of.pop(name)
-        for layer in gone.hooks:
-            if not any(layer in other.hooks for other in self._of.values()):
+        for layer in gone.of_layers:
+            if not any(layer in other.of_layers for other in self._of.values()):
                 self._hooked.pop(layer).remove()
+                tell_norm(layer, wanted=False)
 
     def can_share(self, names: Sequence[str]) -> bool:
         """Whether these tenants' rows may lie in one pack."""
-        return all(set(self._of[name].hooks) == set(self._of[name].by_token) for name in names)
+        return all(self._of[name].goes_by_token for name in names)
 
     def show(self, segments: Sequence[Segment]) -> None:
         """From now on these tenants' adapters count, for these tokens; none, or of one that has none: the model alone
@@ -98,16 +102,12 @@ class TenantAdapters:
                     stack.enter_context(self._of[name].switch.dropping())
             yield
 
-    def _apply(self, layer: torch.nn.Module, args: tuple, kwargs: dict, output):
-        if not self._shown:
-            return None
-        if len(self._shown) == 1:
-            for hook in self._of[self._shown[0].tenant].hooks.get(layer, ()):
-                changed = hook(layer, args, kwargs, output)
-                output = output if changed is None else changed
-            return output
-        hidden, whole = args[0] if args else kwargs["input_"], output[0]
-        adapters_here = [self._of[segment.tenant].by_token.get(layer) for segment in self._shown]
+    def _apply(self, layer: torch.nn.Module, args: tuple, kwargs: dict, output: tuple) -> tuple:
+        inputs, output = called(args, kwargs, output)
+        adapters_here = [self._of[segment.tenant].of_layers.get(layer) for segment in self._shown]
+        if len(adapters_here) < 2:
+            return with_gain(adapters_here[0] if adapters_here else None, inputs, output)
+        hidden, whole = inputs[0], output[0]
         rank = parallel_state.get_tensor_model_parallel_rank()
         input_sizes, output_sizes = (sizes_within(self._shown, len(rows), rank) for rows in (hidden, whole))
         gain = added_by_segments(adapters_here, hidden, input_sizes, output_sizes)
@@ -123,27 +123,6 @@ def sizes_within(segments: Sequence[Segment], num_tokens: int, rank: int) -> lis
         first = num_tokens * rank
         end = first + num_tokens
     return [max(0, min(segment.end, end) - max(segment.first, first)) for segment in segments]
-
-
-def _lift(chunk: torch.nn.Module, model: ModelConfig, attached: Attached) -> None:
-    """Make the chunk's adapters, and take them off it again: the layers then hold none, and `attached` all of them."""
-    # A module's hooks can be asked for by no public way; a handle is not kept by who makes an adapter.
-    before = {module: set(module._forward_hooks) for module in chunk.modules()}
-    put_adapters(chunk, model, attached.switch)
-    for module, known in before.items():
-        for key in [key for key in module._forward_hooks if key not in known]:
-            hook = module._forward_hooks.pop(key)
-            module._forward_hooks_with_kwargs.pop(key, None)
-            if module is not getattr(chunk, "embedding", None):
-                attached.hooks.setdefault(module, []).append(hook)
-    names = {module: name for name, module in chunk.named_modules()}
-    for layer, adapter in list(adapters([chunk])):
-        del layer._modules[ADAPTER]
-        holder = torch.nn.Module()
-        holder.add_module(ADAPTER, adapter)
-        attached.shell.append(holder)
-        if len(attached.hooks.get(layer, ())) == 1 and ".experts." not in names[layer]:  # those see tokens in turn
-            attached.by_token[layer] = adapter
 
 
 def _asking_for_gradients(_, __, output: torch.Tensor) -> None:

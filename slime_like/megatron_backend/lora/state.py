@@ -15,12 +15,17 @@ from slime_like.config.lora_targets import COLUMN, ROW, target_modules
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.lora.build import parts
+from slime_like.megatron_backend.model.value_head import has_value_head
 
 _SPLIT = {COLUMN: {"lora_b": 0}, ROW: {"lora_a": 1}}
 
 
+#: A critic's head among what a checkpoint of adapters holds.
+_HEAD = "value_head."
+
+
 def sharded_adapters(stage: Sequence[torch.nn.Module]) -> dict:
-    """Megatron's description of every A and B here, by the HF module that they belong to."""
+    """Megatron's description of every A and B here, by the HF module that they belong to, and of a critic's head."""
     sharded = {}
     everywhere = {
         "tp_group": parallel_state.get_tensor_model_parallel_group(),
@@ -42,15 +47,25 @@ def sharded_adapters(stage: Sequence[torch.nn.Module]) -> dict:
             name = prefix + "lora_b"
             state[name] = apply_swiglu_sharded_factory(state[name], ())
         sharded.update(state)
+    for head in _heads(stage):
+        state = head.state_dict(keep_vars=True)
+        sharded.update(make_sharded_tensors_for_checkpoint(state, _HEAD, {}, (), **everywhere))
     return sharded
+
+
+def _heads(stage: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """A critic's, on its last pipeline stage; none elsewhere."""
+    return [chunk.output_layer for chunk in stage if has_value_head(chunk)]
 
 
 @torch.no_grad()
 def take_adapters(stage: Sequence[torch.nn.Module], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Fill this rank's adapters with what a checkpoint gave for sharded_adapters()."""
+    """Fill this rank's adapters, and a critic's head, with what a checkpoint gave for sharded_adapters()."""
     for _, part in parts(stage):
         for name, matrix in part.named_parameters():
             matrix.copy_(loaded[f"adapters.{part.module}.{name}"])
+    for head in _heads(stage):
+        head.weight.copy_(loaded[f"{_HEAD}weight"])
 
 
 def adapter_record(lora: LoraConfig, model: ModelConfig) -> dict:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from slime_like.config.batch import BatchConfig
 from slime_like.config.model import ModelConfig
 from slime_like.megatron_backend.lora.segments import Segment
 from slime_like.megatron_backend.step.batch import StepCutter
@@ -85,8 +86,8 @@ class RowCutter:
     How the rows of one pass are cut depends on no other pass where it is alone.
     """
 
-    def __init__(self, cutter: StepCutter, *, tokens_per_gpu: int | None, device: torch.device):
-        self._cutter, self._tokens_per_gpu, self._device = cutter, tokens_per_gpu, device
+    def __init__(self, cutter: StepCutter, sizes: BatchConfig, *, device: torch.device):
+        self._cutter, self._sizes, self._device = cutter, sizes, device
 
     def __call__(self, passes: Sequence[TenantPass]) -> tuple[list[RowPack], list[list[int]]]:
         """(this rank's packs, where the log-probs of each pass's rows begin among those of all).
@@ -97,9 +98,7 @@ class RowCutter:
         rows = [passes[number].rows[index] for number, index in owners]
         ends = [0, *itertools.accumulate(row.targets.size for row in rows)]
         share = ContextShare.of_this_rank()
-        mine = [
-            sorted(indices) for indices in self._cutter.plan([len(r.tokens) for r in rows], share, self._tokens_per_gpu)
-        ]
+        mine = [sorted(indices) for indices in self._cutter.plan([len(r.tokens) for r in rows], share, self._sizes)]
         layout = self._cutter.layout_of([[len(rows[i].tokens) for i in indices] for indices in mine], share)
         samples = [_as_sample(row) for row in rows]
         packs = []

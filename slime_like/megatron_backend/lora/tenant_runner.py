@@ -31,11 +31,9 @@ class TenantRunner:
         self._device = device_of(unwrap(model))
         batch = config.batch
         cutter = StepCutter(config, device=self._device, num_chunks=len(self._model))
-        self._cut, self._cut_wide = (
-            RowCutter(cutter, tokens_per_gpu=tokens, device=self._device)
-            for tokens in (batch.max_tokens_per_gpu, batch.log_probs_max_tokens_per_gpu or batch.max_tokens_per_gpu)
-        )
+        self._cut, self._cut_wide = (RowCutter(cutter, sizes, device=self._device) for sizes in (batch, batch.scoring))
         self._packs_rows = batch.qkv_format != "bshd"
+        self.num_micro_batches = self.num_shared_micro_batches = 0  # since the start; shared: of several tenants' rows
         self._scoring = Scoring(
             vocab_size=config.model.vocab_size,
             temperature=1.0,
@@ -53,6 +51,8 @@ class TenantRunner:
         """
         forward_only = passes[0].forward_only
         packs, starts = (self._cut_wide if forward_only else self._cut)(passes)
+        self.num_micro_batches += len(packs)
+        self.num_shared_micro_batches += sum(len(pack.shares) > 1 for pack in packs)
         context = torch.no_grad() if forward_only else self._adapters.dropping([order.weights for order in passes])
         with context:
             outputs = self._through(passes, packs, forward_only)

@@ -25,7 +25,7 @@ def tenants_config(config: RunConfig) -> RunConfig:
 
 
 class TenantVerbs:
-    """Many adapters on one trainer, and one whole model. All collective, with the same arguments on every rank.
+    """Many adapters on one trainer, and whole models. All collective, with the same arguments on every rank.
 
     Errors that one client's request causes are raised on every rank alike (UserError, RunError, ValueError) and leave
     all others as they were.

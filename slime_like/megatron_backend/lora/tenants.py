@@ -1,4 +1,4 @@
-"""Clients' adapters, and one client's whole model, over one frozen base: who is here, who is on the device, and what
+"""Clients' adapters, and some clients' whole models, over one frozen base: who is here, who is on the device, and what
 each is asked to do.
 """
 
@@ -53,7 +53,7 @@ class Tenants:
 
     Most that are on the device at once, of those with adapters: `max_resident`, None: all of them. The one that was
     used longest ago makes way. A whole model is its own base: it takes the model's place for its passes, while the
-    start weights wait on the host.
+    start weights, and other whole models, wait on the host.
     """
 
     def __init__(self, config: RunConfig, model: Sequence[torch.nn.Module]):
@@ -64,6 +64,7 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}  # the least lately used first
         self._start: Weights | None = None  # the base on the host, where a whole model is trained
         self._in_model: str | None = None  # the tenant with a whole model that is in place; None: the base
+        self._failing: set[str] = set()  # tenants whose last pass failed beside others: they share with nobody for now
         self.max_resident: int | None = None
 
     @property
@@ -81,7 +82,7 @@ class Tenants:
     def add(self, name: str, lora: LoraConfig | None, seed: int) -> None:
         """A tenant that starts as PEFT's adapters start, or with the base's weights.
 
-        Raises ConfigError for adapters that the model cannot have, RunError for a name or a whole model too many.
+        Raises ConfigError for adapters that the model cannot have, RunError for a name that is here.
         """
         if name in self._tenants:
             raise RunError(f"tenant {name!r} is here already. Fix: another name, or drop it first.")
@@ -101,12 +102,10 @@ class Tenants:
         self._make_way([name])
 
     def _add_model(self, name: str) -> None:
-        others = [other.name for other in self._tenants.values() if other.lora is None]
-        if others:
-            raise RunError(f"tenant {others[0]!r} trains the whole model; there is room for one. Fix: drop it first.")
         self.show_base()
         if self._start is None:
             self._start = copy_weights(self._stage)
+        self._send_whole_models_home()
         memory = TenantMemory(model_entries(self._stage), self._device, attached=False)
         self._tenants[name] = Tenant(name, None, memory, ModelFiles(self._config, self._stage, memory))
 
@@ -115,10 +114,12 @@ class Tenants:
         tenant = self._get(name)
         if tenant.lora is None:
             self.show_base()
-            self._start = None
         else:
             self._adapters.remove(name)
         del self._tenants[name]
+        if all(other.lora is not None for other in self._tenants.values()):
+            self._start = None
+        self._failing.discard(name)
 
     def limit(self, max_resident: int | None) -> None:
         """See the class. Raises ValueError below 1."""
@@ -133,7 +134,8 @@ class Tenants:
         """Each pass's result, or what was wrong with it: then it has left no trace.
 
         together: rows of different tenants may share micro-batches, which is faster and rounds otherwise; else a
-        tenant's numbers are those that it has alone, to the bit.
+        tenant's numbers are those that it has alone, to the bit. A pass that fails among others is told so, and they
+        are done again without it: their numbers are as if it had not come.
         """
         answers: dict[int, PassResult | str] = {}
         for number, order in enumerate(passes):
@@ -144,9 +146,25 @@ class Tenants:
                 answers[number] = problem
         ready = [number for number in range(len(passes)) if number not in answers]
         for group in self._groups(passes, ready) if together else [[number] for number in ready]:
-            results = self._run_group([passes[number] for number in group])
-            answers.update(zip(group, results, strict=True))
+            answers.update(self._run_apart(passes, group))
         return [answers[number] for number in range(len(passes))]
+
+    def _run_apart(self, passes: Sequence[TenantPass], group: Sequence[int]) -> dict[int, PassResult | str]:
+        """The answers of passes that share micro-batches, which no failing one among them has touched."""
+        answers: dict[int, PassResult | str] = {}
+        left = list(group)
+        while left:
+            results = self._run_group([passes[number] for number in left])
+            failed = [number for number, result in zip(left, results, strict=True) if isinstance(result, str)]
+            self._failing.update(passes[number].weights for number in failed if len(left) > 1)
+            self._failing.difference_update(passes[number].weights for number in left if number not in failed)
+            if len(left) == 1 or not failed:
+                return answers | dict(zip(left, results, strict=True))
+            # Who has failed is asked alone, so that a neighbour's NaN is not taken for its own.
+            for number in failed:
+                answers |= self._run_apart(passes, [number])
+            left = [number for number in left if number not in failed]
+        return answers
 
     def _groups(self, passes: Sequence[TenantPass], ready: Sequence[int]) -> list[list[int]]:
         """Passes that share micro-batches, at most one of each tenant, each tenant's in their order."""
@@ -171,6 +189,8 @@ class Tenants:
         room = self.max_resident is None or len(names) <= self.max_resident
         adapters_only = all(self._tenants[name].lora is not None for name in names)
         same = all(other.forward_only == order.forward_only for other in others)
+        if self._failing.intersection(names):
+            return False
         return room and adapters_only and same and self._runner.can_share(names)
 
     def _run_group(self, passes: Sequence[TenantPass]) -> list[PassResult | str]:
@@ -183,13 +203,12 @@ class Tenants:
                 for tenant in tenants:
                     stack.enter_context(tenant.memory.collecting())
                 results = self._runner.run(passes)
-        answers: list[PassResult | str] = []
-        for order, tenant, result in zip(passes, tenants, results, strict=True):
-            problem = failure(order, result)
-            if not order.forward_only:
-                (tenant.memory.keep if problem is None else tenant.memory.drop)()
-            answers.append(result if problem is None else problem)
-        return answers
+        problems = [failure(order, result) for order, result in zip(passes, results, strict=True)]
+        keeps = not any(problems)  # the others of one that fails are done again
+        if not passes[0].forward_only:
+            for tenant in tenants:
+                (tenant.memory.keep if keeps else tenant.memory.drop)()
+        return [result if problem is None else problem for result, problem in zip(results, problems, strict=True)]
 
     def step(self, name: str, adam: AdamParams, grad_clip: float) -> dict[str, float]:
         """AdamW with the gradients that were added since the last step; gives their norm, and the learning rate.
@@ -257,9 +276,17 @@ class Tenants:
                 self._make_way([name])
                 tenant.memory.come()
         elif self._in_model != name:
-            tenant.memory.put()
+            with _timed("took the model's place", name, coming=True):
+                self._send_whole_models_home(but=name)
+                tenant.memory.come()
+                tenant.memory.put()
             self._in_model = name
         return tenant
+
+    def _send_whole_models_home(self, but: str | None = None) -> None:
+        for tenant in self._tenants.values():
+            if tenant.lora is None and tenant.name != but:
+                tenant.memory.leave()
 
     def _make_way(self, needed: Sequence[str]) -> None:
         """Send who was used longest ago to the host, until there is room for `needed`."""

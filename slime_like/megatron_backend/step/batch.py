@@ -12,6 +12,7 @@ from slime_like.algorithms.flops import forward_flops
 from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.algorithms.micro_batches import plan_micro_batches
 from slime_like.algorithms.reduce import checked_weights, token_weights
+from slime_like.config.batch import BatchConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import DataError
 from slime_like.megatron_backend.step.context_parallel import ContextShare
@@ -101,22 +102,21 @@ class StepCutter:
         )
         share = ContextShare.of_this_rank()
 
-        def packed(tokens_per_gpu: int | None) -> tuple[PackedBatch, ...]:
-            mine = self.plan(lengths, share, tokens_per_gpu)
+        def packed(batch: BatchConfig) -> tuple[PackedBatch, ...]:
+            mine = self.plan(lengths, share, batch)
             layout = self.layout_of([[lengths[i] for i in indices] for indices in mine], share)
             return tuple(
                 pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine
             )
 
-        limit, scoring_limit = self._batch.max_tokens_per_gpu, self._batch.log_probs_max_tokens_per_gpu
-        packs = packed(limit)
+        packs, scoring = packed(self._batch), self._batch.scoring
         return StepBatch(
             packs=packs,
             policy_weights=self._policy_weights(samples, packs),
             num_samples=len(samples),
             num_tokens=sum(lengths),
             num_trained_tokens=sum(trained),
-            scoring_packs=packed(scoring_limit) if scoring_limit not in (None, limit) else None,
+            scoring_packs=packed(scoring) if scoring != self._batch else None,
         )
 
     def _policy_weights(
@@ -141,16 +141,15 @@ class StepCutter:
         # The interleaved schedule knows one shape for all micro-batches (model/provider.py says why).
         return self._layout.holding(packs, share) if self._num_chunks > 1 else self._layout
 
-    def plan(
-        self, lengths: Sequence[int], share: ContextShare, tokens_per_gpu: int | None
-    ) -> Sequence[tuple[int, ...]]:
-        """This data parallel rank's micro-batches: positions of samples.
+    def plan(self, lengths: Sequence[int], share: ContextShare, batch: BatchConfig) -> Sequence[tuple[int, ...]]:
+        """This data parallel rank's micro-batches: positions of samples. batch: the config's, or its `scoring`.
 
-        Which samples it gets does not depend on tokens_per_gpu.
+        Which samples it gets does not depend on the sizes.
         """
         # Context parallel ranks share each pack, padding included: together they hold as many times the tokens of one
         # GPU.
-        batch = dataclasses.replace(self._batch, max_tokens_per_gpu=tokens_per_gpu and tokens_per_gpu * share.size)
+        tokens = batch.max_tokens_per_gpu
+        batch = dataclasses.replace(batch, max_tokens_per_gpu=tokens and tokens * share.size)
         plan = plan_micro_batches(
             [share.padded(length) for length in lengths],
             data_parallel_size=parallel_state.get_data_parallel_world_size(),

@@ -34,7 +34,8 @@ LEAST_VARIANCE = 1e-12
 def critic_config(config: RunConfig) -> RunConfig:
     """The config as a critic's trainer reads it: its own learning rate, its own checkpoints inside --load and --save.
 
-    Without a critic in --load it starts from --critic-load, else from the actor's first weights.
+    Without a critic in --load it starts from --critic-load, else from the actor's first weights; with --lora-rank from
+    the actor's first adapters, where both have one base.
     """
     options, optimizer = config.checkpoint, config.optimizer
     load = os.path.join(options.load, FOLDER) if options.load else None
@@ -47,7 +48,12 @@ def critic_config(config: RunConfig) -> RunConfig:
         ref_ckpt_step=None if options.critic_load else start_step(options),
     )
     learning_rate = optimizer.lr if optimizer.critic_lr is None else optimizer.critic_lr
-    return dataclasses.replace(config, checkpoint=own, optimizer=dataclasses.replace(optimizer, lr=learning_rate))
+    lora = config.lora.of_critic if config.lora.enabled else config.lora
+    if options.critic_load:
+        lora = dataclasses.replace(lora, lora_load=None)
+    return dataclasses.replace(
+        config, checkpoint=own, optimizer=dataclasses.replace(optimizer, lr=learning_rate), lora=lora
+    )
 
 
 class ValueRunner(StepRunner):

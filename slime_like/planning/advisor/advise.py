@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 from slime_like.config.base import add_flags, from_namespace, make_parser, parse
+from slime_like.config.bounds import bounded
 from slime_like.config.model import ModelConfig
 from slime_like.errors import ConfigError, UserError
 from slime_like.planning.advisor.layouts import Proposal, Request, propose
@@ -75,12 +76,25 @@ def main(argv: list[str]) -> int:
         prog="python -m slime_like.planning.advisor.advise", description="Propose layouts that fit.", allow_abbrev=False
     )
     parser.add_argument("--model", required=True, help="A file like scripts/models/qwen3-8B.sh, which sets MODEL_ARGS.")
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole run.")
-    parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="Memory of one GPU, in GiB.")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a machine.")
-    parser.add_argument("--max-tokens-per-gpu", type=int, default=8192, help="Tokens of a micro-batch.")
-    parser.add_argument("--max-response-len", type=int, default=8192, help="Longest answer, in tokens.")
-    parser.add_argument("--top", type=int, default=4, help="Proposals to print.")
+    parser.add_argument(
+        "--gpus", type=bounded(int, least=1, most=1_000_000), required=True, help="GPUs of the whole run."
+    )
+    parser.add_argument(
+        "--gpu-memory-gib",
+        type=bounded(float, above=0, most=1_000_000),
+        default=80.0,
+        help="Memory of one GPU, in GiB.",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=bounded(int, least=1, most=1_000_000), default=8, help="GPUs of a machine."
+    )
+    parser.add_argument(
+        "--max-tokens-per-gpu", type=bounded(int, least=1), default=8192, help="Tokens of a micro-batch."
+    )
+    parser.add_argument(
+        "--max-response-len", type=bounded(int, least=1), default=8192, help="Longest answer, in tokens."
+    )
+    parser.add_argument("--top", type=bounded(int, least=1), default=4, help="Proposals to print.")
     options = parser.parse_args(argv)
     try:
         request = Request(

@@ -8,16 +8,22 @@ from slime_like.config.lora import LoraConfig
 from slime_like.config.lora_targets import OUTPUT, TargetMatrix, layer_targets, target_modules
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
-from slime_like.planning.memory.parameters import Parameter, stage_chunks
+from slime_like.planning.memory.parameters import Parameter, Variant, stage_chunks
 
 
-def adapter_chunks(model: ModelConfig, parallel: ParallelConfig, stage: int, lora: LoraConfig) -> list[list[Parameter]]:
-    """What a rank of pipeline stage `stage` trains with --lora-rank, for each chunk of layers, in the model's order."""
+def adapter_chunks(
+    model: ModelConfig, parallel: ParallelConfig, stage: int, lora: LoraConfig, *, value_head: bool = False
+) -> list[list[Parameter]]:
+    """What a rank of pipeline stage `stage` trains with --lora-rank, for each chunk of layers, in the model's order: of
+    a critic its head, too.
+    """
     # Every rank of the expert parallel group has as many, of the same sizes: the first one's names stand for all.
     experts = range(model.num_experts // parallel.expert_model_parallel_size)
     apart = parallel.expert_model_parallel_size > 1
     chunks, ranges = [], parallel.chunks_of_stage(model.num_layers, stage)
-    for layers, parameters in zip(ranges, stage_chunks(model, parallel, stage), strict=True):
+    for layers, parameters in zip(
+        ranges, stage_chunks(model, parallel, stage, Variant(value_head=value_head)), strict=True
+    ):
         shapes = {parameter.name: parameter.shape for parameter in parameters}
         of_layers = [
             parameter._replace(expert=apart and matrix.is_expert)
@@ -26,7 +32,11 @@ def adapter_chunks(model: ModelConfig, parallel: ParallelConfig, stage: int, lor
             for parameter in _of_matrix(f"decoder.layers.{number}.", layer, matrix, shapes, (model, lora))
         ]
         output = shapes.get(f"{OUTPUT.name}.weight")
-        if output is not None and any(name in target_modules(model) and lora.targets(name) for name in OUTPUT.modules):
+        if value_head:
+            of_layers += [parameter for parameter in parameters if parameter.name == f"{OUTPUT.name}.weight"]
+        elif output is not None and any(
+            name in target_modules(model) and lora.targets(name) for name in OUTPUT.modules
+        ):
             of_layers += _pair(f"{OUTPUT.name}.adapter.lm_head.", output, lora)
         chunks.append(of_layers)
     return chunks

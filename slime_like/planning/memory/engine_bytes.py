@@ -1,19 +1,21 @@
 """What one GPU of a rollout engine holds: weights, KV cache, working memory.
 
-Estimates of SGLang's layout, without its quantisation.
+Estimates of SGLang's layout; of its quantisations those of --rollout-quantization.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
+from slime_like.config.quantisation import scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.planning.hardware import GIB, PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
-from slime_like.planning.memory.parameters import stage_parameters
+from slime_like.planning.memory.eight_bits import element_bytes
+from slime_like.planning.memory.parameters import Parameter, stage_parameters
 from slime_like.planning.memory.trainer_bytes import Precision
 
 #: SGLang 0.5.23 (memory_hook.py) keeps at least this free on cards above 60 GiB, without --sglang-mem-fraction-static.
@@ -71,7 +73,14 @@ def engine_bytes(config: RunConfig, card: int, beside: Mapping[str, int] | None 
     """The fullest GPU of an engine. beside: most bytes of training roles on its card, by phase; None: it is alone."""
     width, tp, pp = Precision.of(config.optimizer).weight, config.engine_tp_size, config.engine_pp_size
     attention_tp = max(1, tp // config.engine_dp_size) if config.engine.dp_attention else tp
-    weights = width * engine_elements(config.model, tp=tp, attention_tp=attention_tp, pp=pp)
+    scheme = scheme_of(config.sync.rollout_quantization)
+    weights = engine_elements(
+        config.model,
+        tp=tp,
+        attention_tp=attention_tp,
+        pp=pp,
+        weigh=lambda parameter: element_bytes(parameter, width=width, scheme=scheme),
+    )
     sizes = ActivationSizes(model=config.model, parallel=ParallelConfig(tensor_model_parallel_size=tp), width=width)
     tokens = config.engine.sglang.get("chunked_prefill_size")
     prefill = int(tokens) if isinstance(tokens, str) and int(tokens) > 0 else _PREFILL_TOKENS
@@ -88,9 +97,16 @@ def has_share(config: RunConfig) -> bool:
     return isinstance(config.engine.sglang.get("mem_fraction_static"), str)
 
 
-def engine_elements(model: ModelConfig, *, tp: int, attention_tp: int, pp: int) -> int:
+def engine_elements(
+    model: ModelConfig,
+    *,
+    tp: int,
+    attention_tp: int,
+    pp: int,
+    weigh: Callable[[Parameter], float] = lambda parameter: 1.0,
+) -> int:
     """Elements of the model on the fullest rank: matrices divided, fewer key/value heads than ranks repeated, norms and
-    routers whole.
+    routers whole. weigh: what each element of a tensor counts, such as its bytes.
     """
     experts = model.num_experts or 1
     # One expert stands for all of them: a list of 256 in each layer would cost seconds.
@@ -99,7 +115,7 @@ def engine_elements(model: ModelConfig, *, tp: int, attention_tp: int, pp: int) 
     keys = 2 * model.num_kv_heads / (model.num_attention_heads + 2 * model.num_kv_heads)
     layers = ends = 0.0
     for parameter in stage_parameters(model, layout, 0):
-        name, size = parameter.name, float(parameter.numel)
+        name, size = parameter.name, parameter.numel * weigh(parameter)
         if ".experts." in name:
             size *= experts / tp
         elif not any(part in name for part in _WHOLE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime_like.config.batch import BatchConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import transport_of
@@ -52,7 +53,7 @@ class RoleBytes:
         self._trained = name in ("actor", "critic")
         self._offloads = name != "reward" and config.offloads_train(on_gpu=True)
         self._swapped = name == "ref" and not plan.has_processes("ref")
-        self._adapters = config.adapters if name == "actor" else None
+        self._adapters = config.adapters if self._trained else None
         self._variant = Variant(value_head=name in ("critic", "reward"))
         parallel, model = config.parallel, config.model
         self._per_stage = max(1, self._role.num_gpus // parallel.pipeline_model_parallel_size)
@@ -83,8 +84,10 @@ class RoleBytes:
             dp_size = max(1, self._per_stage // parallel.tensor_model_parallel_size)
             trained, frozen = chunks, 0
             if self._adapters is not None:
-                trained = adapter_chunks(self._config.model, parallel, stage, self._adapters)
-                frozen = sum(p.numel for chunk in chunks for p in chunk)
+                head = self._variant.value_head
+                trained = adapter_chunks(self._config.model, parallel, stage, self._adapters, value_head=head)
+                both = {p.name for chunk in trained for p in chunk}  # a critic's head
+                frozen = sum(p.numel for chunk in chunks for p in chunk if p.name not in both)
             self._stages[stage] = StageBytes(
                 trained, parallel, self._precision, dp_size=dp_size,
                 expert_dp_size=max(1, self._per_stage // self._experts),
@@ -171,9 +174,9 @@ class RoleBytes:
 
         Context parallel ranks share it.
         """
-        return self._most_tokens(self._config.batch.max_tokens_per_gpu)
+        return self._most_tokens(self._config.batch)
 
-    def _most_tokens(self, pack_tokens: int | None) -> int:
+    def _most_tokens(self, batch: BatchConfig) -> int:
         config, rollout = self._config, self._config.rollout
         longest = (config.data.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
         longest = min(
@@ -181,9 +184,9 @@ class RoleBytes:
         )
         # --max-tokens-per-gpu already counts one context parallel rank's share.
         share = -(-longest // config.parallel.context_parallel_size)
-        if config.batch.use_dynamic_batch_size and pack_tokens:
-            return max(pack_tokens, share)
-        return share * config.batch.micro_batch_size
+        if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu:
+            return max(batch.max_tokens_per_gpu, share)
+        return share * batch.micro_batch_size
 
     def _logits(self, key: RankKey, tokens: int) -> int:
         if self._variant.value_head or key.stage != self._config.parallel.pipeline_model_parallel_size - 1:
@@ -191,9 +194,7 @@ class RoleBytes:
         return int(self._sizes.logits(tokens, chunk_tokens=self._config.batch.log_probs_chunk_tokens(on_gpu=True)))
 
     def _scoring(self, key: RankKey, prefix: str) -> dict[str, int]:
-        tokens = self._most_tokens(
-            self._config.batch.log_probs_max_tokens_per_gpu or self._config.batch.max_tokens_per_gpu
-        )
+        tokens = self._most_tokens(self._config.batch.scoring)
         return {
             prefix + "activations": int(tokens * self._sizes.forward_only()),
             prefix + "logits": self._logits(key, tokens),

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slime_like.config.bounds import bounded
 from slime_like.errors import DataError, UserError
 from slime_like.planning.simulate.answer import compare
 from slime_like.planning.simulate.drawing import draw
@@ -78,12 +79,16 @@ def make_parser() -> argparse.ArgumentParser:
         "--also", nargs="+", default=[], metavar="DIR",
         help="With --run-dir: runs of the same model on the same host with other batches or lengths, to fit with.",
     )  # fmt: skip
-    parser.add_argument("--skip-steps", type=int, default=1, help="With --run-dir: first steps to leave out.")
+    parser.add_argument(
+        "--skip-steps", type=bounded(int, least=0), default=1, help="With --run-dir: first steps to leave out."
+    )
     for name, (_, _, kind, text) in _FIELDS.items():
         numeric = kind in (int, float)
-        parser.add_argument(f"--{name}", type=kind if numeric else str, help=text)
-    parser.add_argument("--max-response-tokens", type=float, help="Longer answers are cut.")
-    parser.add_argument("--train-seconds", type=float, help="Of a train step; replaces what a token and a step take.")
+        parser.add_argument(f"--{name}", type=bounded(kind) if numeric else str, help=text)
+    parser.add_argument("--max-response-tokens", type=bounded(float, above=0), help="Longer answers are cut.")
+    parser.add_argument(
+        "--train-seconds", type=bounded(float, above=0), help="Of a train step; replaces what a token and a step take."
+    )
     parser.add_argument(
         "--partial-rollout", action="store_true", help="With --over-sampling: what is unfinished goes on."
     )

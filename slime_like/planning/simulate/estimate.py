@@ -10,13 +10,12 @@ import dataclasses
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
-from slime_like.planning.memory.parameters import model_parameters, stage_parameters
-from slime_like.planning.memory.trainer_bytes import Precision
+from slime_like.planning.memory.parameters import stage_parameters
 from slime_like.planning.placement import PlacementPlan
 from slime_like.planning.simulate.answer import Comparison, compare
 from slime_like.planning.simulate.scenario import EnginePace, Scenario, TrainerPace, Workload
 from slime_like.planning.simulate.spread import Spread
-from slime_like.planning.sync_bound import SyncPlan
+from slime_like.planning.sync_bound import SyncPlan, weight_bytes
 
 #: Peak rates of one H100 SXM (NVIDIA H100 data sheet): operations a second in bf16 without sparsity, bytes a second.
 CARD_FLOPS, CARD_MEMORY_RATE = 989e12, 3.35e12
@@ -48,11 +47,11 @@ def estimate(config: RunConfig, plan: PlacementPlan, sync: SyncPlan | None) -> S
     if sync is None or not plan.engines or "actor" not in plan.roles or not config.model.is_known or config.is_sft:
         return None
     model, engine, rollout = config.model, plan.engines[0], config.rollout
-    active, width = active_parameters(model), Precision.of(config.optimizer).weight
+    active = active_parameters(model)
     gpus_per_engine = max(1, len(engine.bundles)) if engine.bundles else config.placement.rollout_num_gpus_per_engine
     trainer_gpus = plan.roles["actor"].num_gpus
     # A decode step reads every weight once; each request adds its arithmetic, and its share of KV, which is left out.
-    reading = width * model_parameters(model) / (CARD_MEMORY_RATE * gpus_per_engine * DECODE_SHARE)
+    reading = weight_bytes(config) / (CARD_MEMORY_RATE * gpus_per_engine * DECODE_SHARE)
     # Forward, backward, and once more forward for each set of log-probs, and for what is recomputed.
     passes = 6 + 2 + 2 * bool(config.loss.use_kl_loss or config.loss.kl_coef)
     passes += 2 * (config.parallel.recompute_granularity == "full")

@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from slime_like.utils.chat_templates import apply_template
+
 _TOOL_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
 #: What templates put before an answer, or leave out, by their own view of thinking; an answer's own text is kept.
 _THINKING = re.compile(r"(<think>\s*(</think>)?|</think>)\s*$")
@@ -118,10 +120,10 @@ class ChatTurns:
         stands the name's number between marks.
         """
         try:
-            return self._tokenizer.apply_chat_template(
+            return apply_template(
+                self._tokenizer,
                 self._marked(messages),
                 tools=self._marked(tools) if tools else None,
-                tokenize=False,
                 add_generation_prompt=opens_answer,
                 **self._kwargs,
             )

@@ -196,9 +196,9 @@ class SampleBody(ClientBody):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: JsonTensor | None = None
     prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     record_stability_info: bool | None = None
 
 

@@ -10,10 +10,19 @@ import numpy as np
 
 from slime_like.errors import EngineError, RunError
 from slime_like.rollout.generate import sample_seed
-from slime_like.tinker.records import SampledSequence, SampleJob, SampleResult, TopLogprobs
+from slime_like.tinker.records import (
+    NO_TOKEN,
+    UNLISTED,
+    SampledSequence,
+    SampleJob,
+    SampleResult,
+    TopLogprobs,
+)
 
 #: What is left out of an engine's list of likely tokens: the wire's empty cell.
-_NO_TOKEN, _NO_LOGPROB = 0, -99999.0
+_EMPTY_ID, _EMPTY_LOGPROB = 0, -99999.0
+#: Log-probs that an engine gives, as text, for prompt_targets: each wanted token's at every position.
+_MOST_TARGETS = 2**20
 #: SGLang's words for why an answer has ended -> the wire's.
 _REASONS = {"stop": "stop", "length": "length"}
 
@@ -39,6 +48,10 @@ def check_job(job: SampleJob, limits: EngineLimits) -> int:
         raise RunError(
             f"the prompt has the token {low if low < 0 else high}; the model's are 0 to {limits.vocab_size - 1}."
         )
+    last = job.prompt_logprobs_last_n
+    if last is not None and not 1 <= last < length:
+        raise RunError(f"prompt_logprobs_last_n {last}: from 1 to {length - 1}, one less than the prompt has tokens.")
+    _check_targets(job, limits)
     if job.num_samples < 1:
         raise RunError(f"num_samples {job.num_samples}: must be at least 1.")
     if job.max_tokens is not None and job.max_tokens < 1:
@@ -57,12 +70,45 @@ def check_job(job: SampleJob, limits: EngineLimits) -> int:
     return min(left, job.max_tokens) if job.max_tokens is not None else max(1, left - 2)
 
 
+def _check_targets(job: SampleJob, limits: EngineLimits) -> None:
+    targets, positions = job.prompt_targets, len(job.prompt) - 1
+    if targets is None:
+        return
+    if targets.ndim != 2 or len(targets) != positions:
+        raise RunError(
+            f"target_prompt_logprobs of shape {list(targets.shape)}: [{positions}, K] is that of all prompt tokens but"
+            " the first."
+        )
+    ids = _wanted(targets)
+    if len(ids) and ids[-1] >= limits.vocab_size:
+        raise RunError(f"target_prompt_logprobs has the token {ids[-1]}; the model's are 0 to {limits.vocab_size - 1}.")
+    if len(ids) * len(job.prompt) > _MOST_TARGETS:
+        raise RunError(
+            f"target_prompt_logprobs has {len(ids)} different tokens, and the engine scores each at all"
+            f" {len(job.prompt)} positions: more than {_MOST_TARGETS} log-probs. Fix: fewer tokens or shorter prompts"
+            " a request, or a forward pass, whose targets are scored one by one."
+        )
+
+
+def _wanted(targets: np.ndarray) -> np.ndarray:
+    """The tokens that are asked for, ascending."""
+    return np.unique(targets[targets >= 0])
+
+
+def first_scored(job: SampleJob) -> int:
+    """The prompt position from which on an engine gives log-probs; of that one itself it gives none."""
+    if job.prompt_logprobs_last_n is None or job.prompt_targets is not None:
+        return 0
+    return len(job.prompt) - job.prompt_logprobs_last_n - 1
+
+
 def request_body(job: SampleJob, max_tokens: int, adapter: str | None, limits: EngineLimits) -> dict[str, Any]:
     """One request for all samples, each with a seed of its own."""
     count, seed = job.num_samples, secrets.token_hex(8) if job.seed is None else str(job.seed)
-    scores_prompt = job.prompt_logprobs or job.topk_prompt_logprobs > 0
+    wanted = [] if job.prompt_targets is None else _wanted(job.prompt_targets).tolist()
+    scores_prompt = job.prompt_logprobs or job.topk_prompt_logprobs > 0 or bool(wanted)
     # The prompt is scored once, with the first sample.
-    starts = [0 if scores_prompt and index == 0 else -1 for index in range(count)]
+    starts = [first_scored(job) if scores_prompt and index == 0 else -1 for index in range(count)]
     likeliest = max(job.topk_sample_logprobs, job.topk_prompt_logprobs)
     common: dict[str, Any] = {
         "max_new_tokens": max_tokens,
@@ -84,6 +130,9 @@ def request_body(job: SampleJob, max_tokens: int, adapter: str | None, limits: E
         "logprob_start_len": starts,
         "top_logprobs_num": [likeliest if index == 0 else job.topk_sample_logprobs for index in range(count)],
     }
+    if wanted:
+        # Each sample must have a list that is not empty.
+        body["token_ids_logprob"] = [wanted if index == 0 else wanted[:1] for index in range(count)]
     return body | ({"lora_path": [adapter] * count} if adapter else {})
 
 
@@ -107,10 +156,9 @@ def read_answers(job: SampleJob, answers: Any, weights: str) -> SampleResult:
         meta = answers[0]["meta_info"]
         return SampleResult(
             sequences=sequences,
-            prompt_logprobs=_prompt_logprobs(meta, len(job.prompt)) if job.prompt_logprobs else None,
-            topk_prompt=(
-                _likeliest(meta["input_top_logprobs"], job.topk_prompt_logprobs) if job.topk_prompt_logprobs else None
-            ),
+            prompt_logprobs=_prompt_logprobs(meta, job) if job.prompt_logprobs else None,
+            topk_prompt=_topk_prompt(meta, job) if job.topk_prompt_logprobs else None,
+            prompt_targets=_target_logprobs(meta, job.prompt_targets) if job.prompt_targets is not None else None,
             prompt_cache_hit_tokens=int(meta.get("cached_tokens") or 0),
             weights=weights,
         )
@@ -139,18 +187,45 @@ def _sequence(answer: dict, topk: int) -> SampledSequence:
     )
 
 
-def _prompt_logprobs(meta: dict, length: int) -> np.ndarray:
+def _of_prompt(rows: list, job: SampleJob) -> list:
+    """[P] of what an engine gives from `first_scored` on; None before, and where no log-prob was asked for."""
+    first, length = first_scored(job), len(job.prompt)
+    if len(rows) != length - first:
+        raise ValueError(f"log-probs of {len(rows)} prompt tokens, not of {length - first}")
+    unasked = 0 if job.prompt_logprobs_last_n is None else length - job.prompt_logprobs_last_n
+    return [None] * max(first, unasked) + rows[max(0, unasked - first) :]
+
+
+def _prompt_logprobs(meta: dict, job: SampleJob) -> np.ndarray:
     """[P]: NaN for the first token, which nothing predicts."""
-    entries = meta["input_token_logprobs"]
-    if len(entries) != length:
-        raise ValueError(f"log-probs of {len(entries)} prompt tokens, not of {length}")
-    return np.array([np.nan if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
+    entries = _of_prompt(meta["input_token_logprobs"], job)
+    return np.array([np.nan if entry is None or entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
+
+
+def _topk_prompt(meta: dict, job: SampleJob) -> TopLogprobs:
+    return _likeliest(_of_prompt(meta["input_top_logprobs"], job), job.topk_prompt_logprobs)
+
+
+def _target_logprobs(meta: dict, targets: np.ndarray) -> np.ndarray:
+    """[P - 1, K] of what was asked for, of rows with the log-probs of all wanted tokens at each position."""
+    answer = np.where(targets == UNLISTED, np.nan, 0.0).astype(np.float32)
+    asked = targets > NO_TOKEN
+    if not asked.any():
+        return answer
+    rows = meta["input_token_ids_logprobs"]
+    if len(rows) != len(targets) + 1:
+        raise ValueError(f"log-probs of tokens at {len(rows)} positions, not at {len(targets) + 1}")
+    for position, row in enumerate(rows[1:]):
+        of_token = {entry[1]: entry[0] for entry in row or ()}
+        for place in np.flatnonzero(asked[position]):
+            answer[position, place] = of_token[int(targets[position, place])]
+    return answer
 
 
 def _likeliest(rows: list, count: int) -> TopLogprobs:
     """rows: of each position [[log-prob, token, text], ...], or nothing."""
-    tokens = np.full((len(rows), count), _NO_TOKEN, dtype=np.int32)
-    logprobs = np.full((len(rows), count), _NO_LOGPROB, dtype=np.float32)
+    tokens = np.full((len(rows), count), _EMPTY_ID, dtype=np.int32)
+    logprobs = np.full((len(rows), count), _EMPTY_LOGPROB, dtype=np.float32)
     for position, row in enumerate(rows):
         for place, entry in enumerate((row or [])[:count]):
             logprobs[position, place], tokens[position, place] = entry[0], entry[1]

@@ -39,7 +39,7 @@ class Group(Protocol):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
     """base_model: what clients name it by; lora_alpha: of adapters whose client gives none; max_resident: adapters on
-    the device.
+    the device; shares_micro_batches: rows of several models may be in one.
     """
 
     base_model: str
@@ -48,6 +48,7 @@ class TrainerOptions:
     lora_alpha: float
     max_rank: int
     max_resident: int
+    shares_micro_batches: bool = False
 
 
 class GroupTraining:
@@ -85,7 +86,7 @@ class GroupTraining:
 
     async def run_passes(self, passes: Sequence[TenantPass]) -> list[PassResult | str]:
         """Of several models at once; a str: what was wrong with that one."""
-        return await self._call("run_passes", list(passes))
+        return await self._call("run_passes", list(passes), self._options.shares_micro_batches)
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
         """Metrics: train/grad_norm, train/lr."""

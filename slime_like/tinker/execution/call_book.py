@@ -11,6 +11,7 @@ from typing import Any
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.execution.entries import REPEATED, Entry
 from slime_like.tinker.execution.settings import ServiceSettings
+from slime_like.tinker.execution.tenant_terms import TenantTerms
 from slime_like.tinker.records import CallFailure, CallResult, Kind, StillWaiting
 from slime_like.tinker.store.bodies import pack_result, unpack_result
 from slime_like.tinker.store.database import Database
@@ -40,22 +41,22 @@ class CallBook:
 
     def __init__(self, database: Database, settings: ServiceSettings):
         self.database, self._settings = database, settings
+        self.terms = TenantTerms(database, settings)
         self.entries: dict[str, Entry] = {}
         self.loads: dict[str, TenantLoad] = collections.defaultdict(TenantLoad)
         self.num_finished: dict[tuple[Kind, str], int] = collections.defaultdict(int)
 
     def check_limits(self, tenant: str, tokens: int) -> None:
         """Raise Refused (429) where the tenant has as much waiting as it may."""
-        load, limits = self.loads[tenant], self._settings
-        if load.requests < limits.max_requests_a_tenant and (
-            load.tokens + tokens <= limits.max_tokens_a_tenant or not load.requests
-        ):
+        load = self.loads.get(tenant, TenantLoad())
+        most_requests, most_tokens = self.terms.max_requests(tenant), self.terms.max_tokens(tenant)
+        if load.requests < most_requests and (load.tokens + tokens <= most_tokens or not load.requests):
             return
         raise Refused(
-            f"{load.requests} requests with {load.tokens} tokens are under way; at most {limits.max_requests_a_tenant} "
-            f"with {limits.max_tokens_a_tenant} may be, and this one has {tokens}. Come again when some are done.",
+            f"{load.requests} requests with {load.tokens} tokens are under way; at most {most_requests} with"
+            f" {most_tokens} may be, and this one has {tokens}. Come again when some are done.",
             status=429,
-            retry_after_s=limits.retry_after_s,
+            retry_after_s=self._settings.retry_after_s,
         )
 
     def add(self, entry: Entry) -> None:

@@ -28,6 +28,7 @@ class Entry:
     running: bool = False
     attempts: int = 0  # in which the backend died
     alone: bool = False  # not beside other tenants' passes
+    serving: str | None = None  # the sampler that a sample is asked of, where another stands for its own
 
     @property
     def kind(self) -> Kind:
@@ -50,6 +51,11 @@ class Entry:
         """Of a training call."""
         assert self.call.seq_id is not None, "a training call has its place"
         return self.call.seq_id
+
+    @property
+    def sampler_id(self) -> str | None:
+        """Whose weights a sample needs."""
+        return self.serving or self.call.sampler_id
 
     def failure(self, category: str, message: str) -> CallFailure:
         """That it has no answer, and why."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 
 class FairClock:
@@ -12,8 +12,9 @@ class FairClock:
     that always have work, tokens by weight differ by at most the larger of their largest calls.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None):
-        self._weights = dict(weights or {})
+    def __init__(self, weight_of: Callable[[str], float] = lambda tenant: 1.0):
+        """weight_of: a tenant's weight as it is at that moment, above 0."""
+        self._weight_of = weight_of
         self._served: dict[str, float] = {}  # tokens by weight, of those that have work, or are ahead of the clock
         self._now = 0.0
 
@@ -24,7 +25,7 @@ class FairClock:
     def charge(self, tenant: str, tokens: float) -> None:
         """The tenant is served that much."""
         start = self.position(tenant)
-        self._served[tenant] = start + tokens / self._weights.get(tenant, 1.0)
+        self._served[tenant] = start + tokens / self._weight_of(tenant)
 
     def advance(self, waiting: Iterable[str]) -> None:
         """The clock is where the tenant is that is furthest behind among those that have work now.

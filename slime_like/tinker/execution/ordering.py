@@ -29,6 +29,11 @@ class ModelQueue:
         """The model's."""
         return self.spec.model_id
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters are trained, not adapters."""
+        return self.spec.lora_rank == 0
+
     def add(self, entry: Entry) -> None:
         """A call that waits from now on."""
         self.waiting[entry.seq_id] = entry

@@ -71,7 +71,7 @@ class Residency:
             self._resident.move_to_end(model.model_id)
             return
         await self.written(model)  # what brings it back is read from there
-        await self.make_room(keep)
+        await self.make_room(model, keep)
         await self.trainer.create(model.spec)
         try:
             await self._bring_back(model)
@@ -83,14 +83,19 @@ class Residency:
         self._resident[model.model_id] = model
         self.counts.reloads += 1
 
-    async def make_room(self, keep: frozenset[str] = frozenset()) -> None:
-        """One more model has a place."""
-        while len(self._resident) >= self._settings.max_adapters_resident:
-            oldest = next((model for name, model in self._resident.items() if name not in keep), None)
-            if oldest is None:
-                return  # the lane asks for no more at once than there are places
-            await self.send_away(oldest)
-            self.counts.evictions += 1
+    async def make_room(self, model: ModelQueue, keep: frozenset[str] = frozenset()) -> None:
+        """The model has a place: of those for all, and of the fewer ones for whole models where it is one."""
+        limits = [(self.models, self._settings.max_adapters_resident)]
+        if model.is_whole:
+            whole = [other for other in self.models if other.is_whole]
+            limits.insert(0, (whole, self._settings.max_whole_models_resident))
+        for among, most in limits:
+            # The lane asks for no more at once than there are places.
+            there = [other for other in among if other.model_id in self._resident]
+            free = [other for other in there if other.model_id not in keep]
+            for oldest in free[: max(0, len(there) + 1 - most)]:
+                await self.send_away(oldest)
+                self.counts.evictions += 1
 
     def put(self, model: ModelQueue) -> None:
         """The trainer has created it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import logging
 import time
 
@@ -17,8 +18,9 @@ from slime_like.tinker.execution.settings import ServiceSettings
 from slime_like.tinker.execution.turns import Side, Turns
 from slime_like.tinker.protocols import SamplingBackend
 from slime_like.tinker.records import CallFailure, CallResult, SampleResult, StillWaiting
+from slime_like.tinker.store.clients import refuse_superseded
 from slime_like.tinker.store.database import Database
-from slime_like.tinker.store.requests import CANCELLED, find_sampler
+from slime_like.tinker.store.requests import CANCELLED, find_sampler, newest_inflight
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class SamplingLane:
     ):
         self.engines, self._database, self._book, self._settings = engines, database, book, settings
         self._folders, self._turns = folders, turns
-        self._clock = FairClock(settings.tenant_weights)
+        self._clock = FairClock(book.terms.weight)
         self._waiting: dict[str, collections.deque[Entry]] = {}
         self._tasks: dict[str, asyncio.Task] = {}
         self._cancelled: set[str] = set()
@@ -161,8 +163,9 @@ class SamplingLane:
                     self._turns.of(Side.SAMPLING),
                     asyncio.timeout(self._settings.backend_timeout_s),
                 ):
-                    await self._open(job.sampler_id)
-                    return await self.engines.sample(job)
+                    await self._stand_in(entry)
+                    await self._open(str(entry.sampler_id))
+                    return await self.engines.sample(dataclasses.replace(job, sampler_id=str(entry.sampler_id)))
             except BackendLost as error:
                 self._opened.clear()
                 self.losses += 1
@@ -172,6 +175,16 @@ class SamplingLane:
                 await asyncio.sleep(self._settings.retry_after_s * 2 ** (entry.attempts - 1))
             except TimeoutError:
                 raise BackendLost(f"no answer of the engines in {self._settings.backend_timeout_s:g} s") from None
+
+    async def _stand_in(self, entry: Entry) -> None:
+        """Where a sampler follows its model's weights and its own are not kept, the latest one stands for it."""
+        sampler_id = str(entry.call.sampler_id)
+        if sampler_id in self._opened:
+            return
+        row = await find_sampler(self._database, sampler_id)
+        if row is not None and row.superseded is not None and row.is_inflight and row.model_id is not None:
+            latest = await newest_inflight(self._database, row.model_id)
+            entry.serving = None if latest is None else latest.id
 
     async def _open(self, sampler_id: str) -> None:
         """Once for all samples that come at the same time."""
@@ -190,6 +203,7 @@ class SamplingLane:
         row = await find_sampler(self._database, sampler_id)
         if row is None:
             raise SlimeLikeError(f"there is no sampler {sampler_id}: its session is over.")
+        refuse_superseded(row)
         folder = row.folder
         if folder is not None:
             home = next((home for root, home in self._folders.items() if folder.startswith(f"{root}/")), None)

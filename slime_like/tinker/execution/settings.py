@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,10 +13,10 @@ class ServiceSettings:
     weights_folder: str  # what clients saved by name
 
     # Who is served, and how much at once.
-    tenant_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)  # 1 for those not named
     batch_tokens: int = 65_536  # passes of several models together
     batch_window_s: float = 0.002  # how long the first of them waits for others
-    max_adapters_resident: int = 8
+    max_adapters_resident: int = 8  # models in the trainer, whole ones too
+    max_whole_models_resident: int = 1
     max_samples_running: int = 256  # sequences
     max_samples_running_a_tenant: int = 128
     step_cost_tokens: int = 256  # what a call without rows counts as, in the tenant's share
@@ -26,12 +25,13 @@ class ServiceSettings:
     sampling_weight: float = 1.0  # of its seconds on shared devices, training's being 1
     turn_s: float = 2.0
 
-    # What a tenant may have waiting; more is refused.
+    # What a tenant may have waiting, unless its row says otherwise (tenant_terms.py); more is refused.
     max_requests_a_tenant: int = 4096
     max_tokens_a_tenant: int = 16_777_216
     retry_after_s: float = 1.0
 
     # State.
+    max_ephemeral_samplers: int = 8  # unnamed samplers of a model whose files are kept, and those that are in use
     snapshot_every_steps: int = 8
     snapshot_every_s: float = 60.0
     snapshot_share: float = 0.1  # of a model's time that its snapshots may take; they are rarer where they take long

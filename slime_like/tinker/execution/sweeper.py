@@ -45,11 +45,18 @@ class Sweeper:
         """Sweep until cancelled."""
         while True:
             await asyncio.sleep(self._settings.sweep_every_s)
-            for part in (self.gaps, self.silent_sessions, self.finished_sessions, self.expired, self.idle_models):
+            for part in (
+                self.terms, self.gaps, self.silent_sessions, self.finished_sessions, self.superseded_samplers,
+                self.expired, self.idle_models,
+            ):  # fmt: skip
                 try:
                     await part()
                 except Exception:  # the next sweep tries again
                     logger.exception("sweep: %s failed", part.__name__)
+
+    async def terms(self) -> None:
+        """Take up what the keys' command has written of tenants."""
+        await self._book.terms.refresh()
 
     async def gaps(self) -> None:
         """Fail calls that have waited too long for the call before them."""
@@ -98,10 +105,30 @@ class Sweeper:
     async def _release_samplers(self, owners: dict[str, str], session_ids: set[str]) -> None:
         if self.sampling is None:
             return
-        busy = {entry.call.sampler_id for entry in self._book.entries.values()}
+        busy = self._busy_samplers()
         for sampler_id, session_id in owners.items():
             if session_id in session_ids and sampler_id not in busy:
                 await self.sampling.release(sampler_id)
+
+    def _busy_samplers(self) -> set[str | None]:
+        """Those that a sample was asked of, or is waiting for."""
+        return {name for entry in self._book.entries.values() for name in (entry.call.sampler_id, entry.sampler_id)}
+
+    async def superseded_samplers(self) -> None:
+        """Delete the files of unnamed samplers that newer ones of their model have superseded and nobody uses."""
+        folders, keep = self._residency.folders, self._settings.max_ephemeral_samplers
+        for sampler_id in await sweeping.samplers_beyond(self._database, folders.root, keep):
+            if sampler_id not in self._busy_samplers():
+                async with self._database.write() as session:
+                    await sweeping.supersede_sampler(session, sampler_id, time.time())
+        for sampler_id, folder in await sweeping.superseded_folders(self._database, folders.root):
+            # A sample that had come before the row said so still uses them; none that comes later does.
+            if self.sampling is not None:
+                await self.sampling.release(sampler_id)
+            if sampler_id not in self._busy_samplers():
+                await folders.remove(folder)
+                async with self._database.write() as session:
+                    await sweeping.forget_folder(session, sampler_id)
 
     async def finished_sessions(self) -> None:
         """End the models of sessions that were finished, once their last calls are done; delete their state."""

@@ -51,7 +51,7 @@ class TrainingLane:
         self._turns = turns
         self._registry, self._book, self._residency, self._verbs = registry, book, residency, verbs
         self._settings = settings
-        self._clock = FairClock(settings.tenant_weights)
+        self._clock = FairClock(book.terms.weight)
         self._work = asyncio.Event()
         self.trainer_lock = asyncio.Lock()
         self.seconds: dict[str, float] = collections.defaultdict(float)
@@ -120,15 +120,19 @@ class TrainingLane:
         self._clock.advance(entry.tenant for entry in heads)
         ahead: dict[str, float] = collections.defaultdict(float)  # what this batch gives each tenant
         batch: list[Entry] = []
-        tokens, places = 0, self._settings.max_adapters_resident
+        tokens, places, whole_places = 0, self._settings.max_adapters_resident, self._settings.max_whole_models_resident
         while heads and len(batch) < places:
             first = min(heads, key=lambda entry: (self._turn(entry) + ahead[entry.tenant], entry.arrived))
             heads.remove(first)
+            is_whole = self._registry.models[first.model_id].is_whole
             if batch and (not _joins(first) or tokens + first.tokens > self._settings.batch_tokens):
+                continue
+            if is_whole and not whole_places:
                 continue
             batch.append(first)
             tokens += first.tokens
-            ahead[first.tenant] += first.tokens / self._settings.tenant_weights.get(first.tenant, 1.0)
+            whole_places -= is_whole
+            ahead[first.tenant] += first.tokens / self._book.terms.weight(first.tenant)
             if not _joins(first):
                 break
         for entry in batch:

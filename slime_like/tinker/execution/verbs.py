@@ -55,7 +55,7 @@ class TrainingVerbs:
         return await self._verbs[entry.kind](model, entry)
 
     async def _create(self, model: ModelQueue, entry: Entry) -> Done:
-        await self._residency.make_room()
+        await self._residency.make_room(model)
         await self._trainer.create(model.spec)
         self._residency.put(model)
         return Done(result={"model_id": model.model_id})
@@ -122,6 +122,8 @@ class TrainingVerbs:
             base_model=model.spec.base_model,
             folder=where,
             created=time.time(),
+            model_id=model.model_id,
+            is_inflight=entry.call.fields.get("sampler_kind") == "inflight",
         )
 
         async def also(session: Any) -> None:

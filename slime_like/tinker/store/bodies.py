@@ -39,7 +39,9 @@ def pack_call(call: Call) -> bytes:
     if call.sample is not None:
         arrays["sample.prompt"] = call.sample.prompt
         job = {field.name: getattr(call.sample, field.name) for field in dataclasses.fields(call.sample)}
-        del job["prompt"]
+        del job["prompt"], job["prompt_targets"]
+        if call.sample.prompt_targets is not None:
+            arrays["sample.prompt_targets"] = call.sample.prompt_targets
         document["sample"] = job
     return _pack(document, arrays)
 
@@ -60,7 +62,8 @@ def unpack_call(body: bytes) -> Call:
     job = document.pop("sample", None)
     if job is not None:
         stop = None if job["stop"] is None else tuple(job["stop"])
-        job = SampleJob(prompt=arrays["sample.prompt"], **(job | {"stop": stop}))
+        own = {"prompt": arrays["sample.prompt"], "prompt_targets": arrays.get("sample.prompt_targets"), "stop": stop}
+        job = SampleJob(**(job | own))
     document["kind"] = Kind(document["kind"])
     return Call(rows=tuple(LossRow(**row) for row in rows), sample=job, **document)
 
@@ -77,6 +80,8 @@ def pack_result(answer: CallResult) -> bytes:
     _put_top(arrays, "prompt", result.topk_prompt)
     if result.prompt_logprobs is not None:
         arrays["prompt.sampled"] = result.prompt_logprobs
+    if result.prompt_targets is not None:
+        arrays["prompt.targets"] = result.prompt_targets
     for index, sequence in enumerate(result.sequences):
         arrays[f"{index}.tokens"], arrays[f"{index}.logprobs"] = sequence.tokens, sequence.logprobs
         _put_top(arrays, str(index), sequence.topk)
@@ -111,6 +116,7 @@ def unpack_result(body: bytes) -> CallResult:
     result = SampleResult(
         sequences=sequences,
         prompt_logprobs=arrays.get("prompt.sampled"),
+        prompt_targets=arrays.get("prompt.targets"),
         topk_prompt=_take_top(arrays, "prompt"),
         prompt_cache_hit_tokens=document["prompt_cache_hit_tokens"],
         weights=document["weights"],

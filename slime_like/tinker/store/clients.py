@@ -128,11 +128,23 @@ async def _begin_sampler(rows: Rows, sampler_id: str, tenant: str, base_model: s
 
 
 async def get_sampler(rows: Rows, sampler_id: str, tenant: str) -> SamplerRow:
-    """Raises Refused (404, or 410 with its session)."""
+    """Raises Refused (404, or 410 with its session, or where newer ones have taken its place)."""
     async with rows.read() as session:
         row = await own(session, SamplerRow, sampler_id, tenant)
         _refuse_finished(await own(session, SessionRow, row.session_id, tenant))
+        refuse_superseded(row)
         return row
+
+
+def refuse_superseded(row: SamplerRow) -> None:
+    """Raises Refused (410) where a sampler's weights are not kept any longer, and no newer ones may stand for them."""
+    if row.superseded is not None and not row.is_inflight:
+        raise Refused(
+            f"sampler {row.id!r} was the weights of {row.model_id} at a moment that lies too many saves back: of a"
+            " model's unnamed samplers the server keeps the last few (--max-ephemeral-samplers). Fix: the latest"
+            " sampling client, save_weights_for_sampler with a name, or kind='inflight'",
+            status=410,
+        )
 
 
 async def get_model(rows: Rows, model_id: str, tenant: str) -> ModelRow:

@@ -157,6 +157,13 @@ async def find_sampler(database: Database, sampler_id: str) -> SamplerRow | None
         return await session.get(SamplerRow, sampler_id)
 
 
+async def newest_inflight(database: Database, model_id: str) -> SamplerRow | None:
+    """The latest of a model's samplers that follow its weights."""
+    query = select(SamplerRow).where(SamplerRow.model_id == model_id, SamplerRow.is_inflight)
+    async with database.read() as session:
+        return await session.scalar(query.order_by(SamplerRow.created.desc(), SamplerRow.id.desc()).limit(1))
+
+
 async def find_session(database: Database, session_id: str) -> SessionRow | None:
     """The session's row."""
     async with database.read() as session:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from slime_like.tinker.store.database import Database
@@ -31,9 +31,43 @@ async def finished_models(database: Database) -> list[tuple[str, str, str | None
 async def finished_samplers(database: Database, root: str) -> list[tuple[str, str, str]]:
     """(id, session_id, folder) of ephemeral samplers, whose files are below root, of sessions that were finished."""
     query = select(SamplerRow.id, SamplerRow.session_id, SamplerRow.folder).join(SessionRow)
-    query = query.where(SessionRow.finished.is_not(None), SamplerRow.folder.startswith(f"{root}/", autoescape=True))
+    query = query.where(SessionRow.finished.is_not(None), _is_below(root))
     async with database.read() as session:
         return [(sampler, owner, folder) for sampler, owner, folder in await session.execute(query) if folder]
+
+
+def _is_below(root: str) -> ColumnElement[bool]:
+    return SamplerRow.folder.startswith(f"{root}/", autoescape=True)
+
+
+async def samplers_beyond(database: Database, root: str, keep: int) -> list[str]:
+    """Ephemeral samplers whose model has `keep` newer ones, oldest first."""
+    newest_first = (SamplerRow.created.desc(), SamplerRow.id.desc())
+    place = func.row_number().over(partition_by=SamplerRow.model_id, order_by=newest_first).label("place")
+    ranked = select(SamplerRow.id, SamplerRow.created, place).where(
+        SamplerRow.model_id.is_not(None), SamplerRow.superseded.is_(None), _is_below(root)
+    )
+    inner = ranked.subquery()
+    query = select(inner.c.id).where(inner.c.place > keep).order_by(inner.c.created)
+    async with database.read() as session:
+        return list(await session.scalars(query))
+
+
+async def supersede_sampler(session: AsyncSession, sampler_id: str, now: float) -> None:
+    """Newer ones have taken its place."""
+    await session.execute(update(SamplerRow).where(SamplerRow.id == sampler_id).values(superseded=now))
+
+
+async def superseded_folders(database: Database, root: str) -> list[tuple[str, str]]:
+    """(id, folder) of superseded samplers whose files are still there."""
+    query = select(SamplerRow.id, SamplerRow.folder).where(SamplerRow.superseded.is_not(None), _is_below(root))
+    async with database.read() as session:
+        return [(sampler, folder) for sampler, folder in await session.execute(query) if folder]
+
+
+async def forget_folder(session: AsyncSession, sampler_id: str) -> None:
+    """Its files are not there any more."""
+    await session.execute(update(SamplerRow).where(SamplerRow.id == sampler_id).values(folder=""))
 
 
 async def sessions_of_samplers(database: Database, sampler_ids: Collection[str]) -> dict[str, str]:

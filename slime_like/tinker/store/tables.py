@@ -15,6 +15,7 @@ from sqlalchemy import (
     LargeBinary,
     String,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -35,6 +36,16 @@ class ApiKeyRow(Base):
     created: Mapped[float] = mapped_column(Float)
     revoked: Mapped[float | None] = mapped_column(Float)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+
+
+class TenantRow(Base):
+    """What a tenant has of the server. None: what those have that are not named here (ServiceSettings)."""
+
+    __tablename__ = "tenants"
+    tenant: Mapped[str] = mapped_column(String(128), primary_key=True)
+    weight: Mapped[float | None] = mapped_column(Float)  # its share beside others'
+    max_requests: Mapped[int | None] = mapped_column(BigInteger)  # under way
+    max_tokens: Mapped[int | None] = mapped_column(BigInteger)  # of these
 
 
 class SessionRow(Base):
@@ -100,7 +111,7 @@ class RequestRow(Base):
 
 
 class SamplerRow(Base):
-    """What samples are asked of. folder None: the base model."""
+    """What samples are asked of. folder None: the base model; "": its files are not kept any more."""
 
     __tablename__ = "samplers"
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -110,6 +121,9 @@ class SamplerRow(Base):
     model_path: Mapped[str | None] = mapped_column(String(512))  # tinker://...
     folder: Mapped[str | None] = mapped_column(String(1024))
     created: Mapped[float] = mapped_column(Float)
+    model_id: Mapped[str | None] = mapped_column(String(128), index=True)  # whose weights, of an ephemeral one
+    is_inflight: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())  # it may serve newer ones
+    superseded: Mapped[float | None] = mapped_column(Float)  # when newer ones of its model had taken its place
 
 
 class CheckpointRow(Base):

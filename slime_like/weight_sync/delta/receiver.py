@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from slime_like.config.bounds import bounded
 from slime_like.errors import WeightSyncError
 from slime_like.utils.logs import LOG_LEVELS, start_logging
 from slime_like.utils.net import host_port
@@ -254,12 +255,20 @@ def main(argv: list[str] | None = None) -> int:
         help="Folder of the copy, of this receiver alone; holds two versions while one arrives.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen at.")
-    parser.add_argument("--port", type=int, required=True, help="Port to listen at; 0: a free one, which is printed.")
+    parser.add_argument(
+        "--port",
+        type=bounded(int, least=0, most=65535),
+        required=True,
+        help="Port to listen at; 0: a free one, which is printed.",
+    )
     parser.add_argument(
         "--api-key-file", required=True, help="File with the key that trainers must send, readable by its owner only."
     )
     parser.add_argument(
-        "--max-bytes", type=int, default=16 << 30, help="Largest request, and largest file made of one."
+        "--max-bytes",
+        type=bounded(int, least=1, most=2**60),
+        default=16 << 30,
+        help="Largest request, and largest file made of one.",
     )
     parser.add_argument(
         "--log-level",

@@ -16,8 +16,8 @@ from slime_like.config.model import ModelConfig
 
 #: SGLang pads the vocabulary to a multiple of this before it is cut.
 _VOCAB_PADDING = 64
-#: Without CUDA each rank's share of an MLP is rounded up to a multiple of this (configs/update_config.py,
-#: DEFAULT_MOE_PADDING_SIZE).
+#: Without CUDA each rank's share of an MLP is rounded up to a multiple of this, or of a block of scales
+#: (configs/update_config.py, get_moe_padding_size).
 _CPU_MLP_PADDING = 32
 
 _QKV = re.compile(r"(.+\.self_attn)\.([qkv])_proj\.(weight|bias)$")
@@ -31,6 +31,8 @@ _VECTOR = re.compile(r"(?:norm|layernorm)\.weight$|bias$")
 #: DeepSeek's attention: what is compressed lies whole on every rank, what is expanded to heads is shared among them.
 _LATENT = re.compile(r"(.+\.self_attn)\.(q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\.weight$")
 _SHARED_EXPERTS = ".mlp.shared_experts."
+#: Scales of an eight-bit weight: one for each of its rows, or (_inv) one for each block.
+_SCALE = re.compile(r"(.+\.weight)(_scale(?:_inv)?)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +48,18 @@ class Cut:
     is_latent: bool = False  # multi-head latent attention
     latent_queries: int = 0  # width of compressed queries; 0: they are not compressed
     fuses_shared: bool = False  # the shared expert may lie among the others, depending on what the engine decided
+    block: int = (
+        0  # rows and columns of a weight that share a scale; 1: all columns of one row; 0: none is in eight bits
+    )
 
     @staticmethod
-    def of(model: ModelConfig, rank: int, size: int, *, on_cpu: bool, may_fuse_shared: bool = False) -> Cut:
+    def of(
+        model: ModelConfig, rank: int, size: int, *, on_cpu: bool, may_fuse_shared: bool = False, block: int = 0
+    ) -> Cut:
         """For a resolved model. on_cpu: the engine's device.
 
-        may_fuse_shared: it was not told to keep shared experts apart (it fuses a single one only).
+        may_fuse_shared: it was not told to keep shared experts apart (it fuses a single one only). block: as the
+        field's.
         """
         return Cut(
             rank=rank,
@@ -63,6 +71,7 @@ class Cut:
             is_latent=model.multi_latent_attention,
             latent_queries=model.q_lora_rank or 0,
             fuses_shared=may_fuse_shared and model.moe_shared_expert_intermediate_size == model.moe_ffn_hidden_size,
+            block=block,
         )
 
     def heads(self, part: str) -> tuple[int, int]:
@@ -86,7 +95,8 @@ class Cut:
     def mlp_share(self, total: int) -> int:
         """Rows or columns that a rank keeps of an MLP's `total`, padding included."""
         if self.on_cpu:
-            return -(-total // (self.size * _CPU_MLP_PADDING)) * _CPU_MLP_PADDING
+            padding = self.block if self.block > 1 else _CPU_MLP_PADDING
+            return -(-total // (self.size * padding)) * padding
         return total // self.size
 
     def of_share(self, total: int, share: int) -> tuple[int, int]:
@@ -122,6 +132,8 @@ def pieces(name: str, shape: Sequence[int], cut: Cut) -> list[Piece]:
 
     An empty list if it is not known where the engine keeps it, as of another shape than the model's.
     """
+    if match := _SCALE.match(name):
+        return _of_scales(shape, cut, match)
     if len(shape) != (1 if _VECTOR.search(name) else 2):
         return []
     if cut.fuses_shared and _SHARED_EXPERTS in name:
@@ -161,6 +173,26 @@ def pieces(name: str, shape: Sequence[int], cut: Cut) -> list[Piece]:
     if _WHOLE.search(name):
         return [Piece(name=name, parameter=name, dim=0, start=0, stop=shape[0], first=0)]
     return []
+
+
+def _of_scales(shape: Sequence[int], cut: Cut, match: re.Match) -> list[Piece]:
+    """They lie as their weight does, a block for each of its blocks. The scale of a row is whole on every rank that has
+    some columns of the row.
+    """
+    block, of_rows = cut.block, match[2] == "_scale"
+    if len(shape) != 2 or not block or of_rows is not (block == 1):
+        return []
+    lying = []
+    for piece in pieces(match[1], [size * block for size in shape], cut):
+        if of_rows and piece.dim == 1:
+            piece = dataclasses.replace(piece, dim=0, start=0, stop=shape[0], first=0)
+        edges = (piece.start, piece.stop, piece.first)
+        if any(edge % block for edge in edges):
+            return []
+        start, stop, first = (edge // block for edge in edges)
+        name, parameter = match[1] + match[2], piece.parameter + match[2]
+        lying.append(dataclasses.replace(piece, name=name, parameter=parameter, start=start, stop=stop, first=first))
+    return lying
 
 
 def _of_expert(name: str, shape: Sequence[int], cut: Cut, match: re.Match) -> Piece:

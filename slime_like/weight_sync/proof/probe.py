@@ -10,6 +10,7 @@ import functools
 
 import numpy as np
 
+from slime_like.config.quantisation import scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import TrainSample
@@ -52,6 +53,15 @@ def probe_samples(config: RunConfig) -> list[TrainSample]:
     ]
 
 
+def tolerance_of(config: RunConfig, *, bf16: bool) -> float:
+    """The largest mean |log-prob difference| that is still rounding: the flag's, or of what rounds most."""
+    # a transform is there to send something coarser than the trainer has
+    rounds = bf16 or config.sync.custom_weight_transform_path
+    scheme = scheme_of(config.sync.rollout_quantization)
+    default = max(_TOLERANCE_BF16 if rounds else _TOLERANCE_FP32, 0.0 if scheme is None else scheme.probe_tolerance)
+    return config.sync.verify_weight_sync_tolerance or default
+
+
 def compare_probe(
     config: RunConfig,
     clients: list[EngineClient],
@@ -76,9 +86,7 @@ def compare_probe(
         for client in clients
     }
     answers = run_together(tasks, timeout_s=timeout_s, who="driver", phase=f"probe weight version {version}")
-    # a transform is there to send something coarser than the trainer has
-    rounds = bf16 or config.sync.custom_weight_transform_path
-    tolerance = config.sync.verify_weight_sync_tolerance or (_TOLERANCE_BF16 if rounds else _TOLERANCE_FP32)
+    tolerance = tolerance_of(config, bf16=bf16)
     largest, wrong = 0.0, []
     for engine in tasks:
         differences = [

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from slime_like.config.model import ModelConfig
+from slime_like.config.quantisation import QuantScheme, is_served, served_config
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
@@ -46,10 +47,18 @@ class EngineLayout:
     tp_size: int
     on_cpu: bool
     may_fuse_shared: bool = False  # a shared expert may lie among the others
+    block: int = 0  # of what is in eight bits, see Cut
 
     def cut(self, model: ModelConfig, rank: int) -> Cut:
         """One rank's share."""
-        return Cut.of(model, rank, self.tp_size, on_cpu=self.on_cpu, may_fuse_shared=self.may_fuse_shared)
+        return Cut.of(
+            model,
+            rank,
+            self.tp_size,
+            on_cpu=self.on_cpu,
+            may_fuse_shared=self.may_fuse_shared,
+            block=self.block,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +114,26 @@ class Receipt:
         clients: Sequence[EngineClient],
         who: str,
         readers: Collection[Reader] | None = None,
+        *,
+        scheme: QuantScheme | None = None,
     ):
-        """readers: the ranks of engines that this source sends to; None: all."""
+        """readers: the ranks of engines that this source sends to; None: all. scheme: in which eight bits.
+
+        Raises WeightSyncError where an engine does not keep weights in that scheme, or cannot be compared: it was
+        started with made-up weights.
+        """
         self._who = who
         self._layouts: dict[EngineClient, EngineLayout] = {}
         self.not_compared: dict[int, str] = {}  # engine -> why its digests cannot be compared
         self._readers = readers
         clients = [client for client in clients if self._ranks_of(client)]
         for client in clients:
-            layout = layout_of(client)
+            layout = layout_of(client, scheme)
+            if isinstance(layout, str) and scheme is not None:
+                raise WeightSyncError(
+                    f"engine {client.endpoint.index} at {client.url} cannot be shown to hold weights in {scheme.name}:"
+                    f" {layout}. It was sent nothing, and serves nothing."
+                )
             if isinstance(layout, str):
                 logger.warning(
                     "engine %d at %s: weight digests are not compared: %s", client.endpoint.index, client.url, layout
@@ -307,14 +327,17 @@ def raise_different(differences: Sequence[str]) -> None:
         raise WeightSyncError("; ".join(differences) + ". Nothing was generated with these weights.")
 
 
-def layout_of(client: EngineClient) -> EngineLayout | str:
-    """How an engine cuts its weights; or why that is not known here."""
+def layout_of(client: EngineClient, scheme: QuantScheme | None = None) -> EngineLayout | str:
+    """How an engine cuts its weights; or why that is not known here. scheme: in which eight bits they are sent."""
     info = client.server_info()
     loaders = info.get("custom_weight_loader") or []
     if WEIGHT_LOADER not in loaders:
         return f"it was started without --custom-weight-loader {WEIGHT_LOADER}"
-    if info.get("quantization"):
-        return f"it keeps quantised weights ({info['quantization']})"
+    served = served_config(info)
+    if scheme is not None and not is_served(scheme, served):
+        return f"it was started with quantization_config {served}, not with {dict(scheme.engine_config)}"
+    if scheme is None and (served or info.get("quantization")):
+        return f"it keeps quantised weights ({info.get('quantization') or (served or {}).get('quant_method')})"
     for name, only in (("ep_size", 1), ("pp_size", 1), ("enable_dp_attention", False), ("moe_dense_tp_size", None)):
         if info.get(name) not in (only, None):
             return f"its layout with {name} {info[name]} is not known here"
@@ -323,6 +346,7 @@ def layout_of(client: EngineClient) -> EngineLayout | str:
         tp_size=client.endpoint.tp_size,
         on_cpu=on_cpu,
         may_fuse_shared=not (on_cpu or info.get("disable_shared_experts_fusion")),
+        block=0 if scheme is None else scheme.rows,
     )
 
 

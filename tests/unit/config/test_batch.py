@@ -26,6 +26,19 @@ def test_a_gpu_never_makes_two_whole_fp32_copies_of_the_logits_unless_it_is_aske
     assert batch.log_probs_chunk_tokens(on_gpu=False) == on_host
 
 
+def test_passes_without_gradients_have_sizes_of_their_own():
+    rows = BatchConfig(micro_batch_size=2, log_probs_micro_batch_size=8)
+    assert rows.problems() == [] and rows.scoring.micro_batch_size == 8
+    assert BatchConfig(micro_batch_size=2).scoring == BatchConfig(micro_batch_size=2)
+    tokens = BatchConfig(**DYNAMIC, log_probs_max_tokens_per_gpu=300)
+    assert tokens.scoring.max_tokens_per_gpu == 300
+    (problem,) = BatchConfig(**DYNAMIC, log_probs_micro_batch_size=8).problems()
+    assert "Fix: --log-probs-max-tokens-per-gpu" in problem
+    assert BatchConfig(log_probs_micro_batch_size=-1).problems() == [
+        "--log-probs-micro-batch-size -1: must be at least 1."
+    ]
+
+
 def test_score_packs_hold_at_least_a_token():
     assert BatchConfig(**DYNAMIC, log_probs_max_tokens_per_gpu=-1).problems() == [
         "--log-probs-max-tokens-per-gpu -1: must be at least 1."

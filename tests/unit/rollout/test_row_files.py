@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from slime_like.errors import DataError
-from slime_like.rollout.row_files import read_rows, row_name
+from slime_like.rollout.row_files import LONGEST_LINE_BYTES, read_rows, row_name
 
 NEEDED = {"messages": "--input-key"}
 ALL = slice(None)
@@ -132,3 +132,37 @@ def test_the_file_is_not_held_in_memory(write_parquet, write_rows, kind):
     finally:
         tracemalloc.stop()
     assert peak < 8e6  # a batch of 256 rows is 2.6 MB, as Python's text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": "\\ud83d"}', r"x.jsonl line 2 holds half a character \(the lone surrogate \\ud83d\)"),
+        ("[" * 100_000, "x.jsonl line 2 is nested too deeply"),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "x.jsonl line 2 is nested more than 200 deep"),
+    ],
+)
+def test_lines_that_nothing_later_takes(tmp_path, line, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"messages": "a"}}\n{line}\n')
+    with pytest.raises(DataError, match=message):
+        list(read_rows(str(path), ALL, NEEDED))
+
+
+def test_pairs_of_surrogates_are_whole_characters(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"messages": "\\ud83d\\ude00"}\n')
+    (row,) = read_rows(str(path), ALL, NEEDED)
+    assert row.record["messages"] == "\U0001f600"
+
+
+def test_a_line_without_end_is_bounded(tmp_path):
+    path = tmp_path / "x.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"messages": "a"}\n')
+        file.truncate(LONGEST_LINE_BYTES * 3)  # a hole: NULs without a newline
+    tracemalloc.start()
+    with pytest.raises(DataError, match="x.jsonl line 2 has more than 64 MiB"):
+        list(read_rows(str(path), ALL, NEEDED))
+    assert tracemalloc.get_traced_memory()[1] < 2.5 * LONGEST_LINE_BYTES
+    tracemalloc.stop()

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from slime_like.config.data import DataConfig
+from slime_like.errors import DataError
 from slime_like.rollout.row_files import FileRow
 from slime_like.rollout.rows import RowMaker
 
@@ -43,3 +46,45 @@ def test_the_last_answers_are_cut_at_the_limit_and_counted(tokenizer):
         row.tokens.tolist() == sample.tokens[: len(row.tokens)].tolist()
         and not sample.loss_mask[: len(row.tokens)].any()
     )
+
+
+def test_a_text_that_can_never_fit_is_not_tokenized(tokenizer):
+    """Five million characters take seconds, and a hostile row could hold many more."""
+
+    class Counting:
+        num_characters = 0
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, texts, **kwargs):
+            self.num_characters += sum(map(len, texts))
+            return tokenizer(texts, **kwargs)
+
+    counting = Counting()
+    data = DataConfig(num_rollout=1, input_key="prompt", response_key="response")
+    for supervised in (False, True):
+        maker = RowMaker(data, counting, max_prompt_tokens=20, max_tokens=40, supervised=supervised)
+        records = [FileRow(n, {"prompt": text, "response": "1"}, "") for n, text in enumerate(("12", "9" * 5_000_000))]
+        assert [row is None for row in maker.rows(records)] == [False, True]
+    assert counting.num_characters < 1000
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+@pytest.mark.parametrize("field", ["prompt", "response"])
+def test_half_a_character_is_named(tokenizer, supervised, field):
+    if field == "response" and not supervised:
+        pytest.skip("a prompt has no response")
+    data = DataConfig(num_rollout=1, input_key="prompt", response_key="response")
+    maker = RowMaker(data, tokenizer, max_prompt_tokens=20, max_tokens=40, supervised=supervised)
+    record = {"prompt": "12", "response": "3"} | {field: "a\ud800b"}
+    with pytest.raises(DataError, match=r"x line 3 holds half a character \(the lone surrogate \\ud800\)"):
+        list(maker.rows([FileRow(3, record, "x line 3")]))
+
+
+def test_a_message_s_role_is_a_text(tokenizer):
+    data = DataConfig(num_rollout=1, input_key="prompt", apply_chat_template=True)
+    maker = RowMaker(data, tokenizer, max_prompt_tokens=20, max_tokens=40)
+    for role in (None, 5, ["user"]):
+        with pytest.raises(DataError, match="x line 1: a chat message's 'role' and keys are texts"):
+            list(maker.rows([FileRow(1, {"prompt": [{"role": role, "content": "a"}]}, "x line 1")]))

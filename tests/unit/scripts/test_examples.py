@@ -38,6 +38,7 @@ MODES = {
     "guess": ("colocate", 1),
     "interleaved": ("disaggregated", 3),
     "own-functions": ("colocate", 2),
+    "quantised-rollouts": ("colocate", 1),
     "reward-model": ("disaggregated", 3),
     "roles": ("disaggregated", 5),
     "routing-replay": ("colocate", 2),

@@ -15,6 +15,7 @@ from slime_like.planning.memory.parameters import model_parameters
 #: Parameters as the model cards and checkpoints state them, tied embeddings counted once.
 PUBLISHED = {
     "tiny-qwen3": 828_800,
+    "tiny-qwen3-blocks": 1_025_664,
     "tiny-qwen3-moe": 1_856_896,
     "qwen2.5-0.5B": 494_032_768,
     "qwen2.5-1.5B": 1_543_714_304,
@@ -28,6 +29,7 @@ PUBLISHED = {
     "qwen3-8B": 8_190_735_360,
     "qwen3-14B": 14_768_307_200,
     "qwen3-32B": 32_762_123_264,
+    "smollm2-135M": 134_515_008,
     "llama3.2-1B": 1_235_814_400,
     "llama3.2-3B": 3_212_749_824,
     "llama3.1-8B": 8_030_261_248,
@@ -115,7 +117,7 @@ def test_the_architecture_is_possible(repo_root: Path, name: str):
     assert model.problems() == []
     last = model.num_layers // 2
     split = ParallelConfig(
-        tensor_model_parallel_size=2,
+        tensor_model_parallel_size=3 if model.num_attention_heads % 2 else 2,  # SmolLM2 has nine heads
         sequence_parallel=True,
         pipeline_model_parallel_size=2,
         decoder_last_pipeline_num_layers=last,

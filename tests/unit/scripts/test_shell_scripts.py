@@ -42,7 +42,7 @@ def test_programs_are_strict_and_kill_nothing_by_name(repo_root: Path):
         assert not re.search(r"\b(pkill|killall|ray stop)\b(?!\")", text), path
 
 
-@pytest.mark.parametrize("name", [*RUN_SCRIPTS, "quickstart.sh"])
+@pytest.mark.parametrize("name", [*RUN_SCRIPTS, "quickstart.sh", "run-smollm2.sh"])
 def test_every_flag_is_known(repo_root: Path, name: str):
     known = {
         option

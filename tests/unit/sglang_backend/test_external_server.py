@@ -13,9 +13,16 @@ import time
 import pytest
 from sglang_backend.fake_http import serve
 
+from slime_like.config.quantisation import SCHEMES, engine_flags
 from slime_like.errors import EngineError
 from slime_like.records import EngineEndpoint
-from slime_like.sglang_backend.external_server import ExternalServer, HealthWatch, disagreements, inspect_server
+from slime_like.sglang_backend.external_server import (
+    ExternalServer,
+    HealthWatch,
+    disagreements,
+    inspect_server,
+    quantisation_disagreements,
+)
 from slime_like.utils.net import free_port
 
 CONFIG = {
@@ -347,3 +354,27 @@ def test_routed_experts_are_told_only_by_a_server_started_for_it(tmp_path):
     assert len(problems[0]) == 1 and "--enable-return-routed-experts" in problems[0][0]
     assert problems[1] == []
     assert disagreements(servers[0], hf_checkpoint=folder, dtype="bfloat16", needed_context=1) == []
+
+
+INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("info", "scheme", "expected"),
+    [
+        ({}, None, None),
+        ({}, INT8, "keeps its weights as they are, not as --rollout-quantization int8 sends them"),
+        (engine_flags(INT8, {}), INT8, None),
+        (engine_flags(INT8, {}), FP8, "--rollout-quantization fp8 sends them. Fix: start it with --load-format dummy"),
+        (engine_flags(FP8, {}), SCHEMES["fp8-per-tensor"], None),
+        (engine_flags(FP8, {}), None, "would take those that it is sent for what they are not"),
+        ({"quantization": "fp8"}, None, "would take those that it is sent for what they are not"),
+        ({"quantization": "fp8"}, FP8, "{'quant_method': 'fp8'}, not as"),  # one number a matrix
+    ],
+)
+def test_weights_in_another_form_than_they_are_sent_in(info, scheme, expected):
+    with serve(ANSWERS | {"/server_info": (200, INFO | info)}) as fake:
+        problems = quantisation_disagreements(inspect_server(fake.url, None, 5), scheme)
+    assert len(problems) == (expected is not None)
+    if expected is not None:
+        assert expected in problems[0] and fake.url in problems[0]

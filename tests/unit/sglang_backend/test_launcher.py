@@ -9,9 +9,16 @@ import time
 
 import pytest
 
+from slime_like.config.quantisation import SCHEMES, engine_flags
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.launcher import EngineSpec, _environment, _server_argv, launch_engine
+from slime_like.sglang_backend.launcher import (
+    EngineSpec,
+    _check_second_update,
+    _environment,
+    _server_argv,
+    launch_engine,
+)
 
 # Answers /health to everybody and /model_info to whoever has the key from the --config file.
 FAKE = """
@@ -159,3 +166,14 @@ def test_gpus_and_cpu_cores(tmp_path):
     cores = [int(core) for core in on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")]
     assert len(cores) == 2 and set(cores) <= os.sched_getaffinity(0)
     assert on_cpu["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(("name", "goes"), [("int8", False), ("fp8", True), ("fp8-per-tensor", True)])
+def test_eight_bits_that_cuda_engines_take_only_once_are_refused(tmp_path, name, goes):
+    """By the source of the SGLang that is installed: 0.5.23."""
+    quantised = spec(tmp_path, "", extra_flags=engine_flags(SCHEMES[name], {}))
+    if goes:
+        _check_second_update(quantised)
+        return
+    with pytest.raises(EngineError, match=r"engine 5: .*second weight sync.*--rollout-quantization fp8"):
+        _check_second_update(quantised)

@@ -12,7 +12,7 @@ MERGE = "trainer.policy.megatron_config.lora_config.merge_lora"
 
 
 def flags(values: dict, *plain: str) -> list[str]:
-    return list(read_keys(json.dumps(values), plain).argv)
+    return list(read_keys(json.dumps(values), plain))
 
 
 def problems(values: dict, *plain: str) -> list[str]:
@@ -24,14 +24,15 @@ def problems(values: dict, *plain: str) -> list[str]:
 def test_every_key_of_the_page_is_a_flag():
     values = {
         PLACEMENT + "policy_num_gpus_per_node": 4, PLACEMENT + "policy_num_nodes": 2, ENGINE + "num_engines": 3,
-        ENGINE + "tensor_parallel_size": 2, "trainer.micro_forward_batch_size_per_gpu": 5,
+        ENGINE + "tensor_parallel_size": 2, "trainer.micro_forward_batch_size_per_gpu": 7,
         "trainer.micro_train_batch_size_per_gpu": 5, ENGINE + "gpu_memory_utilization": 0.7,
         PLACEMENT + "colocate_all": False, MERGE: False, LORA + "max_loras": 3, LORA + "max_cpu_loras": 9,
     }  # fmt: skip
     argv = flags(values)
     for name, value in {
         "--actor-num-gpus-per-node": 4, "--actor-num-nodes": 2, "--rollout-num-gpus": 6,
-        "--rollout-num-gpus-per-engine": 2, "--micro-batch-size": 5, "--sglang-mem-fraction-static": 0.7,
+        "--rollout-num-gpus-per-engine": 2, "--micro-batch-size": 5, "--log-probs-micro-batch-size": 7,
+        "--sglang-mem-fraction-static": 0.7,
         "--max-loras": 3, "--max-cpu-loras": 9,
     }.items():  # fmt: skip
         assert typed_value(argv, name) == [str(value)], name
@@ -45,12 +46,12 @@ def test_engines_are_counted_in_gpus_of_the_size_that_is_typed():
     assert argv == ["--rollout-num-gpus", "12"]
 
 
-def test_one_micro_batch_serves_both_and_the_user_is_told():
-    keys = read_keys(
-        json.dumps({"trainer.micro_forward_batch_size_per_gpu": 8, "trainer.micro_train_batch_size_per_gpu": 2}), []
-    )
-    assert keys.argv == ("--micro-batch-size", "2")
-    assert "micro_forward_batch_size_per_gpu is 8" in keys.notes[0]
+def test_one_size_of_micro_batches_serves_both_and_two_serve_each_its_own():
+    train, forward = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
+    assert flags({train: 2}) == ["--micro-batch-size", "2"]
+    assert flags({forward: 8}) == ["--micro-batch-size", "8"]
+    assert flags({forward: 8, train: 2}) == ["--micro-batch-size", "2", "--log-probs-micro-batch-size", "8"]
+    assert flags({forward: 8}, "--micro-batch-size", "3") == ["--log-probs-micro-batch-size", "8"]
 
 
 def test_the_same_said_twice_is_said_once_and_a_contradiction_names_both():

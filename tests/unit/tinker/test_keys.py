@@ -50,11 +50,39 @@ def test_add_list_revoke(capsys, url, tmp_path):
     assert key[17:] not in dump and second[17:] not in dump, "the secret is nowhere in the file"
 
 
+def test_a_tenants_share_is_given_with_its_key_and_changed_later(capsys, url):
+    run(capsys, "add", "--db", url, "--tenant", "ann", "--weight", "2", "--max-requests", "10", "--max-tokens", "1000")
+    run(capsys, "add", "--db", url, "--tenant", "ann")  # another key of it says nothing of that
+    run(capsys, "add", "--db", url, "--tenant", "bob")
+    ann, again, bob = run(capsys, "list", "--db", url)[1].splitlines()
+    for line in (ann, again):
+        assert line.endswith("weight 2  max_requests 10  max_tokens 1000")
+    assert bob.endswith("{}")
+    changed = run(capsys, "share", "--db", url, "--tenant", "ann", "--weight", "0.5", "--max-tokens", "default")
+    assert changed == (0, "ann  weight 0.5  max_requests 10")
+    unsaid = run(capsys, "share", "--db", url, "--tenant", "ann", "--weight", "default", "--max-requests", "default")
+    assert unsaid == (0, "ann  as all others")
+    assert "weight" not in run(capsys, "list", "--db", url)[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--weight", "0"], ["--weight", "-1"], ["--weight", "inf"], ["--weight", "nan"], ["--max-tokens", "0"]]
+)
+def test_a_share_is_a_number_above_0(capsys, url, wrong):
+    with pytest.raises(SystemExit) as left:
+        keys.main(["share", "--db", url, "--tenant", "ann", *wrong])
+    assert left.value.code == 2
+
+
 def test_mistakes_exit_with_2(capsys, url):
     assert run(capsys, "add", "--db", url, "--tenant", "a b")[0] == 2
     status, message = run(capsys, "add", "--db", url, "--tenant", "ann", "--limits", '{"speed": 1}')
     assert status == 2 and "no speed. It has: requests, body_bytes." in message
     assert run(capsys, "revoke", "--db", url, "--tenant", "ann")[0] == 2
+    status, message = run(capsys, "share", "--db", url, "--tenant", "ann")
+    assert status == 2 and "any of --weight, --max-requests, --max-tokens" in message
+    status, message = run(capsys, "share", "--db", url, "--tenant", "ann", "--weight", "2")
+    assert status == 2 and "'ann' has no keys" in message
     with pytest.raises(SystemExit) as left:
         keys.main(["add", "--db", url, "--tenant", "ann", "--limits", '{"requests": -1}'])
     assert left.value.code == 2

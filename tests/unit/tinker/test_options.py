@@ -12,6 +12,7 @@ import pytest
 
 from slime_like.config.lora import LoraConfig
 from slime_like.errors import ConfigError
+from slime_like.tinker.assemble import service_settings, trainer_options
 from slime_like.tinker.options import ServerCommand, read_command
 
 ROOT = Path(__file__).parents[3]
@@ -57,6 +58,22 @@ def test_without_keys_there_is_one_of_each_and_colocated_they_share_a_gpu():
     assert not shared.config.offload_rollout and not shared.config.offloads_train(on_gpu=True)
 
 
+def test_micro_batches_are_shared_where_it_is_asked_for():
+    assert not trainer_options(command()).shares_micro_batches
+    shared = command("--tenant-micro-batches", "shared")
+    assert trainer_options(shared).shares_micro_batches and "of several models' rows" in shared.text()
+    assert any("--tenant-micro-batches" in problem for problem in problems("--tenant-micro-batches", "all"))
+
+
+def test_what_tenants_and_sides_have_is_what_the_flags_say():
+    limits = service_settings(command("--max-requests-a-tenant", "5", "--max-tokens-a-tenant", "700"))
+    assert (limits.max_requests_a_tenant, limits.max_tokens_a_tenant) == (5, 700)
+    sides = service_settings(command("--colocate", "--sampling-weight", "3", "--turn-s", "0.5"))
+    assert (sides.shared_devices, sides.sampling_weight, sides.turn_s) == (True, 3.0, 0.5)
+    kept = service_settings(command("--max-whole-models", "2", "--max-ephemeral-samplers", "3"))
+    assert (kept.max_whole_models_resident, kept.max_ephemeral_samplers) == (2, 3)
+
+
 def test_flags_of_train_py_work_beside():
     read = command("--tensor-model-parallel-size", "2", "--seed", "5", keys=PAGE)
     assert read.report.plan.roles["tenants"].tp == 2
@@ -87,6 +104,9 @@ def test_every_linear_layer_of_a_dense_model_and_none_of_its_experts_may_have_an
         (["--tls-key", "k"], "need each other"),
         (["--port", "70000"], "--port 70000"),
         (["--max-lora-rank", "0"], "--max-lora-rank 0"),
+        (["--turn-s", "1"], "--turn-s 1 does nothing"),
+        (["--colocate", "--sampling-weight", "0"], "--sampling-weight 0: must be above 0"),
+        (["--max-requests-a-tenant", "0"], "--max-requests-a-tenant 0"),
         (["--no-such-flag"], "unknown flag --no-such-flag"),
         (["--sglang-mem-fraction", "1"], "--sglang-mem-fraction-static"),
     ],

@@ -47,8 +47,8 @@ def reward(args: Any, sample: Any) -> float:
 def score(task: str, options: Mapping, entry: Mapping, said: str) -> float:
     """The task's own score of what is between <answer> tags, or of the whole where there are none; 0 to 1.
 
-    Guarded: reasoning-gym (0.1.25) pays len(answer) / len(reply) for any text that has the answer in it, and some tasks
-    raise on an answer that they cannot read; both earn 0 here.
+    Guarded: reasoning-gym (0.1.25) pays len(answer) / len(reply) for any text that has the answer in it, in some tasks
+    after taking the commas out; and some raise on an answer that they cannot read. All of that earns 0 here.
     """
     reply = said.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     if not reply:
@@ -59,8 +59,9 @@ def score(task: str, options: Mapping, entry: Mapping, said: str) -> float:
     except Exception:  # noqa: BLE001 an answer may be anything, and so may be what reading it raises
         return 0.0
     answer = str(entry["answer"])
-    if reply != answer and answer in reply and abs(value - len(answer) / len(reply)) < 1e-9:
-        return 0.0
+    for text, held in ((reply, answer), (reply.replace(",", ""), answer.replace(",", ""))):
+        if text and text != held and held in text and abs(value - len(held) / len(text)) < 1e-9:
+            return 0.0
     return min(1.0, max(0.0, value))
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from slime_like.tinker.api import bodies
 from slime_like.tinker.api.context import Api, Context, Who
 from slime_like.tinker.api.wire.requests import read_prompt
+from slime_like.tinker.api.wire.tensors import TensorReader
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.records import Call, Kind, SampleJob
 from slime_like.tinker.store import clients
@@ -67,14 +68,18 @@ async def asample(body: bodies.SampleBody, api: Api, tenant: Who) -> dict[str, A
 
 def _job(body: bodies.SampleBody, api: Context) -> SampleJob:
     limits = api.settings.limits
-    asked = {
-        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
-        "prompt_alt_tokens_k": body.prompt_alt_tokens_k != 0,
-        "prompt_logprobs_last_n": body.prompt_logprobs_last_n is not None,
-        "record_stability_info": bool(body.record_stability_info),
-    }
-    if unknown := [name for name, is_asked in asked.items() if is_asked]:
-        raise Refused(f"this server does not do {', '.join(unknown)}", status=400)
+    if body.prompt_alt_tokens_k:
+        raise Refused(
+            "prompt_alt_tokens_k: the engines draw tokens behind a prompt, not at each of its positions. Fix:"
+            " topk_prompt_logprobs, the likeliest tokens there and their log-probs",
+            status=400,
+        )
+    if body.record_stability_info:
+        raise Refused("record_stability_info: nothing is recorded for StableReinforce, a loss of the hosted service's",
+                      status=400)  # fmt: skip
+    if body.prompt_logprobs_last_n is not None and not body.prompt_logprobs:
+        raise Refused("prompt_logprobs_last_n is about prompt_logprobs, which are not asked for", status=400)
+    targets = body.target_prompt_logprobs
     if body.num_samples > limits.num_samples:
         raise Refused(f"num_samples {body.num_samples}: up to {limits.num_samples} are taken", status=400)
     params = body.sampling_params
@@ -92,7 +97,13 @@ def _job(body: bodies.SampleBody, api: Context) -> SampleJob:
         stop=read_stop(params.stop, limits.stop_sequences, limits.text_characters),
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         topk_sample_logprobs=body.topk_sample_logprobs,
+        prompt_targets=(
+            None
+            if targets is None
+            else TensorReader(limits).targets_from_json(targets.model_dump(), "target_prompt_logprobs")
+        ),
     )
 
 

@@ -178,6 +178,7 @@ async def save_weights_for_sampler(body: bodies.SaveForSampler, api: Api, tenant
     fields = _saving(body)
     if body.path is None and body.sampling_session_seq_id is not None:
         fields["sampler_id"] = f"{clients.session_of(body.model_id)}:sample:{body.sampling_session_seq_id}"
+        fields["sampler_kind"] = body.kind
     else:
         fields["name"] = _name(body)
     return await _submit(api, _step(Kind.SAVE_FOR_SAMPLER, tenant, body, fields))

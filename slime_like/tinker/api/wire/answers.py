@@ -10,7 +10,7 @@ import numpy as np
 
 from slime_like.records import PassResult
 from slime_like.tinker.api.wire.messages import FLOAT32, MESSAGES, STOP_REASONS
-from slime_like.tinker.api.wire.tensors import finite, little_endian, to_json
+from slime_like.tinker.api.wire.tensors import finite, little_endian, to_json, to_message, to_sparse_message
 from slime_like.tinker.records import CallResult, Kind, SampleResult, TopLogprobs
 
 #: How clients join the metrics of the parts of a batch; they refuse a name that says none.
@@ -78,6 +78,9 @@ def sample_to_protobuf(result: SampleResult) -> bytes:
     )
     if result.prompt_logprobs is not None:
         response.prompt_logprobs = little_endian(result.prompt_logprobs.astype(np.float32, copy=False))
+    if result.prompt_targets is not None:
+        as_message = to_sparse_message if np.isnan(result.prompt_targets).any() else to_message
+        response.target_prompt_logprobs.CopyFrom(as_message(result.prompt_targets))
     return response.SerializeToString()
 
 

@@ -51,6 +51,7 @@ _SCHEMA: dict[str, tuple[str, ...]] = {
         "2 prompt_logprobs optional bytes",
         "3 topk_prompt_logprobs optional TopkLogprobs",
         "4 prompt_cache_hit_tokens int32",
+        "5 target_prompt_logprobs optional Tensor",
     ),
 }
 

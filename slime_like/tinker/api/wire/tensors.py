@@ -10,6 +10,7 @@ import numpy as np
 from slime_like.tinker.api.wire.bounds import BodyLimits, ValueBudget
 from slime_like.tinker.api.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, MESSAGES
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.records import NO_TOKEN, UNLISTED
 
 #: Little-endian on every host. A bfloat16 is the upper half of a float32.
 _DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
@@ -46,6 +47,28 @@ class TensorReader:
         rows = self._listed(tensor["sparse_crow_indices"], np.int64, f"{name}'s row pointers")
         columns = self._listed(tensor.get("sparse_col_indices") or [], np.int64, f"{name}'s columns")
         return self._densify(values, rows, columns, shape, name)
+
+    def targets_from_json(self, tensor: Mapping[str, Any], name: str) -> np.ndarray:
+        """[N, K] int64 of from_json's object: tokens, NO_TOKEN, and UNLISTED where a sparse array has no cell.
+
+        Raises Refused.
+        """
+        if tensor["dtype"] != "int64":
+            raise Refused(f"{name}: token ids are int64, not {tensor['dtype']!r}", status=400)
+        if tensor.get("sparse_crow_indices") is None:
+            targets = self.from_json(tensor, name)
+        else:  # what is not listed is zero, and tokens are numbered from zero: so count from UNLISTED
+            values = self._listed(tensor["data"], np.int64, name)
+            targets = self.from_json({**tensor, "data": (values - UNLISTED).tolist()}, name) + UNLISTED
+        low = NO_TOKEN if tensor.get("sparse_crow_indices") is None else UNLISTED
+        if targets.ndim != 2 or not targets.shape[1] <= self._limits.targets_per_token or (targets < low).any():
+            raise Refused(
+                f"{name}: token ids, or -1 for none, of shape [len(prompt) - 1, K], K up to"
+                f" {self._limits.targets_per_token}; not {list(targets.shape)}"
+                + (f" with {targets.min()}" if targets.size else ""),
+                status=400,
+            )
+        return targets
 
     def tokens(self, data: bytes) -> np.ndarray:
         """[N] int32 of a chunk of text."""
@@ -114,6 +137,17 @@ def to_message(values: np.ndarray) -> Any:
     """A Tensor message, dense; float32, int32 or int64."""
     dtype = {np.dtype(np.float32): FLOAT32, np.dtype(np.int32): INT32, np.dtype(np.int64): INT64}[values.dtype]
     return MESSAGES["Tensor"](dense=little_endian(values), dtype=dtype, shape=values.shape)
+
+
+def to_sparse_message(values: np.ndarray) -> Any:
+    """A Tensor message: CSR of [N, K] float32, whose NaN are not listed."""
+    listed = ~np.isnan(values)
+    sparse = MESSAGES["SparseCsr"](
+        values=little_endian(values[listed]),
+        crow_indices=little_endian(np.cumsum([0, *listed.sum(1)], dtype=np.int64)),
+        col_indices=little_endian(np.nonzero(listed)[1].astype(np.int64)),
+    )
+    return MESSAGES["Tensor"](sparse_csr=sparse, dtype=FLOAT32, shape=values.shape)
 
 
 def little_endian(values: np.ndarray) -> bytes:

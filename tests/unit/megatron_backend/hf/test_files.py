@@ -2,10 +2,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from scripts.make_quantised_checkpoint import make_quantised
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf.files import HfReader, finish_folder, save_stage
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture
@@ -70,3 +73,78 @@ def test_sharded_folder_round_trip(tmp_path, monkeypatch):
     assert json.loads((out / "config.json").read_text()) == {"dtype": "float32"}
     assert (out / "tokenizer.json").is_file()
     assert not (out / "model.safetensors").exists()
+
+
+def eight_bit_folder(path, form, *, shape=(200, 300)):
+    """A folder with one projection, and a norm, in one of the public formats; and the plain projection."""
+    plain = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    (path / "plain").mkdir()
+    save_file({NAME: plain, "model.norm.weight": torch.ones(4)}, path / "plain" / "model.safetensors")
+    (path / "plain" / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert make_quantised(path / "plain", path / form, form) == 1
+    return path / form, plain
+
+
+def by_loops(folder, block):
+    """float64 of every number, its own scale looked up one by one."""
+    stored = load_file(folder / "model.safetensors")
+    scale = next(tensor for name, tensor in stored.items() if "_scale" in name).double()
+    factors = scale.reshape(1, 1).tolist() if block is None else scale.tolist()
+    high, wide = block or stored[NAME].shape
+    numbers = stored[NAME].double().tolist()
+    return torch.tensor(
+        [
+            [number * factors[row // high][column // wide] for column, number in enumerate(line)]
+            for row, line in enumerate(numbers)
+        ],
+        dtype=torch.float64,
+    )
+
+
+@pytest.mark.parametrize(("form", "block"), [("fp8", (128, 128)), ("int8", (1, 300)), ("fp8-tensor", None)])
+def test_eight_bits_are_read_as_what_they_stand_for(tmp_path, form, block):
+    folder, plain = eight_bit_folder(tmp_path, form)
+    truth, reader = by_loops(folder, block), HfReader(str(folder))
+    assert reader.names == {NAME, "model.norm.weight"}
+    assert reader.dtype() == "float32"  # the norm's
+    whole = reader.read(NAME, shape=(200, 300))
+    assert whole.dtype == torch.float32 and (whole - truth).abs().max() < 1e-6
+    assert (whole - plain).abs().max() < plain.abs().max() / (16 if "fp8" in form else 250)
+    for start, stop in ((0, 100), (100, 200), (130, 131)):  # parts need not begin where a block does
+        assert torch.equal(reader.read(NAME, shape=(200, 300), dim=0, start=start, stop=stop), whole[start:stop])
+        assert torch.equal(reader.read(NAME, shape=(200, 300), dim=1, start=start, stop=stop), whole[:, start:stop])
+
+
+def without(folder, *names, **changes):
+    """Leave tensors out, or change them."""
+    tensors = {key: tensor for key, tensor in load_file(folder / "model.safetensors").items() if key not in names}
+    save_file(tensors | changes, folder / "model.safetensors")
+    return HfReader(str(folder))
+
+
+def test_eight_bits_that_say_too_little(tmp_path):
+    folder, _ = eight_bit_folder(tmp_path, "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["weight_block_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"weight_scale_inv'.*weight_block_size is None"):
+        HfReader(str(folder)).read(NAME, shape=(200, 300))
+    short = without(folder, **{NAME + "_scale_inv": torch.ones(1, 2)})
+    config["quantization_config"]["weight_block_size"] = [128, 128]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"has shape \[1, 2\]; for a weight of \[200, 300\] it is \[2, 3\]"):
+        short.read(NAME, shape=(200, 300))
+    with pytest.raises(CheckpointError, match=r"q_proj.weight' is F8_E4M3 of shape \[200, 300\] with no scale"):
+        without(folder, NAME + "_scale_inv").read(NAME, shape=(200, 300))
+    with pytest.raises(
+        CheckpointError, match=r"'model.norm.weight' is F32 of shape \[4\] with model.norm.weight_scale"
+    ):
+        without(folder, **{"model.norm.weight_scale": torch.ones(1)}).read("model.norm.weight", shape=(4,))
+
+
+def test_an_export_says_nothing_of_eight_bits(tmp_path):
+    template, _ = eight_bit_folder(tmp_path, "int8")
+    assert "quantization_config" in json.loads((template / "config.json").read_text())
+    (tmp_path / "out").mkdir()
+    finish_folder(str(tmp_path / "out"), template=str(template), file_of={}, total_bytes=0, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "bfloat16"}

@@ -2,6 +2,8 @@
 outputs and every gradient are those of each adapter by itself. The ranks are threads of this process.
 """
 
+# Covers slime_like.megatron_backend.lora.gains too.
+
 from __future__ import annotations
 
 import types
@@ -11,13 +13,8 @@ import torch
 
 from slime_like.config.lora import LoraConfig
 from slime_like.config.lora_targets import COLUMN, ROW
-from slime_like.megatron_backend.lora.adapter import (
-    AdapterPart,
-    AdapterShape,
-    AdapterSwitch,
-    LoraAdapter,
-    added_by_segments,
-)
+from slime_like.megatron_backend.lora.adapter import AdapterPart, AdapterShape, AdapterSwitch, LoraAdapter
+from slime_like.megatron_backend.lora.gains import added_by_segments
 from slime_like.megatron_backend.lora.segments import Segment, sizes_within
 from tests.unit.megatron_backend.lora.test_tensor_parallel import CASES, on_two_ranks
 

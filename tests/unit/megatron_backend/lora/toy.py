@@ -11,7 +11,8 @@ import torch
 from slime_like.config.lora import LoraConfig
 from slime_like.config.lora_targets import COLUMN
 from slime_like.megatron_backend.hf.tables.row import PLAIN
-from slime_like.megatron_backend.lora.adapter import AdapterPart, AdapterShape, AdapterSwitch, LoraAdapter, added
+from slime_like.megatron_backend.lora.adapter import AdapterPart, AdapterShape, AdapterSwitch, LoraAdapter
+from slime_like.megatron_backend.lora.gains import added
 
 #: What adapters read of Megatron's config. Heads of two channels.
 CONFIG = types.SimpleNamespace(sequence_parallel=False, params_dtype=torch.float32, kv_channels=2)

@@ -64,6 +64,8 @@ def test_the_score_of_reasoning_gym_is_guarded():
     entry = make_dataset("chain_sum", options, where="here")[0]
     assert score("chain_sum", options, entry, f"<answer>{entry['answer']}</answer>") == 1
     assert score("chain_sum", options, entry, f"one of {entry['answer']} or 7 or 8") == 0, "it pays for containing it"
+    for reply in (f"one of {entry['answer']}, 7, 8", f"{entry['answer']}, I think"):
+        assert score("chain_sum", options, entry, reply) == 0, "it takes the commas out first"
     assert score("chain_sum", options, entry, "") == 0
 
 

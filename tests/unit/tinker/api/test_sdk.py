@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+import torch
 from safetensors.numpy import load_file
 from tinker import types
 
@@ -191,6 +192,52 @@ def test_samples_and_their_log_probs(client):
         for token, pairs in zip([1, 2], answer.topk_prompt_logprobs[1:], strict=True):
             assert [pair[0] for pair in pairs] == np.argsort(-ours[token])[:3].tolist()
         assert sampler.compute_logprobs(prompt).result()[1:] == pytest.approx(ours[[1, 2], [2, 3]].tolist(), abs=1e-6)
+
+
+def test_prompts_are_scored_at_their_end_and_on_tokens_of_ones_own(client):
+    sampler = client.create_sampling_client(base_model=BASE)
+    ours, prompt = log_softmax(base_table()), [1, 2, 3, 4, 5]
+    wanted = torch.full((4, 6), -1)
+    wanted[1, 0], wanted[1, 3], wanted[3, 2] = 7, 0, 9
+    expected = torch.zeros(4, 6)
+    for place in (wanted >= 0).nonzero().tolist():
+        expected[tuple(place)] = ours[prompt[place[0]], wanted[tuple(place)]]
+    sparse = types.TensorData.from_torch_sparse(wanted, pad_value=-1)
+    assert sparse.sparse_crow_indices is not None
+    for targets in (types.TensorData.from_torch(wanted), sparse):
+        answer = sampler.sample(
+            types.ModelInput.from_ints(prompt),
+            num_samples=1,
+            sampling_params=types.SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=2,
+            prompt_logprobs_last_n=2,
+            target_prompt_logprobs=targets,
+        ).result()
+        assert answer.prompt_logprobs[:3] == [None] * 3
+        assert answer.prompt_logprobs[3:] == pytest.approx(ours[[3, 4], [4, 5]].tolist(), abs=1e-6)
+        assert answer.topk_prompt_logprobs[:3] == [None] * 3
+        assert [pairs[0][0] for pairs in answer.topk_prompt_logprobs[3:]] == ours[[3, 4]].argmax(-1).tolist()
+        theirs = answer.target_prompt_logprobs
+        assert (theirs.sparse_crow_indices, theirs.sparse_col_indices) == (
+            targets.sparse_crow_indices,
+            targets.sparse_col_indices,
+        )
+        torch.testing.assert_close(theirs.to_torch().to_dense(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"prompt_alt_tokens_k": 2}, "not at each of its positions. Fix: topk_prompt_logprobs"),
+        ({"target_prompt_logprobs": types.TensorData.from_numpy(np.array([[-2], [1]]))}, "or -1 for none"),
+    ],
+)
+def test_what_engines_cannot_score_is_refused_with_the_reason(client, asked, reason):
+    sampler = client.create_sampling_client(base_model=BASE)
+    params = types.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.BadRequestError, match=reason):
+        sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 1, params, **asked).result()
 
 
 def test_the_base_model_is_sampled_too(client):

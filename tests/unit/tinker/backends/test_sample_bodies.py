@@ -7,7 +7,7 @@ import pytest
 
 from slime_like.errors import EngineError, RunError
 from slime_like.tinker.backends.sample_bodies import EngineLimits, check_job, read_answers, request_body
-from slime_like.tinker.records import SampleJob
+from slime_like.tinker.records import NO_TOKEN, UNLISTED, SampleJob
 
 LIMITS = EngineLimits(context_length=10, vocab_size=50, takes_seeds=True)
 JOB = SampleJob(sampler_id="s", prompt=np.array([3, 4, 5], np.int32), num_samples=2, seed=1)
@@ -54,6 +54,57 @@ def test_the_prompt_is_scored_once_and_adapters_are_named_for_all():
     assert "lora_path" not in body(adapter=None)
     scored = body(prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=1)
     assert scored["logprob_start_len"] == [0, -1] and scored["top_logprobs_num"] == [3, 1]
+
+
+def test_the_end_of_a_prompt_is_scored_alone():
+    """The engine gives none for the position that it begins at."""
+    asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 1, "prompt_logprobs_last_n": 1}
+    assert body(**asked)["logprob_start_len"] == [1, -1]
+    assert body(prompt_logprobs=True, prompt_logprobs_last_n=2)["logprob_start_len"] == [0, -1]
+    job = dataclasses.replace(JOB, num_samples=1, **asked)
+    top = [None, [[-2, 8, None]]]
+    result = read_answers(job, [answer([1], prompt=[[None, 4, None], [-0.75, 5, None]], input_top_logprobs=top)], "s")
+    assert np.isnan(result.prompt_logprobs[:2]).all() and result.prompt_logprobs[2] == -0.75
+    assert result.topk_prompt.token_ids.tolist() == [[0], [0], [8]]
+    for wrong in (0, 3):
+        with pytest.raises(RunError, match=f"prompt_logprobs_last_n {wrong}: from 1 to 2"):
+            body(prompt_logprobs=True, prompt_logprobs_last_n=wrong)
+    with pytest.raises(EngineError, match="of 3 prompt tokens, not of 2"):
+        read_answers(job, [answer([1], prompt=[[None, 3, None]] * 3, input_top_logprobs=[None] * 3)], "s")
+
+
+def test_tokens_of_ones_own_are_scored_at_each_position():
+    targets = np.array([[7, NO_TOKEN], [9, 7]])
+    asked = body(prompt_targets=targets, prompt_logprobs=True, prompt_logprobs_last_n=1)
+    assert asked["token_ids_logprob"] == [[7, 9], [7]] and asked["logprob_start_len"] == [0, -1]
+    assert "token_ids_logprob" not in body(prompt_targets=np.full((2, 2), NO_TOKEN))
+    scores = [None, [[-1.0, 7, None], [-2.0, 9, None]], [[-3.0, 7, None], [-4.0, 9, None]]]
+    job = dataclasses.replace(JOB, num_samples=1, prompt_targets=targets)
+    result = read_answers(job, [answer([1], input_token_ids_logprobs=scores)], "s")
+    assert result.prompt_targets.tolist() == [[-1, 0], [-4, -3]]
+    sparse = dataclasses.replace(job, prompt_targets=np.array([[UNLISTED, 9], [NO_TOKEN, UNLISTED]]))
+    result = read_answers(sparse, [answer([1], input_token_ids_logprobs=scores)], "s")
+    np.testing.assert_array_equal(result.prompt_targets, [[np.nan, -2], [0, np.nan]])
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (np.array([[1]]), r"of shape \[1, 1\]: \[2, K\]"),
+        (np.array([[1], [50]]), "has the token 50; the model's are 0 to 49"),
+    ],
+)
+def test_targets_of_a_prompt_that_make_no_sense_are_refused(targets, message):
+    with pytest.raises(RunError, match=message):
+        body(prompt_targets=targets)
+
+
+def test_targets_that_would_take_an_engine_hours_are_refused():
+    limits = dataclasses.replace(LIMITS, context_length=4096, vocab_size=2**20)
+    job = dataclasses.replace(JOB, prompt=np.zeros(2049, np.int32), prompt_targets=np.arange(2048)[:, None])
+    with pytest.raises(RunError, match="2048 different tokens, and the engine scores each at all 2049 positions"):
+        check_job(job, limits)
+    assert check_job(dataclasses.replace(job, prompt_targets=job.prompt_targets % 100), limits) == 2045
 
 
 def test_no_more_is_asked_for_than_fits():

@@ -1,6 +1,7 @@
 """The trainer's verbs as the service calls them: in turn, and what becomes of ranks that are lost."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -77,6 +78,19 @@ def test_verbs_come_one_after_the_other():
     assert (name, lora.lora_rank, lora.alpha, seed) == ("m", 4, 32.0, 7)
     params, clip = ranks.calls[2][2:]
     assert (params.lr, params.betas, params.eps, clip) == (0.1, (0.9, 0.95), 1e-12, 0.0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_ranks_are_told_whether_models_share_micro_batches(shared):
+    ranks = Ranks()
+
+    async def body():
+        trainer = GroupTraining(lambda: ranks, dataclasses.replace(OPTIONS, shares_micro_batches=shared))
+        await trainer.begin()
+        await trainer.run_passes([])
+
+    asyncio.run(body())
+    assert ranks.calls[-1] == ("run_passes", [], shared)
 
 
 def test_a_client_that_went_away_leaves_no_verb_half_done():

@@ -220,3 +220,35 @@ def test_snapshots_that_take_long_are_rare(tmp_path: Path):
 
     (tmp_path / "1.0").mkdir()
     assert asyncio.run(run(1.0)) == 1  # the next may come after 10 s
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_clients_that_train_all_parameters_take_turns_in_their_places(tmp_path: Path, places: int):
+    """Three of them and one with adapters, which need not make way; each has the numbers that it has alone."""
+
+    async def run() -> VectorTrainer:
+        trainer = VectorTrainer()
+        async with running_service(
+            tmp_path, trainer, max_whole_models_resident=places, resident_slack_tokens=0
+        ) as service:
+            clients = [Client(service, tenant=f"t{n}", session_id=f"s{n}") for n in range(4)]
+            for client, rank in zip(clients, (0, 0, 0, 8), strict=True):
+                await client.open_session()
+                await client.do(client.creation(rank=rank))
+
+            async def train(client: Client, seeds: list[int]) -> list[float]:
+                losses = []
+                for seed in seeds:
+                    losses.append((await client.do(client.forward_backward(seed))).metrics["loss"])
+                    await client.do(client.optim_step())
+                return losses
+
+            seeds = [list(range(10 * n, 10 * n + 5)) for n in range(4)]
+            losses = await asyncio.gather(*map(train, clients, seeds))
+            assert losses == [plain_losses(own) for own in seeds]
+            assert service.stats()["evictions"] > 0
+        return trainer
+
+    trainer = asyncio.run(run())
+    assert trainer.most_whole_models == places and trainer.most_models == places + 1
+    assert [verb for verb in trainer.log if verb == ("create", "s3:train:0")] == [("create", "s3:train:0")]

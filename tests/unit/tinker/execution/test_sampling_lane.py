@@ -10,7 +10,7 @@ import pytest
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.records import CallFailure, CallResult, StillWaiting
 from tests.helpers.tinker_backends import VectorEngines, VectorTrainer
-from tests.helpers.tinker_service import Client, running_service
+from tests.helpers.tinker_service import Client, running_service, set_terms
 
 
 async def tenants(service, names: list[str]) -> list[Client]:
@@ -59,6 +59,28 @@ def test_a_flood_does_not_keep_others_waiting(tmp_path: Path):
 
     left, total = asyncio.run(run())
     assert left > total / 2
+
+
+def test_a_tenants_weight_is_its_share(memory_folder: Path):
+    async def run() -> list[str]:
+        limits = {"max_samples_running": 1, "max_samples_running_a_tenant": 1}
+        engines = VectorEngines(seconds=30)
+        async with running_service(memory_folder, VectorTrainer(), engines, **limits) as service:
+            await set_terms(service, "paying", weight=2.0)
+            *clients, first = await tenants(service, ["paying", "other", "first"])
+            before = await service.submit(first.sample("base-first", 0))  # until all others wait
+            ids = []
+            for number in range(60):
+                ids += [(c, await service.submit(c.sample(f"base-{c.tenant}", number, max_tokens=8))) for c in clients]
+            engines.seconds = 0.0
+            await service.cancel(before, tenant="first")
+            for client, request_id in ids:
+                await client.answer(request_id)
+            return engines.asked
+
+    first, *while_both_wait = asyncio.run(run())[:61]
+    assert first == "base-first"
+    assert while_both_wait.count("base-paying") == pytest.approx(40, rel=0.05)
 
 
 def test_an_engine_that_dies_is_asked_again_and_then_no_more(tmp_path: Path):

@@ -109,6 +109,87 @@ def test_a_finished_session_leaves_only_its_checkpoints(tmp_path: Path):
     asyncio.run(run())
 
 
+async def saved_samplers(service, count: int, **fields: Any) -> Client:
+    """A client that has stepped and saved so many times: samplers r0, r1, …"""
+    client = Client(service)
+    await client.open_session()
+    await client.do(client.creation())
+    for number in range(count):
+        await client.do(client.forward_backward(number))
+        await client.do(client.optim_step())
+        await client.do(client.next(Kind.SAVE_FOR_SAMPLER, sampler_id=f"r{number}", **fields))
+    return client
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("state/samplers/*"))
+
+
+def test_of_a_models_unnamed_samplers_the_latest_are_kept_and_those_in_use(tmp_path: Path):
+    async def run() -> None:
+        engines = VectorEngines()
+        settings = {"sweep_every_s": 1e9, "max_ephemeral_samplers": 3}
+        async with running_service(tmp_path, VectorTrainer(), engines, **settings) as service:
+            client = await saved_samplers(service, 8)
+            truth = [(await client.do(client.sample(f"r{n}", 0, seed=1))).sequences[0].tokens for n in (1, 7)]
+            assert kept(tmp_path) == [f"r{n}" for n in range(8)]
+            engines.gate.clear()
+            in_use = await service.submit(client.sample("r1", 1, seed=1))
+            async with asyncio.timeout(10):
+                while not engines.num_running:
+                    await asyncio.sleep(0.01)
+            for _ in range(2):
+                await service.sweeper.superseded_samplers()
+            assert kept(tmp_path) == ["r1", "r5", "r6", "r7"]
+            engines.gate.set()
+            assert (await client.answer(in_use)).result.sequences[0].tokens.tolist() == truth[0].tolist()
+            await service.sweeper.superseded_samplers()
+            assert kept(tmp_path) == ["r5", "r6", "r7"] == sorted({*engines.opened, "r5", "r6"})
+            service._samplers.forget("r1")
+            with pytest.raises(Refused, match="--max-ephemeral-samplers") as refusal:
+                await service.submit(client.sample("r1", 2))
+            assert refusal.value.status == 410
+            assert (await client.do(client.sample("r7", 1, seed=1))).sequences[0].tokens.tolist() == truth[1].tolist()
+            await service.sweeper.superseded_samplers()
+            assert kept(tmp_path) == ["r5", "r6", "r7"]
+
+    asyncio.run(run())
+
+
+def test_a_sampler_that_follows_its_models_weights_is_answered_by_the_latest(tmp_path: Path):
+    async def run() -> None:
+        settings = {"sweep_every_s": 1e9, "max_ephemeral_samplers": 1}
+        async with running_service(tmp_path, VectorTrainer(), VectorEngines(), **settings) as service:
+            client = await saved_samplers(service, 3, sampler_kind="inflight")
+            own, latest = [
+                (await client.do(client.sample(name, 0, seed=1))).sequences[0].tokens.tolist() for name in ("r0", "r2")
+            ]
+            assert own != latest
+            await service.sweeper.superseded_samplers()
+            assert kept(tmp_path) == ["r2"]
+            again = await client.do(client.sample("r0", 1, seed=1))
+            assert again.sequences[0].tokens.tolist() == latest and again.weights == "r2"
+
+    asyncio.run(run())
+
+
+def test_one_models_samplers_do_not_supersede_anothers_and_named_ones_stay(tmp_path: Path):
+    async def run() -> None:
+        settings = {"sweep_every_s": 1e9, "max_ephemeral_samplers": 1}
+        async with running_service(tmp_path, VectorTrainer(), VectorEngines(), **settings) as service:
+            client = await saved_samplers(service, 2)
+            path = (await client.do(client.next(Kind.SAVE_FOR_SAMPLER, name="named")))["path"]
+            other = Client(service, number=1)
+            await other.do(other.creation())
+            await other.do(other.next(Kind.SAVE_FOR_SAMPLER, sampler_id="other"))
+            await service.sweeper.superseded_samplers()
+            assert kept(tmp_path) == ["other", "r1"]
+            (row,) = await execute(service, "SELECT folder FROM checkpoints WHERE path = :path", path=path)
+            assert Path(row.folder, "state.npz").is_file()
+
+    asyncio.run(run())
+
+
 def test_checkpoints_end_with_their_time_or_on_request(tmp_path: Path):
     async def run() -> None:
         async with running_service(tmp_path, VectorTrainer(), **FAST) as service:

@@ -7,10 +7,11 @@ import collections
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from slime_like.tinker.records import CallFailure, CallResult, Kind, StillWaiting
 from tests.helpers.tinker_backends import VectorTrainer
-from tests.helpers.tinker_service import Client, plain_losses, rows, running_service
+from tests.helpers.tinker_service import Client, plain_losses, rows, running_service, set_terms
 
 
 def jain(shares: list[float]) -> float:
@@ -59,23 +60,25 @@ def test_a_flood_of_one_leaves_the_others_their_share(tmp_path: Path):
     assert len(order) == 70
 
 
-def test_a_weight_counts(tmp_path: Path):
+@pytest.mark.parametrize("weight", [2.0, 3.0])
+def test_a_tenants_weight_is_its_share(tmp_path: Path, weight: float):
     async def run() -> list[str]:
         trainer = VectorTrainer()
-        settings = {"batch_tokens": 1, "resident_slack_tokens": 0, "tenant_weights": {"paying": 3.0}}
-        async with running_service(tmp_path, trainer, **settings) as service:
+        async with running_service(tmp_path, trainer, batch_tokens=1, resident_slack_tokens=0) as service:
+            await set_terms(service, "paying", weight=weight)
             clients = await tenants(service, ["paying", "other"])
             ids = []
             async with service.training.trainer_lock:
-                for seed in range(24):
+                for seed in range(60):
                     ids.extend([(client, await service.submit(client.forward_backward(seed))) for client in clients])
                 begun = len(trainer.log)
             for client, request_id in ids:
                 await client.answer(request_id)
             return served_order(trainer, begun)
 
-    shares = collections.Counter(asyncio.run(run())[:24])
-    assert abs(shares["s-paying:train:0"] - 18) <= 1
+    while_both_wait = asyncio.run(run())[:60]
+    expected = 60 * weight / (weight + 1)
+    assert collections.Counter(while_both_wait)["s-paying:train:0"] == pytest.approx(expected, rel=0.05)
 
 
 def test_ready_passes_of_several_models_run_together_up_to_the_budget(tmp_path: Path):

@@ -60,7 +60,14 @@ def row(num_tokens: int, wide: int = 0) -> LossRow:
             kind=Kind.SAMPLE,
             tenant="a",
             session_id="s",
-            sample=SampleJob(sampler_id="x", prompt=np.arange(9, dtype=np.int32), stop=("a", "\n"), max_tokens=3),
+            sample=SampleJob(
+                sampler_id="x",
+                prompt=np.arange(9, dtype=np.int32),
+                stop=("a", "\n"),
+                max_tokens=3,
+                prompt_logprobs_last_n=2,
+                prompt_targets=np.arange(16).reshape(8, 2),
+            ),
         ),
     ],
 )
@@ -87,6 +94,7 @@ def test_a_call_comes_back(call: Call):
                     ),
                 ),
                 prompt_logprobs=ODD,
+                prompt_targets=np.stack([ODD, ODD], 1),
                 topk_prompt=TopLogprobs(token_ids=np.ones((5, 3), np.int32), logprobs=np.zeros((5, 3), np.float32)),
                 prompt_cache_hit_tokens=4,
                 weights="policy@7",

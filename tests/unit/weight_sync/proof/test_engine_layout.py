@@ -185,3 +185,70 @@ def test_other_names_and_shapes_than_a_models_are_not_known(name, shape):
     """As a transform may send them: quantised, packed, with scales."""
     for where in (cut(), cut(1, 2)):
         assert pieces(name, shape, dataclasses.replace(where, is_latent=".kv_a_" in name, latent_queries=8)) == []
+
+
+INT8, FP8 = 1, 128
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "block", "rank", "expected"),
+    [
+        # a number a row: those of the rank's heads, behind those of q (2 x 16) and k (1 x 16)
+        ("self_attn.v_proj.weight_scale", (32, 1), INT8, 1, ("self_attn.qkv_proj.weight_scale", 0, 16, 32, 48)),
+        ("mlp.up_proj.weight_scale", (128, 1), INT8, 1, ("mlp.gate_up_proj.weight_scale", 0, 64, 128, 64)),
+        # which are whole where the rank has some columns of all rows
+        ("self_attn.o_proj.weight_scale", (48, 1), INT8, 1, ("self_attn.o_proj.weight_scale", 0, 0, 48, 0)),
+        ("mlp.down_proj.weight_scale", (48, 1), INT8, 0, ("mlp.down_proj.weight_scale", 0, 0, 48, 0)),
+        # a number a block: of 512 rows and columns the second half's two
+        ("mlp.up_proj.weight_scale_inv", (4, 3), FP8, 1, ("mlp.gate_up_proj.weight_scale_inv", 0, 2, 4, 2)),
+        ("mlp.down_proj.weight_scale_inv", (3, 4), FP8, 1, ("mlp.down_proj.weight_scale_inv", 1, 2, 4, 0)),
+    ],
+)
+def test_scales_lie_as_their_weights_do(name, shape, block, rank, expected):
+    where = dataclasses.replace(cut(rank, 2), block=block)
+    parameter, *place = expected
+    assert only(LAYER + name, shape, where) == (LAYER + parameter, *place)
+
+
+def test_scales_of_blocks_of_heads():
+    where = Cut(rank=1, size=2, num_heads=8, num_kv_heads=4, head_size=64, block=FP8)
+    # of q 4 x 64 rows are two blocks, of k 2 x 64 are one
+    assert only(f"{LAYER}self_attn.q_proj.weight_scale_inv", (4, 2), where)[2:] == (2, 4, 0)
+    assert only(f"{LAYER}self_attn.k_proj.weight_scale_inv", (2, 2), where)[2:] == (1, 2, 2)
+    assert only(f"{LAYER}self_attn.v_proj.weight_scale_inv", (2, 2), where)[2:] == (1, 2, 3)
+    # 32 rows of a head are no block: it is not known where their scale lies
+    uneven = dataclasses.replace(where, num_kv_heads=1, head_size=32)
+    assert pieces(f"{LAYER}self_attn.k_proj.weight_scale_inv", (1, 2), uneven) == []
+
+
+@pytest.mark.parametrize(("suffix", "block"), [("_scale", INT8), ("_scale_inv", FP8)])
+def test_scales_of_experts(suffix, block):
+    where = dataclasses.replace(cut(1, 2), block=block)
+    rows, columns = (512, 1) if block == INT8 else (4, 4)
+    (up,) = pieces(f"{LAYER}mlp.experts.5.up_proj.weight{suffix}", (rows, columns), where)
+    assert (up.parameter, up.expert, up.dim) == (f"{LAYER}mlp.experts.w13_weight{suffix}", 5, 0)
+    assert (up.start, up.stop, up.first) == (rows // 2, rows, rows // 2)
+    (down,) = pieces(f"{LAYER}mlp.experts.5.down_proj.weight{suffix}", (rows, columns), where)
+    assert (down.parameter, down.expert) == (f"{LAYER}mlp.experts.w2_weight{suffix}", 5)
+    # int8: every rank has all rows; fp8: the second half of the blocks across
+    assert (down.dim, down.start, down.stop) == ((0, 0, 512) if block == INT8 else (1, 2, 4))
+
+
+def test_compressed_queries_and_keys_are_fused_with_their_scales():
+    name = f"{LAYER}self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+    fused = f"{LAYER}self_attn.fused_qkv_a_proj_with_mqa.weight_scale_inv"
+    # 576 rows of keys are five blocks, the last one half full, behind the two of 256 rows of queries
+    assert only(name, (5, 8), latent(256, block=FP8)) == (fused, 0, 0, 5, 2)
+
+
+def test_on_a_cpu_shares_of_blocks_are_rounded_up_to_whole_ones():
+    # 384 rows over two ranks: two blocks each with padding, of which the second has one.
+    where = dataclasses.replace(cut(1, 2, on_cpu=True), block=FP8)
+    assert only(f"{LAYER}mlp.up_proj.weight", (384, 48), where)[2:] == (256, 384, 256)
+    assert only(f"{LAYER}mlp.up_proj.weight_scale_inv", (3, 1), where)[2:] == (2, 3, 2)
+
+
+@pytest.mark.parametrize(("suffix", "block"), [("_scale", FP8), ("_scale_inv", INT8), ("_scale", 0), ("_scale_inv", 0)])
+def test_scales_of_another_scheme_are_not_known(suffix, block):
+    where = dataclasses.replace(cut(), block=block)
+    assert pieces(f"{LAYER}mlp.down_proj.weight{suffix}", (4, 1), where) == []

@@ -13,7 +13,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import EngineEndpoint
-from slime_like.weight_sync.proof.probe import compare_probe, probe_samples
+from slime_like.weight_sync.proof.probe import compare_probe, probe_samples, tolerance_of
 
 
 def config(**sync) -> RunConfig:
@@ -77,6 +77,18 @@ def test_with_a_transform_rounding_is_allowed():
     )
     with pytest.raises(WeightSyncError, match="allowed is 0.1"):
         compare_probe(options, [FakeClient(rows, 0.2)], samples, rows, version=3, bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("sync", "bf16", "expected"),
+    [
+        ({}, False, 1e-3), ({}, True, 0.1), ({"rollout_quantization": "int8"}, False, 0.1),
+        ({"rollout_quantization": "fp8"}, True, 0.2),
+        ({"rollout_quantization": "fp8", "verify_weight_sync_tolerance": 0.01}, False, 0.01),
+    ],
+)  # fmt: skip
+def test_eight_bits_are_allowed_to_round(sync, bf16, expected):
+    assert tolerance_of(config(**sync), bf16=bf16) == expected
 
 
 @pytest.mark.parametrize(

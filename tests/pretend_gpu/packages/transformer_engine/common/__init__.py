@@ -1,0 +1,5 @@
+"""Beside the layers."""
+
+from transformer_engine.common import recipe
+
+__all__ = ["recipe"]

@@ -1,0 +1,23 @@
+"""Megatron's layers for transformer-engine, which is pretended.
+
+Covers slime_like.megatron_backend.compat.transformer_engine where there is one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.tiny_models import CONFIGS, make_tiny_model
+from tests.helpers.train_world import run_ranks
+from tests.pretend_gpu.training import train_steps
+
+GROUPED = {"model": {"moe_grouped_gemm": True}}
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_a_family_trains_with_its_layers_as_with_ours(pretend_te, tmp_path, family):
+    folder = make_tiny_model(str(tmp_path / family), family, num_layers=2)
+    (theirs,) = pretend_te(train_steps, 1, folder, 2, {})
+    (host,) = run_ranks(train_steps, 1, folder, 2, {})
+    for ours, others in zip(theirs["metrics"], host["metrics"], strict=True):
+        assert ours == pytest.approx(others, rel=1e-5, abs=1e-8)
