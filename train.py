@@ -4,8 +4,8 @@
     ray job submit -- python train.py …        on a cluster
     python train.py … --plan [text|json]       what would run where; starts nothing
 
-Exit status: 0 done, 1 a failure while running, 2 the user's mistake, 130/143 interrupted, 128 + n if signal n ended the
-driver.
+Exit status: 0 done, 1 a failure while running, 2 the user's mistake, 130/143 interrupted or preempted, 128 + n if
+signal n ended the driver.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from slime_like.utils.supervise import fork_driver
 
 def main(argv: list[str]) -> int:
     """Run a command line; returns the exit status."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the latter is SLURM's, before a time limit
+        signal.signal(number, _terminate)
     try:
         command = parse_args(argv)
         start_logging(command.config.observability.log_level, line_format="%(levelname)s %(name)s: %(message)s")
         report = make_report(command.config, planning=command.plan is not None)
         if command.plan is not None:
-            print(
-                as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes]), flush=True
-            )
+            text = as_json(report) if command.plan == "json" else "\n\n".join([report.text(), *command.notes])
+            print(text, flush=True)
             return 2 if report.problems else 0
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
@@ -67,14 +67,15 @@ def _train(command: Command, report: PlanReport) -> int:
     from slime_like.loops import sync_loop
     from slime_like.observability.console import ProgressConsole
     from slime_like.observability.metrics import MetricsLog
-    from slime_like.utils.files import write_atomic
+    from slime_like.utils.files import keep_files_private, write_atomic
 
+    keep_files_private(share=command.config.observability.share_run_dir)
     resolved = resolve(command.config, report.plan)
     run, plan = resolved.run, resolved.plan
     write_atomic(run.config, resolved.config.to_json())
     write_atomic(run.plan, as_json(dataclasses.replace(report, plan=plan)))
     console = ProgressConsole(resolved.num_rollout)
-    for note in (*command.notes, render_plan(plan), f"run directory {run.path}"):
+    for note in (*command.notes, *resolved.notes, render_plan(plan), f"run directory {run.path}"):
         console.note(note)
     with MetricsLog(run, tensorboard=resolved.config.observability.use_tensorboard) as log:
         job = build(resolved)
@@ -91,8 +92,8 @@ def _notes(error: BaseException) -> str:
 
 
 def _terminate(signum, frame):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(128 + signum)
+    signal.signal(signum, signal.SIG_IGN)
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

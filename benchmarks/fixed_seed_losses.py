@@ -35,7 +35,7 @@ COMMON = [
     "--apply-chat-template", "--input-key", "prompt", "--label-key", "label", "--num-rollout", str(NUM_ROLLOUT),
     "--rollout-batch-size", str(NUM_PROMPTS), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "128", "--lr", "1e-3",
     "--adam-beta2", "0.98",
-    "--seed", "7",
+    "--seed", "7", "--share-prompt", "off",  # which adds up in another order
 ]  # fmt: skip
 REPLAY = ["--debug-train-only", "--n-samples-per-prompt", str(NUM_SAMPLES), "--num-steps-per-rollout", "2"]
 REWARD_KL = ["--kl-coef", "0.01", "--ref-load", "{model}", "--normalize-advantages"]

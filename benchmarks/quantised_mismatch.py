@@ -1,7 +1,7 @@
 """How far an engine's log-probs are from the trainer's when its weights are in eight bits: real SGLang engines, each
 sent the same weights in its own form.
 
-usage: python -m benchmarks.quantised_mismatch MODEL --prompts train.jsonl [--tokens 1280] [--output
+usage: python -m benchmarks.quantised_mismatch MODEL --prompts train.jsonl [--tokens 1280] [--only TEXT] [--output
 benchmarks/results/quantised-mismatch]
 
 MODEL: an HF folder, trained (a random one is nearly uniform, and forgives everything), whose projections divide by 128
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -180,6 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", type=Path, help="HF folder of a trained model.")
     parser.add_argument("--prompts", type=Path, required=True, help='JSONL rows of {"prompt": messages}.')
     parser.add_argument("--tokens", type=int, default=1280, help="Tokens of answers that are compared.")
+    parser.add_argument("--only", help="Forms with this in their name; with --output the other rows there stay.")
     parser.add_argument("--output", type=Path, help="Where .json and .md are written.")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -188,21 +189,40 @@ def main(argv: list[str] | None = None) -> int:
     prompts = (json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines())
     rows = sampled(model, tokenizer, prompts, args.tokens)
     trainer = torch.cat([hf_logprobs(model, tokens)[begin - 1 :] for tokens, begin in rows])
-    result = []
-    for form in FORMS:
-        result.append(measure(form, model, rows, trainer))
-        print(dataclasses.asdict(result[-1]), file=sys.stderr, flush=True)
+    hardware = f"{cpu_name()}, one core an engine, no AMX; a trained Qwen3 of {model.num_parameters():,} parameters"
+    kept = earlier(args.output, hardware) if args.output and args.only else {}
     times = products(3072, 1024, 32)
-    text = table(result, times)
-    print(text)
-    if args.output:
-        hardware = f"{cpu_name()}, one core an engine, no AMX; a trained Qwen3 of {model.num_parameters():,} parameters"
-        numbers = {"hardware": hardware, "rows": [dataclasses.asdict(row) for row in result], "product_s": times}
-        args.output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-        args.output.with_suffix(".md").write_text(
-            f"{hardware}; {result[0].tokens} tokens\n\n{text}\n", encoding="utf-8"
-        )
+    for form in FORMS:
+        if args.only and args.only not in form.name:
+            continue
+        kept[form.name] = measure(form, model, rows, trainer)
+        print(dataclasses.asdict(kept[form.name]), file=sys.stderr, flush=True)
+        if args.output:  # row by row: an engine's start is slow where others use the host
+            save(args.output, hardware, in_order(kept), times)
+    print(table(in_order(kept), times))
     return 0
+
+
+def in_order(rows: Mapping[str, Row]) -> list[Row]:
+    """As FORMS has them."""
+    return [rows[form.name] for form in FORMS if form.name in rows]
+
+
+def earlier(output: Path, hardware: str) -> dict[str, Row]:
+    """Rows that were measured here before, of the same model."""
+    path = output.with_suffix(".json")
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    if stored.get("hardware") != hardware:
+        return {}
+    return {row["form"]: Row(**row) for row in stored["rows"]}
+
+
+def save(output: Path, hardware: str, rows: list[Row], times: dict[str, float]) -> None:
+    """Write what there is."""
+    numbers = {"hardware": hardware, "rows": [dataclasses.asdict(row) for row in rows], "product_s": times}
+    output.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    text = f"{hardware}; {rows[0].tokens} tokens\n\n{table(rows, times)}\n"
+    output.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -97,11 +97,12 @@ async def by_sdk(options: argparse.Namespace) -> AsyncIterator[list[Round]]:
     import tinker
 
     services = [tinker.ServiceClient(base_url=options.url, api_key=key) for key in options.api_key]
-    base = (await services[0].get_server_capabilities_async()).supported_models[0].model_name
+    rest = tinker.RestClient(base_url=options.url, api_key=options.api_key[0])
+    base = (await rest.get_server_capabilities()).supported_models[0].model_name
     rounds = []
     for number in range(options.tenants):
         service = services[number % len(services)]
-        training = await service.create_lora_training_client_async(base_model=base, rank=options.rank)
+        training = await service.create_lora_training_client(base_model=base, rank=options.rank)
         rounds.append(_sdk_round(tinker, training))
     yield rounds
 
@@ -118,19 +119,15 @@ def _sdk_round(tinker, training) -> Round:
             loss_fn_inputs={name: tinker.TensorData.from_numpy(array) for name, array in inputs.items()},
         )
 
-    async def future(started: Awaitable) -> object:
-        return await (await started).result_async()
-
     async def one(number: int, timed: Timed) -> None:
         for part in range(2):
             data = [datum(ROWS * (number + part) + row) for row in range(ROWS)]
-            await timed("forward_backward", future(training.forward_backward_async(data, "cross_entropy")))
-        await timed("optim_step", future(training.optim_step_async(tinker.AdamParams(learning_rate=1e-4))))
+            await timed("forward_backward", training.forward_backward(data, "cross_entropy"))
+        await timed("optim_step", training.optim_step(tinker.AdamParams(learning_rate=1e-4)))
         if number % 4 == 3:
-            saved = training.save_weights_and_get_sampling_client_async()
-            sampler = await timed("save_weights_for_sampler", saved)
+            sampler = await timed("save_weights_for_sampler", training.save_weights_and_get_sampling_client())
             prompt = tinker.ModelInput.from_ints([5, 6, 7, 8])
-            samples = [sampler.sample_async(prompt, num_samples=2, sampling_params=parameters) for _ in range(SAMPLES)]
+            samples = [sampler.sample(prompt, num_samples=2, sampling_params=parameters) for _ in range(SAMPLES)]
             await asyncio.gather(*(timed("asample", sample) for sample in samples))
 
     return one

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from unittest import mock
 
+from slime_like.sglang_backend.bodies import Body
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
 from slime_like.weight_sync.buckets import Digest, NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes
@@ -102,7 +103,11 @@ class Recorder:
         request, add, take_in = EngineClient._request, Digest.add, Receipt.watching
 
         def watched_request(
-            client: EngineClient, method: str, path: str, body: dict | None = None, timeout_s: float | None = None
+            client: EngineClient,
+            method: str,
+            path: str,
+            body: dict | Body | None = None,
+            timeout_s: float | None = None,
         ) -> Any:
             started = time.perf_counter()
             answer = request(client, method, path, body, timeout_s)
@@ -217,6 +222,8 @@ def _body_bytes(value: Any) -> int:
     """Bytes of a request's JSON, without making a text of its long strings, which are base64; none without a body."""
     if value is None:
         return 0
+    if isinstance(value, Body):
+        return len(value)
     if isinstance(value, str):
         return len(value) + 2
     if isinstance(value, dict):

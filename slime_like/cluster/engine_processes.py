@@ -19,6 +19,7 @@ from slime_like.cluster.gpu_environment import nccl_environment
 from slime_like.cluster.ray_session import Wait, call_error, kill_actors
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.adapter_rules import versions_at_once
+from slime_like.config.deterministic_rules import seeded_engine_flags
 from slime_like.config.hf_model import read_hf_config
 from slime_like.config.lora import adapter_flags
 from slime_like.config.quantisation import engine_flags, plain_flags, scheme_of
@@ -27,6 +28,7 @@ from slime_like.errors import RunError
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.cpu_compat import BATCH_INVARIANT
 from slime_like.sglang_backend.launcher import EngineSpec
 from slime_like.utils.net import host_port
 
@@ -140,10 +142,12 @@ class EngineProcesses:
             host=host,
             dtype={True: "bfloat16", False: "float32", None: None}[config.optimizer.bf16],
             gpu_ids=tuple(self._bundles.gpus[i].gpu_id for i in bundles),
-            environment=nccl_environment(os.environ, config.engine.sglang),
+            environment=nccl_environment(os.environ, config.engine.sglang)
+            | ({BATCH_INVARIANT: "1"} if config.observability.deterministic else {}),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,
             extra_flags=config.engine.sglang
+            | seeded_engine_flags(config, on_gpu=self._bundles.have_cuda)
             | ({"enable_return_routed_experts": True} if config.loss.use_rollout_routing_replay else {})
             | (
                 adapter_flags(config.lora, config.model, num_versions=versions_at_once(config))

@@ -26,6 +26,7 @@ from slime_like.config.tree import TENANTS
 from slime_like.errors import RunError
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import StepReport, SyncReceipt, TrainSample
+from slime_like.utils.files import keep_files_like
 from slime_like.utils.logs import start_logging
 from slime_like.utils.net import address_of_interface
 from slime_like.weight_sync.session import PublishOrder
@@ -289,11 +290,13 @@ def threads_of(num_on_node: int) -> int:
 
 
 def redirect_output(log_path: str) -> None:
-    """Send this process's standard output and error, C++ ones too, to a file."""
-    os.makedirs(os.path.dirname(log_path), exist_ok=True)
+    """Send this process's standard output and error, C++ ones too, to a file; all its files are as private as that
+    file's folder.
+    """
+    keep_files_like(os.path.dirname(log_path))
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

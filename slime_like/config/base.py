@@ -16,6 +16,9 @@ import typing
 from slime_like.config.bounds import Bounds
 from slime_like.errors import ConfigError
 
+#: Characters of a flag's text: paths and JSON have fewer.
+_LONGEST_TEXT = 32_768
+
 
 def flag(
     default=dataclasses.MISSING,
@@ -45,7 +48,9 @@ def add_flags(parser: ProblemParser, group_class: type) -> None:
         kwargs: dict = {"help": field.metadata["help"].replace("%", "%%"), "dest": field.name}
         base_type, is_list = _scalar_type(hints[field.name])
         if base_type is bool:
-            kwargs["action"] = argparse.BooleanOptionalAction
+            # Not for no_load_optim: that action (Python 3.11) takes every option that begins with --no- for its denial.
+            is_denial = field.name.startswith("no_")
+            kwargs["action"] = "store_true" if is_denial else argparse.BooleanOptionalAction
         else:
             convert = _Converter(field, base_type, parser.problems)
             kwargs |= {"type": convert, "metavar": field.metadata["metavar"] or convert.metavar}
@@ -116,6 +121,8 @@ def shortened(value: typing.Any, length: int = 100) -> str:
 
 def _text_problem(text: str) -> str:
     """Why a text can be neither a path nor a name: no file system takes NUL, and half a character no file."""
+    if len(text) > _LONGEST_TEXT:
+        return f"has {len(text)} characters, at most {_LONGEST_TEXT} are taken"
     if "\0" in text:
         return "holds a NUL character"
     try:

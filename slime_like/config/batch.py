@@ -44,6 +44,15 @@ class BatchConfig:
         help="Pad each micro-batch to a multiple of this times the tensor parallel size, in tokens.",
         least=1,
     )
+    share_prompt: str = flag(
+        "auto",
+        choices=("auto", "on", "off"),
+        help=(
+            "Compute the tokens that samples of a prompt begin with once for all of them, not once a sample: the same"
+            " loss and gradients from fewer tokens. auto: where no number changes and a train step has at least 5 %"
+            " fewer tokens. Needs --use-dynamic-batch-size."
+        ),
+    )
     log_probs_chunk_size: int | None = flag(
         None,
         help=(

@@ -7,6 +7,9 @@ import os
 
 from slime_like.config.base import flag
 
+#: Longest time between a signal and the end of the save that it asks for: utils/supervise.py waits a little longer.
+MOST_PREEMPTION_S = 110.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -37,6 +40,15 @@ class CheckpointConfig:
             " starts fresh."
         ),
     )
+    resume: str | None = flag(
+        None,
+        choices=("auto",),
+        help=(
+            "auto: go on with the run in --run-dir from the newest checkpoint in --save (default: checkpoints/ in the"
+            " run directory) that is whole; where there is none, start. The same command for the first start and every"
+            " later one."
+        ),
+    )
     save: str | None = flag(None, help="Folder for Megatron checkpoints.")
     save_interval: int | None = flag(
         None, help="Save every this many rollouts; the last rollout is always saved.", least=1
@@ -59,8 +71,25 @@ class CheckpointConfig:
         ),
         least=1,
     )
+    save_total_limit: int | None = flag(
+        None,
+        help="Most checkpoints that are kept: each save deletes the oldest beyond them. Default: no limit.",
+        least=1,
+    )
+    preemption_timeout_s: float = flag(
+        60.0,
+        help=(
+            "With --save: SIGTERM or SIGUSR1 saves what is trained and ends the run with status 143, at the latest"
+            " after so many seconds."
+        ),
+        above=0,
+        most=MOST_PREEMPTION_S,
+    )
     ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.", least=0)
     ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.", least=0)
+    verify_checkpoint: bool = flag(
+        True, help="Compare every file of a Megatron checkpoint with its digest before it is loaded."
+    )
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of checkpoints.")
     no_load_optim: bool = flag(False, help="Do not read optimizer state.")
     no_load_rng: bool = flag(False, help="Do not read random states.")
@@ -78,6 +107,7 @@ class CheckpointConfig:
         for name, needed in (
             ("async_save", "save"),
             ("save_retain_interval", "save"),
+            ("save_total_limit", "save"),
             ("ckpt_step", "load"),
             ("ref_ckpt_step", "ref_load"),
         ):
@@ -90,6 +120,8 @@ class CheckpointConfig:
         for name in ("ckpt_step", "ref_ckpt_step"):
             if (getattr(self, name) or 0) < 0:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative.")
+        if self.resume and self.ckpt_step is not None:
+            problems.append("--ckpt-step and --resume auto both say where to go on. Fix: drop one of them.")
         interval = self.save_retain_interval
         if interval is not None and (interval < 1 or self.save_interval is None or interval % self.save_interval):
             problems.append(

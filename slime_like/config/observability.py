@@ -14,8 +14,19 @@ class ObservabilityConfig:
     """Run directory, metrics and debugging"""
 
     seed: int = flag(1234, help="Seed of everything random in the trainer.", least=0)
+    deterministic: bool = flag(
+        False,
+        help=(
+            "Two runs of one command are equal to the bit, and a resumed one to one that was never stopped: engines"
+            " whose answers do not depend on the rest of the batch, fixed orders of sums in the trainer. Slower."
+        ),
+    )
     run_name: str = flag("train", help="Last part of the default run directory.")
     run_dir: str | None = flag(None, help="Where metrics, logs and samples go. Default: runs/<time>-<name>.")
+    share_run_dir: bool = flag(
+        False,
+        help="Let others read what the run writes, as your umask has it. Default: it is yours alone (0600, 0700).",
+    )
     log_level: str | None = flag(
         None,
         choices=LOG_LEVELS,

@@ -35,6 +35,17 @@ class OptimizerConfig:
     adam_eps: float = flag(1e-8, help="Added to the root of the second moment.", above=0)
     clip_grad: float = flag(1.0, help="Largest gradient norm; 0 switches clipping off.", least=0)
     bf16: bool | None = flag(None, help="Train in bf16. Default: on a host with CUDA yes, on a CPU host no (fp32).")
+    fake_quantization: str = flag(
+        "none",
+        choices=("none", "int4"),
+        help=(
+            "Quantisation-aware training: every pass computes with weights of attention, MLPs and experts that are"
+            " rounded to int4, engines are sent the rounded ones, and gradients go to those in full precision."
+        ),
+    )
+    fake_quantization_group_size: int = flag(
+        128, help="Columns of a row that share a scale, with --fake-quantization.", least=1
+    )
     accumulate_allreduce_grads_in_fp32: bool = flag(True, help="Keep and reduce gradients in fp32.")
     optimizer_cpu_offload: bool = flag(
         False, help="Keep optimizer state and master weights in the host's memory, and step there."
@@ -45,6 +56,11 @@ class OptimizerConfig:
     use_precision_aware_optimizer: bool = flag(
         False, help="TransformerEngine's Adam, which keeps each state in a precision of its own."
     )
+
+    @property
+    def int4_group_size(self) -> int | None:
+        """Columns that share a scale where weights are rounded to int4; None: they are not."""
+        return self.fake_quantization_group_size if self.fake_quantization == "int4" else None
 
     def problems(self) -> list[str]:
         """What is impossible about the optimizer."""

@@ -99,7 +99,7 @@ class PlacementConfig:
         300.0, help="Deadline for getting the GPUs, in seconds.", above=0, most=LONGEST_WAIT_S
     )
     gpu_memory_gib: float | None = flag(
-        None, help="Memory of one GPU, for the plan's verdict, in GiB.", above=0, most=1_000_000
+        None, help="Memory of one GPU, for the plan's verdict, in GiB.", least=0.01, most=1_000_000
     )
     plan_bandwidth: list[str] | None = flag(
         None,

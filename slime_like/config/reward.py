@@ -40,6 +40,13 @@ def needs_label(rm_type: str) -> bool:
     return rm_type.removeprefix(BOXED) not in ("ifbench", "remote_rm")
 
 
+def _is_http(url: str) -> bool:
+    try:
+        return urlsplit(url).scheme in ("http", "https")
+    except ValueError:  # brackets of no IPv6 address
+        return False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Rewards"""
@@ -161,7 +168,7 @@ class RewardConfig:
             problems.append("--rm-type remote_rm needs --rm-url, where the samples are sent to.")
         if self.rm_url and not self.rm_type:
             problems.append("--rm-url does nothing without --rm-type remote_rm. Fix: add it, or drop this.")
-        if self.rm_url and urlsplit(self.rm_url).scheme not in ("http", "https"):
+        if self.rm_url and not _is_http(self.rm_url):
             problems.append(f"--rm-url {self.rm_url}: is no http(s) URL.")
         for name in ("reward_key", "eval_reward_key"):
             is_dapo = self.rm_type == "dapo" and getattr(self, name) == "score"  # as slime's dapo wants it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from slime_like.config.adapter_rules import adapter_problems
 from slime_like.config.async_rules import async_problems
+from slime_like.config.fake_quantisation import rounding_problems
 from slime_like.config.lora_targets import target_modules
-from slime_like.config.quantisation_rules import quantisation_problems
 from slime_like.config.transports import fitting
 from slime_like.config.tree import GROUPS, ConfigTree
 
@@ -340,7 +340,7 @@ def _role_problems(config: ConfigTree) -> list[str]:
         + _delta_problems(config)
         + async_problems(config)
         + adapter_problems(config)
-        + quantisation_problems(config)
+        + rounding_problems(config)
     )
 
 

@@ -6,8 +6,10 @@ import dataclasses
 import json
 
 from slime_like.config.base import PluginArgs
+from slime_like.config.checkpoint_rules import resume_problems
 from slime_like.config.not_yet import engine_not_yet, model_not_yet, training_not_yet
 from slime_like.config.rules import problems_of
+from slime_like.config.share_prompt import share_prompt_problems
 from slime_like.config.tree import GROUPS, ConfigTree
 
 __all__ = ["GROUPS", "RunConfig"]
@@ -35,7 +37,7 @@ class RunConfig(ConfigTree):
 
     def problems(self) -> list[str]:
         """Everything impossible that needs no file to see."""
-        return problems_of(self)
+        return problems_of(self) + resume_problems(self) + share_prompt_problems(self)
 
     def missing_files(self, *, data: bool = True) -> list[str]:
         """Every path that a run needs and that is not there. data: whether it reads any."""

@@ -132,7 +132,7 @@ class SyncConfig:
         None,
         help=(
             "Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in"
-            " bf16, with a transform or int8, 0.2 with fp8."
+            " bf16 or with a transform, 0.3 with int8, 1.0 with fp8."
         ),
         above=0,
     )

@@ -10,6 +10,7 @@ import os
 
 from slime_like.config.async_rules import corrected
 from slime_like.config.base import ProblemParser, add_flags, from_namespace, make_parser, parse
+from slime_like.config.checkpoint_rules import with_own_checkpoints
 from slime_like.config.custom import read_custom_config
 from slime_like.config.eval_sets import read_eval_sets
 from slime_like.config.file import config_paths, read_config_files
@@ -91,7 +92,7 @@ def parse_args(argv: list[str], *, has_data: bool = True) -> Command:
         eval_sets, eval_problems = read_eval_sets(path)
         groups["eval"] = dataclasses.replace(groups["eval"], eval_sets=eval_sets)
     groups["engine"] = dataclasses.replace(groups["engine"], sglang=sglang_flags)
-    config, problems, notes = _with_architecture(corrected(RunConfig(**groups)))
+    config, problems, notes = _with_architecture(corrected(with_own_checkpoints(RunConfig(**groups))))
     if (path := config.rollout.custom_config_path) and (namespace.plan is None or os.path.isfile(path)):
         custom, custom_problems = read_custom_config(path)
         config, problems = dataclasses.replace(config, custom=custom), problems + custom_problems

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_like.errors import RunError
+from slime_like.job import ahead
+from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer, Watch
 from slime_like.job.running import Job
 from slime_like.observability.console import ProgressConsole
@@ -51,12 +53,16 @@ class Phases:
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     weights: WeightsRef = WeightsRef()
     saving: str | None = None  # the checkpoint that is being written in the background
+    preemption: Preemption = dataclasses.field(init=False)
+    num_done: int = 0  # rollouts that the trainer's weights have been trained on
+    num_saved: int = 0  # of those, what the newest checkpoint has
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _is_ahead: bool = False  # whether the trainer has trained since the last sync
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
 
     def __post_init__(self) -> None:
+        self.preemption = Preemption(self.job.config.checkpoint.preemption_timeout_s)
         if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
             self.weights = POLICY
 
@@ -126,7 +132,7 @@ class Phases:
 
     def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
         """One rollout step's scored groups, and its metrics."""
-        with self._explained("generate"):
+        with self._explained("generate"), self.preemption.interruptible():
             rollout = self._rollouts.generate(step, self._watch("generate"))
         if self.job.config.asynchrony.is_async:  # else it is the phase's own time
             for start, end in rollout.busy:
@@ -177,6 +183,7 @@ class Phases:
             if self.job.reference is not None and self.job.config.loss.updates_reference_after(step):
                 self._update_reference(self.job.reference)
         self._account_trained()
+        self.num_done = step + 1
         metrics |= {"train/seconds": time.monotonic() - started, "train/tokens": float(report.num_tokens)}
         self.log.log("train", step, metrics)
         return report, metrics
@@ -309,7 +316,7 @@ class Phases:
 
     def _evaluate(self, step: int) -> None:
         started = time.monotonic()
-        with self._explained("eval"):
+        with self._explained("eval"), self.preemption.interruptible():
             metrics = self._rollouts.evaluate(step, self._watch("eval"))
         self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
@@ -324,15 +331,17 @@ class Phases:
         with self.timers.phase("save"):
             if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
                 self.job.critic.save(num_rollouts_done, {})
-            state = {"rollout": self._data_state(), "weight_version": self.weights.version}
-            folder = self._trainer.save(num_rollouts_done, state)
-            self.saving = folder if in_background else None
-            self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
             save_hf = self.job.config.checkpoint.save_hf
-            if save_hf:
+            if save_hf:  # before the checkpoint, after which a resumed run would not come here again
                 folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
                 self._trainer.save_hf(folder)
                 self.console.note(f"saved {folder} (HF)")
+            state = self._ahead_state(num_rollouts_done)  # waits for it, so the rest comes after
+            state |= {"rollout": self._data_state(), "weight_version": self.weights.version}
+            folder = self._trainer.save(num_rollouts_done, state)
+            self.num_saved = num_rollouts_done
+            self.saving = folder if in_background else None
+            self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
 
     def finish_save(self, *, wait: bool) -> None:
         """Let a checkpoint that is written in the background count, once it is whole; wait: until it is."""
@@ -345,16 +354,39 @@ class Phases:
         self.console.note(f"saved {self.saving}")
         self.saving = None
 
+    def save_before_end(self, asked_by: str) -> None:
+        """Leave a checkpoint of everything that was trained, however the run's last phase was left."""
+        if self.num_done > self.num_saved:
+            if self.job.engines is not None:
+                self.release()
+            self.save(self.num_done)
+        self.finish_save(wait=True)
+        self.console.note(f"{asked_by}: preempted after {self.num_done} rollouts, which are saved")
+
     def restore(self) -> int:
         """Continue where the loaded checkpoint stopped; returns the first step to do."""
         job, state = self.job, self.job.client_state
+        self.num_done = self.num_saved = job.num_rollouts_done
         if state:
             (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])
+            if (record := state.get("ahead")) and job.rollouts is not None:
+                groups = ahead.read(job.config.checkpoint.load or "", job.num_rollouts_done, record)
+                job.rollouts.put_ahead(job.num_rollouts_done, groups, record["metrics"])
         if job.reference is not None and job.config.loss.ref_update_interval and job.num_rollouts_done:
             job.config.loss.check_resume(job.num_rollouts_done)
             self._update_reference(job.reference)
         return job.num_rollouts_done
+
+    def _ahead_state(self, num_done: int) -> dict:
+        """The rollout that is trained on next, where it is generated already; a run that is to end waits for none."""
+        rollouts, save = self.job.rollouts, self.job.config.checkpoint.save
+        if rollouts is None or save is None or self.job.config.asynchrony.async_mode != "one-step":
+            return {}
+        wait = not self.preemption.is_asked
+        with self._explained("generate"):
+            rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
+        return {} if rollout is None else {"ahead": ahead.keep(save, num_done, rollout)}
 
     def _data_state(self) -> dict:
         return (self.job.rollouts or self.job.feed).state_dict()

@@ -48,6 +48,12 @@ class Rollouts(Protocol):
     def generate(self, step: int, watch: Watch | None = None) -> Rollout:
         """The groups of rollout `step`. Nothing is in flight afterwards, but for --async-mode full."""
 
+    def ahead(self, step: int, *, wait: bool, watch: Watch | None = None) -> Rollout | None:
+        """Rollout `step` if it has begun, which `generate` still gives later. wait: until it is there."""
+
+    def put_ahead(self, step: int, groups: tuple[SampleGroup, ...], metrics: dict[str, float]) -> None:
+        """What `generate` gives for rollout `step`, after a resume."""
+
     def begin_evaluate(self, step: int, engines: Sequence[EngineEndpoint] = ()) -> None:
         """Begin the evaluation after `step` rollouts, whose metrics `evaluate` gives later. engines: only these are
         asked; (): all.

@@ -12,6 +12,7 @@ from slime_like.cluster.external_engines import with_servers
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import SHARED_FOLDER, transport_of
 from slime_like.errors import ConfigError
+from slime_like.job import resume
 from slime_like.job.running import ResolvedRun
 from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.check_data import check_data
@@ -35,9 +36,22 @@ def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
     config, plan = with_servers(config, plan, data)
     source = data or DataSource([], config.data, path="", tokenizer=None, max_tokens=0)
     num_rollout = source.num_rollouts(config.rollout.rollout_batch_size)
-    run = RunDirectory.create(config)
+    goes_on = config.checkpoint.resume is not None
+    point = resume.resume_point(config) if goes_on else None
+    run = RunDirectory.create(config, goes_on=goes_on)
+    resume.lock(run)
+    config, ends_only = _filled(config, plan, run, num_rollout), False
+    if goes_on:
+        num_done = point.num_rollouts_done if point is not None else 0
+        ends_only = resume.take_over(run, num_done, num_rollout)
     return ResolvedRun(
-        config=_filled(config, plan, run, num_rollout), plan=plan, run=run, data=source, num_rollout=num_rollout
+        config=config if point is None else resume.going_on(config, point),
+        plan=plan,
+        run=run,
+        data=source,
+        num_rollout=num_rollout,
+        ends_only=ends_only,
+        notes=() if point is None else point.notes(),
     )
 
 

@@ -25,6 +25,8 @@ class ResolvedRun:
     run: RunDirectory
     data: DataSource  # read once; without rows where recorded rollouts replace it
     num_rollout: int
+    ends_only: bool = False  # whether only what comes after the last rollout is left to do
+    notes: tuple[str, ...] = ()  # for the user
 
 
 def _nobody(phase: str) -> Watch:

@@ -7,6 +7,7 @@ never stops, so that its groups are only taken here, and weights change under it
 from __future__ import annotations
 
 from slime_like.job.phases import Phases
+from slime_like.job.preemption import STATUS, Preempted
 from slime_like.job.running import Job
 from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_after, syncs_after
 from slime_like.observability.console import ProgressConsole
@@ -15,14 +16,30 @@ from slime_like.observability.tracing import PhaseTrace
 
 
 def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
-    """All rollout steps of a job, from where its checkpoint stopped."""
+    """All rollout steps of a job, from where its checkpoint stopped.
+
+    Raises SystemExit(143) when the run was preempted and has saved.
+    """
     phases = Phases(job, log, console, PhaseTrace(job.run.trace))
+    if not job.config.checkpoint.save or job.trainer is None:
+        _run(job, phases)
+        return
+    with phases.preemption.listening():
+        try:
+            _run(job, phases)
+        except Preempted as asked:
+            phases.save_before_end(str(asked))
+            raise SystemExit(STATUS) from None
+
+
+def _run(job: Job, phases: Phases) -> None:
+    log, console = phases.log, phases.console
     first, last = phases.restore(), job.num_rollout
     phases.begin_step(first)
     seconds = {f"start/{part.replace(' ', '_')}_seconds": taken for part, taken in job.start_seconds.items()}
     log.log("start", first, seconds)
     console.note("started in " + ", ".join(f"{part} {taken:.1f} s" for part, taken in job.start_seconds.items()))
-    if first >= last:
+    if first >= last and not job.resolved.ends_only:
         console.note(f"nothing to do: {first} of {last} rollouts are done (--num-rollout)")
         return
     if job.engines is not None and job.trainer is not None:
@@ -49,14 +66,17 @@ def _step(job: Job, phases: Phases, step: int) -> None:
         phases.finish_save(wait=False)
         phases.finish_evaluate(wait=False)
         metrics |= phases.train(step, samples)[1]
+        phases.preemption.check()
         if saves_after(job, done):
             phases.save(done)
+            phases.preemption.check()
         if evaluates_after(job, done):
             phases.finish_evaluate()  # before the sync, which brings the weights of the next one to its engines too
         if syncs_after(job, done):
             if runs_ahead:
                 phases.settle_generation()
             phases.sync(done)
+            phases.preemption.check()
             if runs_ahead:
                 phases.begin_generate(done + 1)  # beside an evaluation, too
     if evaluates_after(job, done):

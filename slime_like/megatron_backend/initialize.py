@@ -85,8 +85,13 @@ def _meet(
     return meet_at_address(address, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
 
-def set_seeds(seed: int) -> None:
-    """Seed every generator of this rank from the run's seed."""
+def set_seeds(seed: int, *, deterministic: bool = False) -> None:
+    """Seed every generator of this rank from the run's seed. deterministic: and keep sums in one order, too.
+
+    Before anything is built.
+    """
+    if deterministic:
+        _fix_orders()
     stage_seed = seed + _SEED_STEP_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed)
@@ -99,3 +104,17 @@ def shut_down() -> None:
     if torch.distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _fix_orders() -> None:
+    """Let torch, Megatron and NCCL add up in an order that does not change from run to run; for this whole process.
+
+    CUDA's and NCCL's libraries read their variables at their first use, which comes later. An operation that has no
+    such order raises RuntimeError, by torch.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.use_deterministic_algorithms(True)
+    # Only who reads memory that nobody has written would see a difference.
+    torch.utils.deterministic.fill_uninitialized_memory = False

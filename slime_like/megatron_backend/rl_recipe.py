@@ -89,7 +89,10 @@ class PolicyRecipe(Recipe):
         reports = [self._step(batches, number, f"rollout step {step}", "train/loss") for number in range(len(batches))]
         if self.worker.holds(REFERENCE) and self.config.loss.updates_reference_after(step):
             self.worker.copy_weights(BASE, REFERENCE)
-        return _report(step, batches, reports)
+        report = _report(step, batches, reports)
+        computed = sum(batch.num_computed_tokens for batch in batches)
+        saved = {"perf/computed_tokens": computed, "perf/shared_prompt_tokens_saved": report.num_tokens - computed}
+        return dataclasses.replace(report, metrics=report.metrics | {name: float(n) for name, n in saved.items()})
 
     def ready(self, parts: Parts) -> list[StepBatch]:
         """Each train step's batch, with its advantages and all that its loss compares with.
@@ -100,14 +103,11 @@ class PolicyRecipe(Recipe):
         batches = [self.worker.prepare(part) for part in parts]
         if self.config.is_sft:
             return batches
-        drifts = len(batches) > 1 and (
-            loss.get_mismatch_metrics or not loss.use_rollout_logprobs or loss.use_routing_replay
-        )
         nothing: list[Scores] = [None] * len(batches)
-        old = nothing
-        if drifts or loss.kl_in_trainer or loss.use_opd or loss.picks_tokens:
-            passes = [self.worker.forward(batch, weights=BASE, record_routing=True) for batch in batches]
-            batches, old = [outputs.batch for outputs in passes], [outputs.scores["log_probs"] for outputs in passes]
+        old = list(nothing)
+        for number in range(self._first_to_score(len(batches)), len(batches)):
+            outputs = self.worker.forward(batches[number], weights=BASE, record_routing=True)
+            batches[number], old[number] = outputs.batch, outputs.scores["log_probs"]
         reference = self._reference_of(parts, batches) if loss.use_kl_loss or loss.kl_in_trainer else nothing
         teacher = self._frozen_log_probs(TEACHER, batches) if loss.use_opd and self.worker.holds(TEACHER) else nothing
         scores = [StepScores(old=o, reference=r, teacher=t) for o, r, t in zip(old, reference, teacher, strict=True)]
@@ -122,6 +122,23 @@ class PolicyRecipe(Recipe):
             batch.with_columns(old=s.old, reference=s.reference, teacher=s.teacher)
             for batch, s in zip(batches, compared, strict=True)
         ]
+
+    def _first_to_score(self, num_steps: int) -> int:
+        """The first train step of a rollout whose samples are scored before it; num_steps: none are.
+
+        The first step's own pass has the weights from before it and so the same log-probs and experts: with one step
+        there is nothing to score, unless the advantages are made of the scores.
+        """
+        loss, adapters = self.config.loss, self.config.adapters
+        if loss.kl_in_trainer or loss.use_opd or loss.picks_tokens:
+            return 0
+        if not (loss.get_mismatch_metrics or not loss.use_rollout_logprobs or loss.use_routing_replay):
+            return num_steps
+        if loss.score_first_step:
+            return 0
+        # What a dropout leaves of an adapter is in a train step only: later steps are held against a pass without it.
+        drops = adapters is not None and adapters.lora_dropout > 0
+        return 0 if drops and num_steps > 1 else 1
 
     def log_probs(self, samples: Batch, *, weights: WeightsRef = BASE) -> list[np.ndarray]:
         """Log-probs [T] of every sample, as records.Sample defines them, in the order of `samples`.

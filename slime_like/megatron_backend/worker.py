@@ -107,7 +107,7 @@ class TrainWorker(TenantVerbs):
                 store_path=self._store_path,
                 virtual_pipeline_size=config.parallel.virtual_pipeline_size(config.model.num_layers),
             )
-            set_seeds(config.observability.seed)
+            set_seeds(config.observability.seed, deterministic=config.observability.deterministic)
         with timed(seconds, "model"):
             self.model = (build_model if self._trains else build_frozen)(
                 config.model, config.parallel, config.optimizer, value_head=self._is_critic, adapters=self._adapters
@@ -286,7 +286,7 @@ class TrainWorker(TenantVerbs):
             state,
             num_rollouts_done=num_rollouts_done,
             client_state=client_state,
-            retain_interval=options.save_retain_interval,
+            keeps=options,
             num_spared=int(self._is_critic),
         )
         return self._saver.save(draft, state)
@@ -308,8 +308,7 @@ class TrainWorker(TenantVerbs):
         schedule: bool = False,
         rng: bool = False,
     ) -> dict:
-        """Take the weights of an HF folder or Megatron checkpoint (the newest, or that of `step`), and what else of the
-        latter is asked for.
+        """Take a folder's weights (a checkpoint's newest, or that of `step`), and what else of it is asked for.
 
         Frozen weights of a new name are held from now on. Returns the checkpoint's client_state.json, {} for weights
         alone. Raises CheckpointError.
@@ -317,7 +316,8 @@ class TrainWorker(TenantVerbs):
         self._card.need(*TRAIN_STATE)
         if weights.name != BASE.name:
             assert not (optimizer or schedule or rng), "frozen weights have no more than themselves"
-            whole = checkpoint.TrainState(model=self.model, model_config=self.config.model)
+            verify = self.config.checkpoint.verify_checkpoint
+            whole = checkpoint.TrainState(model=self.model, model_config=self.config.model, verify=verify)
             self._held.keep(weights, lambda: start_weights.load_weights(whole, folder, step=step))
             return {}
         self._held.base_changes()
@@ -365,6 +365,7 @@ class TrainWorker(TenantVerbs):
             value_head=self._is_critic,
             lora=self.config.adapters,
             base=self.config.checkpoint.hf_checkpoint,
+            verify=self.config.checkpoint.verify_checkpoint,
         )
 
     def _resume(self) -> dict:
@@ -374,8 +375,7 @@ class TrainWorker(TenantVerbs):
         """
         options, loss = self.config.checkpoint, self.config.loss
         resumed: dict = {"num_rollouts_done": 0, "client_state": {}}
-        parts = start_weights.parts_to_continue(self.config)
-        if parts is not None:
+        if (parts := start_weights.parts_to_continue(self.config)) is not None:
             saved = self.load_state(options.load or "", weights=BASE, step=options.ckpt_step, **parts)
             if not options.finetune:
                 resumed = {name: saved[name] for name in resumed}

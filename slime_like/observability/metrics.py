@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from slime_like.observability.tracing import PhaseTrace
-from slime_like.utils.files import RunDirectory, append_json_line
+from slime_like.utils.files import RunDirectory, append_json_line, read_json_lines, write_atomic
 
 KINDS = ("start", "rollout", "train", "sync", "eval", "step")
 
@@ -28,6 +30,23 @@ def json_metrics(metrics: Mapping[str, float | str]) -> dict:
             non_finite[name] = str(line[name])
             line[name] = None
     return line | ({"non_finite": non_finite} if non_finite else {})
+
+
+def forget_from(path: Path, num_done: int) -> None:
+    """Leave in a metrics file what a run that goes on after `num_done` rollouts will not do again: their own lines, and
+    "start".
+
+    The weights and the evaluation after the last of them come again.
+    """
+    if path.exists():
+        lines = [line for line in read_json_lines(path) if line["kind"] == "start" or line["step"] < num_done]
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def ends_with_step(path: Path, step: int) -> bool:
+    """Whether the last that a metrics file tells is that this step is over."""
+    lines = [line for line in read_json_lines(path) if line["kind"] != "start"] if path.exists() else []
+    return bool(lines) and (lines[-1]["kind"], lines[-1]["step"]) == ("step", step)
 
 
 class MetricsLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -21,7 +22,11 @@ class PhaseTrace:
         self._path = Path(path)
         self._zero, self._unix_zero = time.monotonic(), time.time()
         self._lines: dict[str, int] = {}
-        self._path.write_text("[\n", encoding="utf-8")
+        if (began := _began(self._path)) is not None:  # a run that goes on in its own directory
+            self._zero -= self._unix_zero - began
+            self._unix_zero = began
+        else:
+            self._path.write_text("[\n", encoding="utf-8")
 
     def add(self, name: str, start: float, end: float, step: int) -> None:
         """One event; start and end are of time.monotonic()."""
@@ -36,3 +41,12 @@ class PhaseTrace:
         }
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + ",\n")
+
+
+def _began(path: Path) -> float | None:
+    """Unix seconds of the time 0 of a trace that is there; None if none is, or it has no event."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError), open(path, encoding="utf-8") as file:
+        file.readline()
+        event = json.loads(file.readline().rstrip().rstrip(","))
+        return event["args"]["time"] - event["ts"] / 1e6
+    return None

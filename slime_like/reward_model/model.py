@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from slime_like.algorithms.finite import describe_non_finite, is_finite
 from slime_like.errors import CheckpointError, RewardError
 from slime_like.reward_model.inputs import RewardInput, encode_inputs, same_ids
 
@@ -145,8 +146,11 @@ def _load(folder: str, dtype: torch.dtype) -> Any:
         model, loading_info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # what broken files end in: transformers and safetensors raise their own
         raise CheckpointError(f"--reward-load {folder}: cannot be loaded as a sequence classifier: {error}") from error
+    for name, weight in model.named_parameters():
+        if not is_finite(weight):
+            raise CheckpointError(f"--reward-load {folder}: of tensor {name!r} {describe_non_finite(weight)}.")
     if model.config.num_labels != 1:
         raise CheckpointError(
             f"--reward-load {folder}: has {model.config.num_labels} outputs, and a reward is one. {_FIX}"

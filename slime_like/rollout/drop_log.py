@@ -4,14 +4,18 @@
     {"put_aside": 12, "error": "…"}               a row that failed too often (--on-reward-error drop), with its error
     {"resumed": {"stale": 3}, "position": 120}    after a resume: how many an earlier run names, in its own directory
 
+A run that goes on in its own directory (--resume auto) leaves those in that its checkpoint counts.
+
 Of every other prompt that was drawn, samples/ and the ledger of a checkpoint tell. Nothing of it is kept in memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+
+from slime_like.utils.files import read_json_lines, write_atomic
 
 
 class DropLog:
@@ -28,8 +32,21 @@ class DropLog:
         """One row of the data, which no prompt is made of any more."""
         self._write({"put_aside": row, "error": error})
 
-    def resumed(self, dropped: Mapping[str, int], position: int) -> None:
-        """What a checkpoint counts of before it was saved."""
+    def resumed(self, dropped: Mapping[str, int], position: int, rows: Collection[int] = ()) -> None:
+        """What a checkpoint counts of before it was saved. rows: those that were put aside."""
+        count = sum(dropped.values())
+        if self._path is not None and self._path.exists():
+            lines = read_json_lines(self._path)
+            prompts = [number for number, line in enumerate(lines) if "prompt" in line]
+            if len(prompts) >= count:  # this run's own
+                later = set(prompts[count:])
+                kept = [
+                    line
+                    for number, line in enumerate(lines)
+                    if number not in later and line.get("put_aside", None) in (None, *rows)
+                ]
+                write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+                return
         self._write({"resumed": dict(dropped), "position": position})
 
     def _write(self, record: dict) -> None:

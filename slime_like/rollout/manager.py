@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError, WaitTimeout
-from slime_like.records import EngineEndpoint, WeightsRef
+from slime_like.records import EngineEndpoint, SampleGroup, WeightsRef
 from slime_like.rollout.check_data import check_data
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.rewards.scorer import ScoresSamples
@@ -65,6 +65,21 @@ class RolloutManager:
         """Wait until the rollouts that have begun are there."""
         for step, future in self._begun.items():
             self._wait(future, f"rollout {step}", watch)
+
+    def ahead(self, step: int, *, wait: bool, watch: Callable[[], None] | None = None) -> RolloutResult | None:
+        """Rollout `step` if it has begun, which `generate` still gives later; None: it has not. wait: until it is
+        there; else None, too, if it is not.
+        """
+        future = self._begun.get(step)
+        if future is None or not (wait or future.done()):
+            return None
+        return self._wait(future, f"rollout {step}", watch)
+
+    def put_ahead(self, step: int, groups: tuple[SampleGroup, ...], metrics: dict[str, float]) -> None:
+        """After load_state_dict: what `generate` gives for rollout `step`. Raises CheckpointError."""
+        self._tell(lambda: self._running().feed.ledger.take_again([group.prompt.index for group in groups]))
+        self._begun[step] = concurrent.futures.Future()
+        self._begun[step].set_result(RolloutResult(groups=groups, metrics=metrics))
 
     def start_generate(self, step: int) -> concurrent.futures.Future[RolloutResult]:
         """Begin rollout `step`; the result comes in the future, or RunError if another rollout is still being

@@ -101,4 +101,5 @@ class PromptFeed:
         self.ledger.load_state_dict(state)
         if self._put_aside is not None:
             self._put_aside.load_state_dict(state.get("put_aside", {}))
-        self._drop_log.resumed(self.ledger.dropped, self.ledger.position)
+        rows = self._put_aside.rows if self._put_aside is not None else ()
+        self._drop_log.resumed(self.ledger.dropped, self.ledger.position, rows)

@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import orjson
 
 from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.bodies import Body
 from slime_like.utils.net import certificates, wait_until
 
 _BODY_HEAD_CHARS = 500
@@ -297,7 +297,7 @@ class EngineClient:
 
     # How it is sent
 
-    def _checked(self, path: str, body: dict, timeout_s: float | None = None) -> dict:
+    def _checked(self, path: str, body: dict | Body, timeout_s: float | None = None) -> dict:
         """POST; an answer that says `"success": false` is an error too."""
         answer = self._request("POST", path, body, timeout_s=timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -337,15 +337,16 @@ class EngineClient:
         finally:
             self._idle.append(http)
 
-    def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = None) -> Any:
+    def _request(self, method: str, path: str, body: dict | Body | None = None, timeout_s: float | None = None) -> Any:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         what = f"engine {self.endpoint.index}: {method} {self.url}{path}"
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s))
         try:
             with self._http() as http:
-                content = None if body is None else orjson.dumps(body)  # megabytes of tensors, five times as fast
-                response = http.request(method, self.url + path, content=content, timeout=timeout)
+                content = Body(body) if isinstance(body, dict) else body
+                headers = None if content is None else {"Content-Length": str(len(content))}
+                response = http.request(method, self.url + path, content=content, headers=headers, timeout=timeout)
         except httpx.TimeoutException as error:
             whom, phase = f"engine {self.endpoint.index} at {self.url}", f"{method} {path}"
             seconds = time.monotonic() - start

@@ -31,6 +31,9 @@ _KERNELS = (
     "verify_tree_greedy_cpu",
 )
 
+#: Variable of an engine's environment: whatever is not empty makes its answers independent of each other.
+BATCH_INVARIANT = "SLIME_LIKE_BATCH_INVARIANT"
+
 
 def install() -> None:
     """Put the stand-ins in place; does nothing for a package that is really installed."""
@@ -245,18 +248,22 @@ class _Unpinned(types.ModuleType):
 def take_seeds() -> None:
     """Let sglang's --enable-deterministic-inference be used without CUDA: requests' seeds hold (`sampling_seed`).
 
-    Only that: its kernels whose results do not depend on the rest of the batch want CUDA, so log-probs may differ by
-    1e-6 from run to run. Call before the server's arguments are made. Remove when sglang's list of attention backends
-    has torch_native and sgl_kernel has a CPU wheel (0.5.23: arg_groups/choices.py, kernels/ops/sampling/murmur_hash.py,
-    batch_invariant_ops).
+    With BATCH_INVARIANT in the environment nothing of an answer depends on the rest of the batch, either; that costs a
+    single answer several times as much (cpu_invariance.py). Without it log-probs may differ by 1e-6 from run to run.
+    Call before the server's arguments are made. Remove when sglang's list of attention backends has torch_native,
+    sgl_kernel has a CPU wheel, and batch_invariant_ops has operators for the CPU (0.5.23: arg_groups/choices.py,
+    kernels/ops/sampling/murmur_hash.py, batch_invariant_ops).
     """
     import torch
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices
 
+    from slime_like.sglang_backend import cpu_invariance
+
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+    invariant = bool(os.environ.get(BATCH_INVARIANT))
+    batch_invariant_ops.enable_batch_invariant_mode = cpu_invariance.enable if invariant else lambda *_, **__: None
     global _SEED_LIBRARY
     _SEED_LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
     _SEED_LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")

@@ -25,6 +25,8 @@ W8A8, W8A16 = "w8a8", "w8a16"
 #: sglang's names of what can be computed here, and of the form of checkpoint that it reads with one of them.
 INT8, FP8, COMPRESSED = "w8a8_int8", "fp8", "compressed-tensors"
 _E4M3, _E4M3_LARGEST, _INT8_LARGEST = torch.float8_e4m3fn, 448.0, 127.0
+#: What each byte stands for: on a CPU looking numbers up takes a fifth of torch's own conversion (2.13).
+_E4M3_NUMBERS = torch.arange(256, dtype=torch.uint8).view(_E4M3).float()
 #: sglang's: no token's scale is zero.
 _SMALLEST = 1e-10
 
@@ -48,13 +50,14 @@ def fp8_matmul(
     activations: W8A8 quantises each token's block of columns; products of e4m3 numbers are exact in fp32.
     """
     flat = x.reshape(-1, x.shape[-1]).float()
+    numbers = _E4M3_NUMBERS.take(weight.view(torch.uint8).long())
     product = flat.new_zeros(flat.shape[0], weight.shape[0])
     for block, start in enumerate(range(0, flat.shape[1], columns)):
         part, token_scale = flat[:, start : start + columns], flat.new_ones(flat.shape[0], 1)
         if activations == W8A8:
             part, token_scale = quantised_tokens(part, _E4M3_LARGEST)
             part = part.to(_E4M3).float()
-        partial = part @ weight[:, start : start + columns].float().t()
+        partial = part @ numbers[:, start : start + columns].t()
         product += partial * token_scale * scale[:, block].float()
     return product.reshape(*x.shape[:-1], weight.shape[0])
 

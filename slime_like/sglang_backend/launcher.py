@@ -29,7 +29,9 @@ from slime_like.utils.net import free_port, host_port, http_url, interface_of, p
 
 _LOG_LINES = 30
 #: sglang 0.5.23 leaves these files in shared memory when it is killed. Remove when it unlinks them.
-_SHARED_FILES = "/dev/shm/sglang_loads_"
+_SHARED_FILES = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")
+#: Characters of a folder for sockets: a socket's path has at most 107, and tempfile's name in it 12.
+_LONGEST_SOCKET_FOLDER = 90
 #: SGLang's variable for where the ranks of an engine meet; a version without it goes on as before.
 _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _KEY_FILE = "server.yaml"
@@ -181,7 +183,7 @@ def start_engine(spec: EngineSpec) -> Engine:
             "--config",
             _write_key(private_dir, key),
         ]
-        environment = _environment(spec, cuda) | _meeting(spec, port, private_dir)
+        environment = _environment(spec, cuda) | _meeting(spec, port, private_dir) | _temporary(private_dir)
         process = start_guarded(
             argv,
             env=environment,
@@ -294,6 +296,19 @@ def _meeting(spec: EngineSpec, port: int, private_dir: str) -> dict[str, str]:
         return {}
     names = {"MASTER_ADDR": spec.host, "MASTER_PORT": str(port)}
     return {_MEETING: f"file://{os.path.join(private_dir, 'store')}", **names}
+
+
+def _temporary(private_dir: str) -> dict[str, str]:
+    """SGLang's sockets, locks and other temporary files are in a folder of the engine's own, which goes with it.
+
+    Not what torch has compiled: the next engine takes it too.
+    """
+    folder = os.path.join(private_dir, "tmp")
+    if len(folder) > _LONGEST_SOCKET_FOLDER:
+        return {}
+    os.mkdir(folder, 0o700)
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.expanduser("~/.cache/slime_like/torchinductor")
+    return {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:

@@ -16,6 +16,8 @@ from slime_like.config.run import RunConfig
 from slime_like.config.tree import TENANTS
 from slime_like.errors import ConfigError
 from slime_like.job.command_line import parse_args
+from slime_like.planning.hardware import GIB
+from slime_like.planning.memory.adapters import TenantRoom, whole_model_bytes
 from slime_like.planning.placement import PlacementPlan, cannot_run_yet
 from slime_like.planning.report.render import PlanReport, make_report
 from slime_like.sglang_backend.launcher import host_has_cuda
@@ -200,6 +202,8 @@ class ServerCommand:
             f"adapters: of rank 1 to {server.max_lora_rank}; {server.max_adapters_resident} on the trainer's device,"
             f" {server.max_models} in the trainer; in each of {engines} engines {server.max_cpu_loras},"
             f" {server.max_loras} in one batch; they travel as folders\n"
+            "a client with all parameters, of which the trainer has one at a time: on each of its GPUs"
+            f" {whole_model_bytes(self.config) / GIB:.1f} GiB more, which the plan does not count\n"
             f"micro-batches of the trainer: {_MICRO_BATCHES[server.tenant_micro_batches]}"
         )
 
@@ -372,11 +376,17 @@ def _with_adapters(config: RunConfig, server: ServerConfig) -> RunConfig:
     return dataclasses.replace(config, engine=engine, role=TENANTS)
 
 
-def _report(config: RunConfig, server: ServerConfig, *, planning: bool) -> PlanReport:
-    """The plan, its memory as if one client trained adapters of the largest rank."""
+def tenant_room(config: RunConfig, server: ServerConfig) -> TenantRoom:
+    """What the trainer keeps room for: adapters of the largest rank."""
     lora = LoraConfig(
         lora_rank=server.max_lora_rank, lora_target_modules=adapted_modules(config.model),
         lora_exclude_modules=[r".*\.experts\..*"] if config.model.num_experts else None,
     )  # fmt: skip
-    report = make_report(dataclasses.replace(config, role="actor", lora=lora), planning=planning)
+    return TenantRoom(lora=lora, resident=server.max_adapters_resident, held=server.max_models)
+
+
+def _report(config: RunConfig, server: ServerConfig, *, planning: bool) -> PlanReport:
+    """The plan, its memory as if all that fit were adapters of the largest rank."""
+    room = tenant_room(config, server)
+    report = make_report(dataclasses.replace(config, role="actor"), planning=planning, tenants=room)
     return dataclasses.replace(report, plan=tenants_plan(report.plan), sync=None, pace=None)

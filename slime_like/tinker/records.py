@@ -45,6 +45,20 @@ class ModelSpec:
     train_mlp: bool = True
     train_unembed: bool = True
 
+    @property
+    def notice(self) -> str:
+        """What of it is not done, for the client; "" where all is."""
+        if not self.lora_rank or not self.train_unembed:
+            return ""
+        return NO_UNEMBED
+
+
+#: Engines score wrongly where adapters of the output layer meet in a batch (docs/lora.md), so none is trained.
+NO_UNEMBED = (
+    "train_unembed=True has no effect: adapters of this server are of attention and MLPs, the output layer has none"
+    " (lora_rank=0 trains it). train_unembed=False says the same without this notice."
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamSettings:
@@ -143,8 +157,9 @@ class Call:
 class CallResult:
     """What became of a call. Of passes and samples `result` is a PassResult or SampleResult, of the others a dict.
 
-    CREATE_MODEL, CREATE_FROM_STATE, UNLOAD_MODEL {"model_id"}, LOAD_WEIGHTS {"path", "model_id"}; OPTIM_STEP
-    {"metrics"}; SAVE_WEIGHTS and SAVE_FOR_SAMPLER {"path", "size_bytes"}, for a sampler of its own {"sampler_id"}.
+    CREATE_MODEL {"model_id"}, with a "notice" of what is not done; CREATE_FROM_STATE, UNLOAD_MODEL {"model_id"},
+    LOAD_WEIGHTS {"path", "model_id"}; OPTIM_STEP {"metrics"}; SAVE_WEIGHTS and SAVE_FOR_SAMPLER {"path", "size_bytes"},
+    for a sampler of its own {"sampler_id"}.
     """
 
     kind: Kind

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -27,12 +29,47 @@ def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
+        give_usual_mode(temporary)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def keep_files_private(*, share: bool = False) -> None:
+    """From now on, files and folders of this process and its children are ours alone: 0600 and 0700.
+
+    By the umask, since libraries make most of them. share: leave the umask that we were started with.
+    """
+    if not share:
+        os.umask(0o077)
+
+
+def keep_files_like(folder: str | os.PathLike) -> None:
+    """As keep_files_private, in a process that joins a run: its files are for those whom the run lets into `folder`.
+
+    One that is not there (on another machine) is made, for us alone.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.umask(0o777 & ~stat.S_IMODE(os.stat(folder).st_mode) & 0o077)
+        return
+    keep_files_private()
+    os.makedirs(folder, exist_ok=True)
+
+
+def give_usual_mode(path: str | os.PathLike) -> None:
+    """The mode that open() would have given a file: what mkstemp makes (safetensors too) is its owner's whatever the
+    umask is.
+    """
+    os.chmod(path, 0o666 & ~_umask())
+
+
+def private_folder(path: str | os.PathLike, *, share: bool = False) -> None:
+    """A folder that is there and ours alone, also if it was there before. share: as it is, or as the umask has it."""
+    os.makedirs(path, exist_ok=True)
+    if not share and os.stat(path).st_uid == os.getuid():
+        os.chmod(path, 0o700)
 
 
 def append_json_line(path: str | os.PathLike, record: dict) -> None:
@@ -59,11 +96,11 @@ class RunDirectory:
     path: str
 
     @classmethod
-    def create(cls, config, *, root: str = "runs") -> RunDirectory:
-        """Make the directory of a new run and write config.json into it.
+    def create(cls, config, *, root: str = "runs", goes_on: bool = False) -> RunDirectory:
+        """Make the directory of a run and write config.json into it.
 
         config: the RunConfig (its type is of a higher layer). Default path: {root}/<time>-<run name>.
-        Raises UserError if --run-dir already holds a run: it is never overwritten.
+        Raises UserError if --run-dir already holds a run, which is never overwritten; goes_on: it is this one.
         """
         options = config.observability
         if options.run_dir:
@@ -71,10 +108,10 @@ class RunDirectory:
             if path.exists() and not path.is_dir():
                 raise UserError(f"--run-dir {path}: is a file. Fix: another --run-dir.")
             for name in ("config.json", "metrics.jsonl"):
-                if (path / name).exists():
+                if (path / name).exists() and not goes_on:
                     raise UserError(
                         f"--run-dir {path}: holds another run ({name}). Fix: another --run-dir, or none for"
-                        " runs/<time>-<name>."
+                        " runs/<time>-<name>; --resume auto goes on with it."
                     )
             path = _make(path, exist_ok=True)
         else:
@@ -161,9 +198,9 @@ def _make_new(path: Path) -> Path:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    """This process's umask, read without changing it: other threads are making files meanwhile."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -23,6 +23,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: How often the supervisor looks whether its parent is still there, should another process hold the pipe open.
 _PARENT_CHECK_S = 1.0
+#: When a command's mapped files are first looked for, and the longest time until the next look.
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 2.0, 60.0
 #: Between TERM and KILL when the parent has died without saying goodbye.
 _ORPHAN_GRACE_S = 2.0
 
@@ -75,14 +77,14 @@ def start_guarded(
     log_path: str,
     cwd: str | None = None,
     secrets: tuple[str, ...] = (),
-    remove_mapped: str | None = None,
+    remove_mapped: tuple[str, ...] = (),
     remove_folder: str | None = None,
 ) -> GuardedProcess:
     """Start `argv` under a supervisor, in a process group of its own; output goes to `log_path`, with `secrets`
     replaced by ***.
 
-    remove_mapped: prefix of files, such as those in shared memory, that are removed at the end if the group had them
-    mapped.
+    remove_mapped: prefixes of files, such as those in shared memory, that are removed at the end if the group had them
+    mapped, however it ended.
     remove_folder: a folder that is removed at the end, however it came.
     Raises FileNotFoundError or PermissionError if the command cannot be executed.
     """
@@ -183,7 +185,8 @@ class _Log:
     """Copies the command's output to the log line by line, without the secrets."""
 
     def __init__(self, path: str, secrets: list[str]):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        shared = os.stat(os.path.dirname(path)).st_mode & 0o044
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 | shared)
         self._file = os.fdopen(fd, "ab", buffering=0)
         self._secrets = [secret.encode() for secret in secrets]
         self._rest = b""
@@ -229,12 +232,13 @@ def _supervise(control: int, status: int) -> int:
     assert child.stdout is not None, "it was asked for"
     output = child.stdout.fileno()
     os.set_blocking(output, False)
-    grace = _watch(control, order["parent"], child, output, log)
-    mapped = _mapped_files(child.pid, order["remove"]) if order["remove"] else set()
+    mapped = _Mapped(child.pid, order["remove"])
+    grace = _watch(control, order["parent"], child, output, log, mapped)
+    mapped.look()
     if grace is not None:
         _end_group(child, grace, output, log)
     _kill_rest(child.pid)
-    for path in mapped:
+    for path in mapped.files:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     if order["folder"]:
@@ -247,7 +251,7 @@ def _supervise(control: int, status: int) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _watch(control: int, parent: int, child: subprocess.Popen, output: int, log: _Log) -> float | None:
+def _watch(control: int, parent: int, child: subprocess.Popen, output: int, log: _Log, mapped: _Mapped) -> float | None:
     """Copy output until the command ends (None) or has to end (the grace in seconds)."""
     told_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told_to_end.append(number))
@@ -255,6 +259,7 @@ def _watch(control: int, parent: int, child: subprocess.Popen, output: int, log:
     watched = [control, output, alive]
     while True:
         ready = select.select(watched, [], [], _PARENT_CHECK_S)[0]
+        mapped.look_again()
         if output in ready:
             data = _read_available(output)
             if data == b"":
@@ -269,13 +274,33 @@ def _watch(control: int, parent: int, child: subprocess.Popen, output: int, log:
             return _ORPHAN_GRACE_S
 
 
-def _mapped_files(group: int, prefix: str) -> set[str]:
-    """Files whose path begins with `prefix` that a process of the group has mapped."""
-    files: set[str] = set()
-    for pid in group_members(group):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-            files.update(line.split()[-1] for line in maps if f" {prefix}" in line and not line.endswith("(deleted)\n"))
-    return files
+class _Mapped:
+    """Files with one of the prefixes that a process of the group has, or had, mapped.
+
+    They are looked for now and then: of processes that got SIGKILL there is nothing left to be asked.
+    """
+
+    def __init__(self, group: int, prefixes: list[str]):
+        self.files: set[str] = set()
+        self._group, self._prefixes = group, [f" {prefix}" for prefix in prefixes]
+        self._pause_s = _FIRST_LOOK_S
+        self._next = time.monotonic() + self._pause_s
+
+    def look_again(self) -> None:
+        """Look if it is time: twice as late each time, as long as a minute."""
+        if self._prefixes and time.monotonic() >= self._next:
+            self.look()
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._next = time.monotonic() + self._pause_s
+
+    def look(self) -> None:
+        for pid in group_members(self._group) if self._prefixes else ():
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+                self.files.update(
+                    line.split()[-1]
+                    for line in maps
+                    if any(prefix in line for prefix in self._prefixes) and not line.endswith("(deleted)\n")
+                )
 
 
 def _end_group(child: subprocess.Popen, grace_s: float, output: int, log: _Log) -> None:

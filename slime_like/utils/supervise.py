@@ -1,10 +1,10 @@
 """A run that never ends without a word: `fork_driver()` splits train.py into a driver, which goes on, and a supervisor,
 which waits for it.
 
-The supervisor (the process that the user, SLURM or Kubernetes started) hands SIGINT, SIGTERM and SIGHUP on, and
-outlives the driver. It says what ended a driver that said no goodbye (os._exit in a user's function, a crash, SIGKILL
-by the kernel) and which of the user's functions ran just then; ends every process that the driver left; removes its
-temporary folders; and gives an exit status that is never 0 by accident. The driver dies with the supervisor
+The supervisor (the process that the user, SLURM or Kubernetes started) hands SIGINT, SIGTERM, SIGUSR1 and SIGHUP on,
+and outlives the driver. It says what ended a driver that said no goodbye (os._exit in a user's function, a crash,
+SIGKILL by the kernel) and which of the user's functions ran just then; ends every process that the driver left; removes
+its temporary folders; and gives an exit status that is never 0 by accident. The driver dies with the supervisor
 (PR_SET_PDEATHSIG).
 
 Both share a piece of memory, where the driver writes what runs: a write that costs nothing, and that is still there
@@ -94,7 +94,7 @@ def fork_driver(tidy: Callable[[], None] = lambda: None) -> int | None:
     board = Board()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    passed_on = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    passed_on = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
     handed = {number for number in passed_on if signal.getsignal(number) is not signal.SIG_IGN}
     # one that comes now is delivered when both sides are ready for it
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
@@ -208,7 +208,7 @@ def _verdict(code: int, board: Board, received: list[int]) -> tuple[int, str]:
             if code == -signal.SIGKILL
             else ""
         )
-        return 128 + received[0], late
+        return 128 + (signal.SIGTERM if received[0] == signal.SIGUSR1 else received[0]), late
     if code >= 0 and said_goodbye:
         return code, ""
     if code < 0:

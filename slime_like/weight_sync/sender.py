@@ -21,6 +21,7 @@ from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import address_of_interface, is_own_address, own_address, url_host
 from slime_like.weight_sync.bounds import best_rate
 from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, Redirects, WeightPublisher
+from slime_like.weight_sync.fake_quantise import over_linear
 from slime_like.weight_sync.proof.receipt import Receipt, never_sent, raise_different
 from slime_like.weight_sync.quantise import Quantiser
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
@@ -82,6 +83,7 @@ class WeightSender:
         self._publisher: WeightPublisher | None = None
         self._receipt: Receipt | None = None
         self._transform = WeightTransform.of(config)
+        self._int4_group_size = config.optimizer.int4_group_size
         scheme = scheme_of(config.sync.rollout_quantization)
         self._quantiser = None if scheme is None else Quantiser(scheme, gathering.names)
         self._whole: set[str] = set()  # URLs of engines of which it is known that all they hold was sent
@@ -338,6 +340,8 @@ class WeightSender:
         sent = _noting(tensors, names) if self._place.is_source else tensors
         if self._transform is not None:
             sent = self._transform.over(sent)
+        if self._int4_group_size is not None:
+            sent = over_linear(sent, self._int4_group_size)
         if self._quantiser is not None:
             sent = self._quantiser.over(sent)
         if not self._place.is_source:

@@ -26,7 +26,7 @@ from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering, WeightSender
 from slime_like.weight_sync.session import EngineSide, run_session
 from slime_like.weight_sync.transports.registry import make_publisher
-from tests.contract.engines import largest_difference, options, order_of
+from tests.contract.engines import hf_logprobs, options, order_of, prompt, prompt_logprobs
 from tests.contract.quantised import Sent, by_hf_names, make_network, quantised_engine, with_own_products
 
 LONG = pytest.mark.long_run
@@ -62,7 +62,12 @@ class Case:
     def assert_computes(self, seed: int) -> None:
         sent = Sent.of(make_network(seed, experts=self.experts), self.scheme)
         expected = with_own_products(seed, sent, self.scheme, experts=self.experts, tp_size=self.tp_size)
-        assert largest_difference(self.served.client, expected) < 1e-4
+        client = self.served.client
+        differences = torch.cat(
+            [(prompt_logprobs(client, prompt(one)) - hf_logprobs(expected, prompt(one))).abs() for one in (1, 2)]
+        )
+        # A token whose activation lies between two integers may become either; it is then one step off.
+        assert differences.median() < 1e-5 and differences.max() < 1e-2
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -184,6 +189,23 @@ def test_a_name_that_no_engine_knows_is_never_sent(case, tmp_path):
     assert run_session(next_order(case, "ipc", tmp_path), again).engines_proven == 1
     again.close()
     case.assert_computes(1)
+
+
+def without_the_last_norm(args, name, tensor):
+    """What is never sent would stay as it was made up."""
+    return [] if name == "model.norm.weight" else [(name, tensor)]
+
+
+@pytest.mark.usefixtures("world")
+def test_what_was_never_sent_is_named_by_the_first_sync(case, tmp_path):
+    order, weights = next_order(case, "ipc", tmp_path), case.weights(2)
+    path = f"{__name__}.{without_the_last_norm.__name__}"
+    sender = sender_of(case, order, weights, custom_weight_transform_path=path)
+    assert not order.finds_unsent
+    with pytest.raises(WeightSyncError, match=r"has model\.norm\.weight, which was never sent \(1 in all\)"):
+        run_session(order, sender)
+    sender.close()
+    case.served.client.close_weight_update()
 
 
 def test_an_engine_of_another_scheme_is_sent_nothing(case):

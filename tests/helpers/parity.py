@@ -62,6 +62,43 @@ def ragged_batch() -> list[TrainSample]:
     return [*samples, short, early]
 
 
+def sharing_batch() -> list[TrainSample]:
+    """Ten samples that begin alike: answers to one prompt, one of them given twice and one the beginning of another;
+    forks of an episode; one alone. No two neighbours are of one prompt.
+    """
+    generator = np.random.default_rng(3)
+
+    def tokens(count: int) -> list[int]:
+        return generator.integers(0, 101, count).tolist()
+
+    prompt, history = tokens(14), tokens(9)
+    answers = [tokens(count) for count in (1, 6, 9)]
+    later = history + tokens(7)
+    groups = [
+        [prompt + answer for answer in answers] + [prompt + answers[1], prompt + answers[2][:5]],
+        [later + tokens(5), later + tokens(3), history + tokens(6), later],
+        [tokens(13)],
+    ]
+    firsts = [14, 9, 4]  # tokens that are not trained
+    samples = []
+    for number, (prompt_index, index) in enumerate([(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (1, 2), (0, 3),
+                                                    (1, 3), (0, 4)]):  # fmt: skip
+        row = np.array(groups[prompt_index][index], dtype=np.int32)
+        mask = np.ones(len(row), dtype=np.int8)
+        mask[: firsts[prompt_index]] = 0
+        if number == 4:
+            mask[12:14] = 0  # what is shared is trained in some samples only
+        engine = (-4.6 + generator.normal(size=len(row)) * mask).astype(np.float32) * mask
+        samples.append(
+            TrainSample(
+                prompt_index=prompt_index, sample_index=index, tokens=row, loss_mask=mask, engine_logprobs=engine,
+                weight_versions=np.where(mask, 0, -1).astype(np.int32), reward=0.0,
+                advantages=per_token(float(generator.normal()), mask), weights=per_token(1.0, mask),
+            )
+        )  # fmt: skip
+    return samples
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line of the table."""
@@ -74,6 +111,16 @@ class Row:
     batch: dict = dataclasses.field(default_factory=lambda: DYNAMIC)
     loss: dict = dataclasses.field(default_factory=dict)
     bf16: bool = False
+
+    @property
+    def shares(self) -> bool:
+        """Whether its samples begin alike, and what they have in common is computed once."""
+        return self.batch.get("share_prompt") == "on"
+
+    @property
+    def samples(self) -> list[TrainSample]:
+        """What it is compared on."""
+        return sharing_batch() if self.shares else ragged_batch()
 
     @property
     def name(self) -> str:
@@ -118,15 +165,16 @@ def run_table(rows: list[Row], folders: dict[str, str], *, timeout_s: float) -> 
     rows.
     """
     truths = {}
-    for model, over_tokens in {truth_key(row) for row in rows}:
+    for key, row in {truth_key(row): row for row in rows}.items():
+        model, over_tokens, _ = key
         options = {
             "temperature": TEMPERATURE,
             "kl_coef": KL_COEF,
             "entropy_coef": ENTROPY_COEF,
             "per_token": over_tokens,
         }
-        truths[model, over_tokens] = first_step_truth(
-            folders[model], ragged_batch(), reference=folders["reference of " + model], **options
+        truths[key] = first_step_truth(
+            folders[model], row.samples, reference=folders["reference of " + model], **options
         )
     results, end = [], time.monotonic() + timeout_s
     for first in range(0, len(rows), ROWS_PER_WORLD):
@@ -139,9 +187,9 @@ def run_table(rows: list[Row], folders: dict[str, str], *, timeout_s: float) -> 
     return results
 
 
-def truth_key(row: Row) -> tuple[str, bool]:
+def truth_key(row: Row) -> tuple[str, bool, bool]:
     """Which oracle a row has."""
-    return row.model, bool(row.loss.get("calculate_per_token_loss"))
+    return row.model, bool(row.loss.get("calculate_per_token_loss")), row.shares
 
 
 def run_row(place, row: Row, folders: dict[str, str], truth: Truth) -> dict:
@@ -160,7 +208,8 @@ def run_row(place, row: Row, folders: dict[str, str], truth: Truth) -> dict:
     started = time.monotonic()
     worker = TrainWorker(config, **place)
     worker.start()
-    samples = ragged_batch()
+    samples = row.samples
+    prepared = worker.prepare(samples)
     log_probs, reference = recipe_of(worker).log_probs(samples), recipe_of(worker).log_probs(samples, weights=REFERENCE)
     exported = {name: tensor.float().numpy().copy() for name, tensor in worker.export(BASE)}
     metrics = add_gradients(worker, samples)
@@ -191,6 +240,7 @@ def run_row(place, row: Row, folders: dict[str, str], truth: Truth) -> dict:
         "same": [metrics, grad_norm, lone.metrics],
         "lone": lone.metrics,
         "scores": [*log_probs, *after],
+        "computed": prepared.num_computed_tokens / prepared.num_tokens,
         "seconds": time.monotonic() - started,
     }
 

@@ -4,6 +4,8 @@ flags.
 
 from __future__ import annotations
 
+import dataclasses
+
 from tests.helpers.parity import DYNAMIC, Row
 from tests.helpers.tiny_models import CONFIGS
 
@@ -77,6 +79,8 @@ DEEP = "qwen3 of 4 layers"
 INTERLEAVED = PP | {"num_virtual_stages_per_pipeline_rank": 2}
 BY_FLOPS = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_by_flops": True}
 WIDE_SCORES = DYNAMIC | {"log_probs_max_tokens_per_gpu": 90}
+#: Less than the tokens of one prompt's samples, so that they are split; more than the longest sample.
+SHARED = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 28, "share_prompt": "on"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 #: One flag each, on one or two layouts: what the grid above does not vary.
 VARIANTS = [
@@ -159,7 +163,31 @@ def all_rows() -> list[Row]:
     for family in CONFIGS:
         bf16_layouts = ("one rank", "tp2 sp ep2 etp1", "pp2") if has_experts(family) else ("one rank", "tp2 sp", "pp2")
         rows += [Row(family, layout, *layouts_of(family)[layout], bf16=True) for layout in bf16_layouts]
-    return rows + VARIANTS
+    return rows + VARIANTS + shared_rows()
+
+
+def shared_rows() -> list[Row]:
+    """Rows whose samples share their prompts: every family, the layouts without context parallelism, and variants."""
+    rows = [
+        Row(family, f"{layout}, shared prompts", ranks, parallel, batch=SHARED)
+        for family in CONFIGS
+        for layout, (ranks, parallel) in layouts_of(family).items()
+        if "context_parallel_size" not in parallel
+    ]
+    return rows + [
+        dataclasses.replace(row, layout=f"{row.layout}, shared prompts", batch=row.batch | SHARED)
+        for row in VARIANTS
+        if row.batch.get("use_dynamic_batch_size") and "context_parallel_size" not in row.parallel
+    ]
+
+
+#: Rows with shared prompts that every run of the tests has.
+QUICK_SHARED = {
+    "qwen3": ("tp2 sp pp2", "dp2, larger packs for scores"),
+    "qwen3 of 4 layers": ("pp2 interleaved, recompute block",),
+    "deepseek_v3": ("one rank",),
+    "qwen3_moe": ("ep2 pp2",),
+}
 
 
 #: Layouts of the grid that every run of the tests has; the others carry the marker parity_table.
@@ -174,6 +202,8 @@ QUICK = {
 
 def is_quick(row: Row) -> bool:
     """Whether a row runs by default: the variants, and some layouts of each family; of bf16 those on one rank."""
+    if row.shares:
+        return row.layout.removesuffix(", shared prompts") in QUICK_SHARED.get(row.model, ())
     if row.model not in CONFIGS or row.layout not in layouts_of(row.model):
         return True
     return row.layout in QUICK["experts" if has_experts(row.model) else "dense"][row.format] and (

@@ -34,13 +34,27 @@ def make(vocabulary, width, dtype):
     return logits.to(getattr(torch, dtype)), targets, by_log_prob, torch.randn(TOKENS, generator=generator)
 
 
+#: How many targets each row predicts: none, one or several; whole targets, weights of log-probs and entropies follow.
+COUNTS = [(1, 3, 0, 2)[row % 4] for row in range(TOKENS)]
+
+
+def several(vocabulary):
+    """Targets [sum of COUNTS], what the loss weighs their log-probs and entropies with, the row of each."""
+    generator, rows = torch.Generator().manual_seed(1), np.repeat(np.arange(TOKENS), COUNTS)
+    targets = torch.randint(0, vocabulary, (len(rows),), generator=generator)
+    by_log_prob = torch.randn(len(rows), generator=generator)
+    by_log_prob[10:20] = 0
+    return targets, by_log_prob, torch.randn(len(rows), generator=generator), torch.as_tensor(rows)
+
+
 def scores(place):
-    """(case, form, whether entropy has a gradient, whether logits are a leaf) -> log-probs, entropies, this rank's
-    gradient.
+    """(case, form, whether entropy has a gradient, whether logits are a leaf, or predict several) -> log-probs,
+    entropies, this rank's gradient.
     """
     from megatron.core import parallel_state
 
     from slime_like.megatron_backend.step.forward import Scoring, log_probs_and_entropy
+    from slime_like.megatron_backend.step.packing import Predictions
 
     torch.distributed.init_process_group(
         "gloo",
@@ -67,16 +81,27 @@ def scores(place):
                     assert not is_leaf or torch.equal(leaf[0], whole[:, mine]), "a leaf is not written to"
                     values = (log_probs.detach().numpy(), entropy.detach().numpy(), leaf.grad[0].float().numpy())
                     results[case, form, entropy_counts, is_leaf] = values
+                leaf = whole[:, mine].clone()[None].requires_grad_()
+                targets_of, by_log_prob_of, by_entropy_of, _ = several(vocabulary)
+                predictions = Predictions.of(COUNTS, leaf.device)
+                log_probs, entropy = log_probs_and_entropy(leaf * 1, targets_of, scoring, predictions)
+                loss = log_probs @ by_log_prob_of + (entropy @ by_entropy_of if entropy_counts else 0)
+                loss.backward()
+                values = (log_probs.detach().numpy(), entropy.detach().numpy(), leaf.grad[0].float().numpy())
+                results[case, form, entropy_counts, "several"] = values
     torch.distributed.destroy_process_group()
     return results
 
 
-def truth(case, form, entropy_counts):
+def truth(case, form, entropy_counts, kind):
     """The same in float64, over the whole vocabulary; the gradient of padding is 0."""
     ranks, vocabulary, width = VOCABULARIES[case]
     logits, targets, by_log_prob, by_entropy = make(vocabulary, width * ranks, form[0])
     logits = logits.double().requires_grad_()
     rows = torch.log_softmax(logits[:, :vocabulary] / form[1], -1)
+    if kind == "several":
+        targets, by_log_prob, by_entropy, places = several(vocabulary)
+        rows = rows[places]
     log_probs, entropy = rows.gather(-1, targets[:, None]).squeeze(-1), -(rows.exp() * rows).sum(-1)
     (log_probs @ by_log_prob.double() + (entropy @ by_entropy.double() if entropy_counts else 0)).backward()
     return log_probs.detach().numpy(), entropy.detach().numpy(), logits.grad.numpy()
@@ -85,9 +110,9 @@ def truth(case, form, entropy_counts):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_equals_float64(num_ranks):
     results = run_ranks(scores, num_ranks)
-    assert len(results[0]) == sum(ranks == num_ranks for ranks, _, _ in VOCABULARIES.values()) * len(FORMS) * 4
+    assert len(results[0]) == sum(ranks == num_ranks for ranks, _, _ in VOCABULARIES.values()) * len(FORMS) * 6
     for key, (log_probs, entropy, _) in results[0].items():
-        wanted = truth(*key[:3])
+        wanted = truth(*key)
         gradient = np.concatenate([result[key][2] for result in results], 1)
         # bf16 has 8 bits: the gradient is rounded to it once.
         gradient_error = {"rtol": 4e-3, "atol": 1e-6} if key[1][0] == "bfloat16" else {"rtol": 1e-4, "atol": 2e-6}

@@ -61,7 +61,7 @@ def table(request, tmp_path_factory):
 
 
 #: Rows whose weights after a step are compared.
-MOVED = [row for row in ROWS if row.model == "qwen3" and is_quick(row) and not row.loss and not row.bf16]
+MOVED = [row for row in ROWS if row.model == "qwen3" and is_quick(row) and not (row.loss or row.bf16 or row.shares)]
 
 
 class _NoParameters:
@@ -92,12 +92,19 @@ def test_ranks_agree_and_one_without_samples_takes_part(table, row):
     The other ranks have none.
     """
     first = table[row.name][0]
-    assert first["lone"]["train/pg_loss"] == pytest.approx(-advantage_of(ragged_batch()[0]), rel=1e-5)
+    assert first["lone"]["train/pg_loss"] == pytest.approx(-advantage_of(row.samples[0]), rel=1e-5)
     assert first["lone"]["train/grad_norm"] > 0
     for other in table[row.name][1:]:
         assert other["same"] == first["same"]
         for mine, theirs in zip(other["scores"], first["scores"], strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+@each_row
+def test_shared_prompts_are_computed_once(table, row):
+    """A split group has its prompt in both parts, and so have two ranks; of the rest each token is its own."""
+    for result in table[row.name]:
+        assert 0.5 < result["computed"] < 0.85 if row.shares else result["computed"] == 1.0
 
 
 @each_row
@@ -111,7 +118,7 @@ def test_every_gradient_was_compared(table, row):
 
 @each_row
 def test_engine_difference_is_taken_before_the_step(table, row):
-    samples, result = ragged_batch(), table[row.name][0]
+    samples, result = row.samples, table[row.name][0]
     masks = [s.loss_mask.astype(bool) for s in samples]
     differences = np.concatenate(
         [np.abs(ours - s.engine_logprobs)[m] for ours, s, m in zip(result["scores"], samples, masks, strict=False)]

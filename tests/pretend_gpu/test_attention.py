@@ -27,12 +27,17 @@ def inputs(shape: str) -> list[torch.Tensor]:
     ]
 
 
-def attend(place: dict, shape: str, dtype: str) -> dict:
+#: A prompt, two answers to it, the second of which forks; a sequence alone: as many tokens.
+BRANCHES = [(0, 8, ()), (8, 12, ((0, 8),)), (12, 17, ((0, 8),)), (17, 19, ((0, 8), (12, 17))), (19, 32, ())]
+
+
+def attend(place: dict, shape: str, dtype: str, branches: bool = False) -> dict:
     """This rank's tokens, what attention gives for them and its inputs' gradients (float64), kernels and host reads."""
+    from slime_like.algorithms.shared_prompts import Branch
     from slime_like.config.parallel import ParallelConfig
     from slime_like.megatron_backend.initialize import initialize, shut_down
     from slime_like.megatron_backend.model.attention import AttnMaskType, CausalAttention
-    from slime_like.megatron_backend.model.packed import packed_sequences
+    from slime_like.megatron_backend.model.packed import packed_sequences, shared_sequences
     from slime_like.megatron_backend.step.context_parallel import ContextShare
     from tests.pretend_gpu.record import RECORD
 
@@ -44,8 +49,12 @@ def attend(place: dict, shape: str, dtype: str) -> dict:
     here = torch.as_tensor(share.local(LENGTHS))
     *leaves, grad = (x[here].to(getattr(torch, dtype)).to(device) for x in inputs(shape))
     leaves = [x.requires_grad_() for x in leaves]
+    if branches:
+        row = shared_sequences([Branch(start=a, stop=b, before=before) for a, b, before in BRANCHES], 0, device)
+    else:
+        row = packed_sequences(LENGTHS, share, device)
     RECORD.clear()
-    out = attention(*(x.unsqueeze(1) for x in leaves), packed_seq_params=packed_sequences(LENGTHS, share, device))
+    out = attention(*(x.unsqueeze(1) for x in leaves), packed_seq_params=row)
     out.backward(grad.reshape(out.shape))
     kernels = [event.detail["operation"] for event in RECORD.of("kernel")]
     reads = dict(RECORD.reads)
@@ -54,17 +63,20 @@ def attend(place: dict, shape: str, dtype: str) -> dict:
     return {"here": here.numpy(), "values": answer, "kernels": kernels, "reads": reads}
 
 
-def truth(shape: str) -> list[np.ndarray]:
-    """The same of all tokens, a sequence at a time."""
+def truth(shape: str, branches: bool = False) -> list[np.ndarray]:
+    """The same of all tokens, a sequence or a branch at a time."""
     *leaves, grad = (x.double() for x in inputs(shape))
     query, key, value = leaves = [x.requires_grad_() for x in leaves]
-    rows, start = [], 0
-    for length in LENGTHS:
-        q, k, v = (x[start : start + length].transpose(0, 1) for x in (query, key, value))
+    starts = np.cumsum([0, *LENGTHS])
+    sequences = BRANCHES if branches else [(a, b, ()) for a, b in zip(starts, starts[1:], strict=False)]
+    rows = []
+    for start, stop, before in sequences:
+        seen = [place for a, b in (*before, (start, stop)) for place in range(a, b)]
+        q, k, v = query[start:stop].transpose(0, 1), key[seen].transpose(0, 1), value[seen].transpose(0, 1)
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(torch.ones(length, length).triu(1) > 0, -torch.inf)
+        hidden = torch.ones(stop - start, len(seen)).triu(len(seen) - (stop - start) + 1) > 0
+        scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, -torch.inf)
         rows.append((scores.softmax(-1) @ v).transpose(0, 1))
-        start += length
     out = torch.cat(rows)
     out.backward(grad)
     return [out.detach().flatten(1)[:, None].numpy(), *(leaf.grad.numpy() for leaf in leaves)]
@@ -74,8 +86,16 @@ def truth(shape: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_of_packed_sequences(pretend, shape, num_ranks, dtype):
-    ranks = pretend(attend, num_ranks, shape, dtype)
-    wanted = truth(shape)
+    check(pretend(attend, num_ranks, shape, dtype), truth(shape), shape, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_attention_of_shared_prompts(pretend, shape, dtype):
+    check(pretend(attend, 1, shape, dtype, True), truth(shape, True), shape, dtype)
+
+
+def check(ranks: list[dict], wanted: list[np.ndarray], shape: str, dtype: str) -> None:
     # A kernel takes half precision and heads of up to 256 numbers; the rest is torch's SDPA, one sequence at a time.
     uses_kernel = dtype == "bfloat16" and shape != "large"
     for rank in ranks:

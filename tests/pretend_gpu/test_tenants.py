@@ -19,6 +19,8 @@ ROWS = {
     "dense, tp2 with sequence parallelism": ("qwen3", 2, SEQUENCE, {}),
     "experts": ("qwen3_moe", 1, {}, GROUPED["model"]),
 }
+#: In every run; the other with scripts/test_long.sh.
+MARKED = [row if row == "experts" else pytest.param(row, marks=pytest.mark.long_run) for row in ROWS]
 
 
 def numbers(place: dict, base: str, row: str, model: dict) -> dict:
@@ -44,7 +46,7 @@ def numbers(place: dict, base: str, row: str, model: dict) -> dict:
     return answer
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", MARKED)
 def test_tenants_on_its_layers_have_the_numbers_of_ours(pretend_te, tmp_path, row):
     family, num_ranks, _, model = ROWS[row]
     base = make_tiny_model(str(tmp_path / "model"), family, num_layers=2)

@@ -11,13 +11,17 @@ from tests.helpers.tiny_models import CONFIGS, make_tiny_model
 from tests.helpers.train_world import run_ranks
 from tests.pretend_gpu.training import train_steps
 
+#: All experts of a rank are one layer.
 GROUPED = {"model": {"moe_grouped_gemm": True}}
+#: In every run; the others with scripts/test_long.sh.
+QUICK = ("qwen3", "qwen3_moe")
+MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long_run) for name in sorted(CONFIGS)]
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", MARKED)
 def test_a_family_trains_with_its_layers_as_with_ours(pretend_te, tmp_path, family):
     folder = make_tiny_model(str(tmp_path / family), family, num_layers=2)
-    (theirs,) = pretend_te(train_steps, 1, folder, 2, {})
+    (theirs,) = pretend_te(train_steps, 1, folder, 2, GROUPED)
     (host,) = run_ranks(train_steps, 1, folder, 2, {})
     for ours, others in zip(theirs["metrics"], host["metrics"], strict=True):
         assert ours == pytest.approx(others, rel=1e-5, abs=1e-8)

@@ -27,6 +27,7 @@ FENCES = {
         "sglang_backend.launcher",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_invariance",
         "sglang_backend.cpu_quant",
         "weight_sync",
     },
@@ -37,6 +38,7 @@ FENCES = {
         "reward_model",
         "sglang_backend.cpu_server",
         "sglang_backend.cpu_compat",
+        "sglang_backend.cpu_invariance",
         "sglang_backend.cpu_quant",
     },
     "aiohttp": {"rollout", "testing", "weight_sync.delta.receiver"},
@@ -75,6 +77,7 @@ MAX_LINES_OF = {"train.py": 100, "arguments.py": 200}
 #: Every module with logic has tests/unit/<package>/test_<file>.py, but for these: what needs ranks, engines or Ray is
 #: tested with them. Module (or package) -> the files below tests/ that cover it; each imports or names it.
 TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "config.checkpoint_rules": ("unit/job/test_resume.py",),
     "config.asynchrony": ("unit/config/test_async_rules.py",),
     "config.data": ("unit/config/test_rollout.py",),
     "config.engine": ("unit/config/test_placement.py",),
@@ -115,6 +118,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tinker.store.listings": ("unit/tinker/api/test_sdk.py",),
     "tinker.store.tenant_rows": ("unit/tinker/execution/test_tenant_terms.py",),
     "tinker.store.rows": ("unit/tinker/api/test_isolation.py",),
+    "config.fake_quantisation": ("unit/config/test_quantisation.py",),
     "config.quantisation_rules": ("unit/config/test_quantisation.py",),
     "config.sync": ("unit/config/test_placement.py",),
     "config.tree": ("unit/config/test_run.py",),
@@ -141,6 +145,8 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "megatron_backend.hf.stages": ("multiprocess/test_own_card.py",),
     "megatron_backend.hf.save": ("multiprocess/test_checkpoint.py",),
+    "megatron_backend.lora.build": ("multiprocess/test_lora.py",),
+    "megatron_backend.lora.gains": ("unit/megatron_backend/lora/test_segments.py",),
     "megatron_backend.lora.state": ("multiprocess/test_lora.py",),
     "megatron_backend.lora.tenant_files": ("multiprocess/test_tenants.py",),
     "megatron_backend.lora.tenant_gradients": ("multiprocess/test_tenants.py",),
@@ -150,6 +156,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "planning.memory.adapters": ("multiprocess/test_lora.py",),
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.model.attention": ("pretend_gpu/test_attention.py",),
+    "megatron_backend.model.fake_quantised": ("multiprocess/test_fake_quantised.py",),
     "megatron_backend.model.layer_spec": ("multiprocess/test_plan_memory.py",),
     "megatron_backend.model.provider": (
         "multiprocess/test_plan_memory.py",

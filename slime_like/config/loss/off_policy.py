@@ -16,6 +16,13 @@ class OffPolicyFlags(LossChoice):
         False,
         help="Take the ratio against the engine's log-probs instead of the trainer's before the rollout's first step.",
     )
+    score_first_step: bool = flag(
+        False,
+        help=(
+            "Also score the samples of a rollout's first train step before it. That step's own forward pass gives the"
+            " same log-probs, as it has the same weights: this spends a pass to see that it does."
+        ),
+    )
     use_tis: bool | None = flag(
         None,
         help=(

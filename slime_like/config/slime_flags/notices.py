@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime_like.config.quantisation import NONE
 from slime_like.config.run import RunConfig
+from slime_like.config.share_prompt import share_prompt_notices
 
 #: SGLang's arguments that choose a kernel or library which only CUDA hosts have, with the values that mean nothing
 #: special.
@@ -64,7 +65,7 @@ def notices(config: RunConfig) -> list[str]:
             f"{flags}: the trainer's tokens go to their experts by alltoall, which computes the same and takes packs of"
             " any length"
         )
-    return lines + _kernels(config)
+    return lines + share_prompt_notices(config) + _kernels(config)
 
 
 def _loss(config: RunConfig) -> list[str]:

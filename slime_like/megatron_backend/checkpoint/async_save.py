@@ -18,7 +18,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from slime_like.errors import SaveError, WaitTimeout
-from slime_like.megatron_backend.checkpoint.folder import Draft
+from slime_like.megatron_backend.checkpoint.folder import Draft, shard_digests
 from slime_like.megatron_backend.checkpoint.state import WRITE_FAILURES, TrainState, finish_writing, save, start_writing
 
 #: How long the result of an ended thread may take to arrive: none, but where Megatron's queue lives in another process.
@@ -39,6 +39,8 @@ class PendingSave:
         self._draft, self._seconds = draft, seconds
         self._thread: threading.Thread | None = None  # none where this rank has nothing to write
         self._results: Any = None  # Megatron's queue for what the thread found
+        self._digests: dict[str, str] = {}  # of what the thread has written
+        self._unreadable: str | None = None
         self._who = f"trainer rank {torch.distributed.get_rank()}"
         try:
             request = start_writing(draft, state, in_background=True)
@@ -86,7 +88,7 @@ class PendingSave:
                 function()
         except WRITE_FAILURES as error:
             raise self._failure(error) from error
-        finish_writing(self._draft)
+        finish_writing(self._draft, self._digests)
         return True
 
     def _start(self, request: AsyncRequest) -> None:
@@ -97,14 +99,25 @@ class PendingSave:
         # In place: Megatron counts the buckets in the end, and its own references would keep a second copy alive.
         buckets[:] = [_own_bucket(ours, theirs) for ours, theirs in zip(staged, list(buckets), strict=True)]
         self._thread = threading.Thread(
-            target=_write, args=(request.async_fn, arguments), name="checkpoint writer", daemon=True
+            target=self._write, args=(request.async_fn, arguments), name="checkpoint writer", daemon=True
         )
         self._thread.start()
 
+    def _write(self, function: Callable, arguments: list) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:  # noqa: BLE001 - the trainer's thread raises it, on every rank
+            arguments[2].put(error)
+            return
+        try:
+            self._digests |= shard_digests(self._draft.path, torch.distributed.get_rank())
+        except OSError as error:
+            self._unreadable = f"what it wrote cannot be read: {error}"
+
     def _write_error(self) -> str | None:
         """What this rank's ended thread says went wrong; its result stays for Megatron to read."""
-        if self._results is None:
-            return None
+        if self._results is None or self._unreadable:
+            return self._unreadable
         try:
             result = self._results.get(timeout=_RESULT_S)
         except queue.Empty:
@@ -156,10 +169,3 @@ def _own_bucket(staged: tuple, original: tuple) -> tuple:
     for (item, tensor), (_, live) in zip(tensors, original[2][1], strict=True):
         own.append((item, tensor.clone() if tensor.data_ptr() == live.data_ptr() else tensor))
     return path, name, (blobs, own)
-
-
-def _write(function: Callable, arguments: list) -> None:
-    try:
-        function(*arguments)
-    except Exception as error:  # noqa: BLE001 - the trainer's thread raises it, on every rank
-        arguments[2].put(error)

@@ -15,10 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.lora import LoraConfig
 from slime_like.config.model import ModelConfig
 from slime_like.errors import CheckpointError, SaveError
-from slime_like.megatron_backend.checkpoint.folder import Draft, read_client_state
+from slime_like.megatron_backend.checkpoint.folder import Draft, damage, read_client_state, shard_digests
 from slime_like.megatron_backend.checkpoint.layer_state import load_weights, without_absent_layer_state
 from slime_like.megatron_backend.checkpoint.reader import checked_copy
 from slime_like.megatron_backend.lora.peft_files import save_adapters
@@ -80,6 +81,7 @@ class TrainState:
     with_rng: bool = True
     value_head: bool = False  # a critic; loading a policy's weights leaves its head as it is
     lora: LoraConfig | None = None  # only adapters, which are also written as a PEFT folder; None: the model
+    verify: bool = True  # what is loaded is compared with its digests
     base: str | None = None  # of adapters: the folder of the model that they are for
 
 
@@ -89,12 +91,13 @@ def draft_of(
     *,
     num_rollouts_done: int | None,
     client_state: dict,
-    retain_interval: int | None = None,
+    keeps: CheckpointConfig | None = None,
     num_spared: int = 0,
 ) -> Draft:
     """The checkpoint-to-be of `state` in `folder`.
 
-    client_state must be JSON; num_rollouts_done None: converted weights, which resume nothing.
+    client_state must be JSON. keeps: which earlier ones stay (None: all). num_rollouts_done None: converted weights,
+    which resume nothing.
     """
     record = {
         "num_rollouts_done": num_rollouts_done or 0,
@@ -109,7 +112,12 @@ def draft_of(
     if state.lora is not None:
         record["lora"] = adapter_record(state.lora, state.model_config)
     return Draft(
-        folder=folder, number=num_rollouts_done, record=record, retain_interval=retain_interval, num_spared=num_spared
+        folder=folder,
+        number=num_rollouts_done,
+        record=record,
+        retain_interval=keeps.save_retain_interval if keeps else None,
+        total_limit=keeps.save_total_limit if keeps else None,
+        num_spared=num_spared,
     )
 
 
@@ -124,7 +132,7 @@ def save(draft: Draft, state: TrainState) -> str:
         raise SaveError(
             f"the checkpoint {draft.final_path} could not be written: {type(error).__name__}: {error}"
         ) from error
-    finish_writing(draft)
+    finish_writing(draft, shard_digests(draft.path, torch.distributed.get_rank()))
     return draft.final_path
 
 
@@ -142,19 +150,24 @@ def start_writing(draft: Draft, state: TrainState, *, in_background: bool) -> As
     return request
 
 
-def finish_writing(draft: Draft) -> None:
-    """Turn what all ranks have written into the latest checkpoint. Collective."""
+def finish_writing(draft: Draft, digests: dict[str, str]) -> None:
+    """Turn what all ranks have written into the latest checkpoint. Collective. digests: of this rank's shards."""
+    of_ranks: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, digests)
     if torch.distributed.get_rank() == 0:
-        draft.publish()
+        draft.publish({name: digest for one in of_ranks for name, digest in one.items()})
     torch.distributed.barrier()
 
 
 def load(path: str, state: TrainState) -> dict:
     """Fill the parts of `state` that are given from one checkpoint; returns its client_state.json. Collective.
 
-    Random states are taken only under the layout that saved them (they belong to ranks). Raises CheckpointError.
+    Random states are taken only under the layout that saved them (they belong to ranks). Each rank first
+    compares its share of the files with their digests. Raises CheckpointError.
     """
     saved = read_client_state(path)
+    if state.verify:
+        _check_digests(path)
     ours, recorded = _architecture(state.model_config), saved.get("architecture")
     if recorded != ours:
         theirs = recorded or {}
@@ -201,6 +214,20 @@ def load(path: str, state: TrainState) -> dict:
     if state.with_rng:
         _set_rng(loaded["rng_state"])
     return saved
+
+
+def _check_digests(path: str) -> None:
+    """Raises CheckpointError on every rank if a file is not what was written. Collective."""
+    num_ranks = torch.distributed.get_world_size()
+    damaged: list = [None] * num_ranks
+    torch.distributed.all_gather_object(damaged, damage(path, rank=torch.distributed.get_rank(), num_ranks=num_ranks))
+    names = sorted(name for one in damaged for name in one)
+    if names:
+        raise CheckpointError(
+            f"{path}: {', '.join(names)} {'are' if len(names) > 1 else 'is'} not what was written: its digest is"
+            " another. Fix: another copy of the checkpoint, an older one (--ckpt-step); or --no-verify-checkpoint,"
+            " which takes it as it is."
+        )
 
 
 def _sharded_state(state: TrainState, *, is_loading: bool) -> dict:

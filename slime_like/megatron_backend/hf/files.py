@@ -12,6 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from slime_like.algorithms.finite import describe_non_finite, is_finite
+from slime_like.config.base import shortened
+from slime_like.config.hf_model import read_hf_config
 from slime_like.config.quantisation import STORED_CONFIGS
 from slime_like.errors import CheckpointError
 from slime_like.megatron_backend.hf.eight_bits import (
@@ -20,6 +23,7 @@ from slime_like.megatron_backend.hf.eight_bits import (
     block_of,
     scale_names,
 )
+from slime_like.utils.files import give_usual_mode
 
 INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack")
@@ -38,7 +42,8 @@ class HfReader:
     """Tensors of one HF folder by name, read lazily and only as far as asked for. Matrices that are stored in eight
     bits are read as the fp32 numbers that they stand for.
 
-    Raises CheckpointError naming file and tensor where something is missing, torn or of another shape.
+    Raises CheckpointError naming file and tensor where something is missing, torn, of another shape, of a data type
+    that is none of floats, or holds a number that is NaN or infinite.
     """
 
     def __init__(self, folder: str):
@@ -61,25 +66,32 @@ class HfReader:
                 f"{self.folder} has no tensor {name!r}, which this architecture needs (it has {len(self._file_of)}"
                 " others)."
             )
-        path = self._file_of[name]
-        try:
-            view = self._file(path).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together."
-            ) from None
+        path, view = self._file_of[name], self._slice(name)
         actual_shape = tuple(view.get_shape())
         if actual_shape != shape:
             raise CheckpointError(
                 f"{path}: tensor {name!r} has shape {list(actual_shape)}, the architecture asks for {list(shape)}."
+            )
+        if view.get_dtype() not in (*_TORCH_DTYPES, *EIGHT_BITS):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is of the data type {view.get_dtype()}; weights are read as"
+                f" {', '.join((*_TORCH_DTYPES, *EIGHT_BITS))}. Fix: a checkpoint in one of them."
             )
         if dim is None:
             part = view[:]
         else:
             part = view[start:stop] if dim == 0 else view[:, start:stop]
         if name not in self._scale_of and view.get_dtype() not in EIGHT_BITS:
-            return part
-        return part.float() * self._scale(name, view).spread(dim, start, stop)
+            return self._finite(name, part)
+        return self._finite(name, part.float() * self._scale(name, view).spread(dim, start, stop))
+
+    def _finite(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        if not is_finite(part):
+            raise CheckpointError(
+                f"{self._file_of[name]}: of tensor {name!r} {describe_non_finite(part)}. Fix: another copy of the"
+                " checkpoint."
+            )
+        return part
 
     def _scale(self, name: str, view) -> StoredScale:
         """Of an eight-bit matrix."""
@@ -89,6 +101,7 @@ class HfReader:
                 f"{self.folder}: tensor {name!r} is {stored} of shape {list(shape)} with {scale_name or 'no scale'};"
                 f" what can be read is a matrix of {' or '.join(EIGHT_BITS)} with a scale."
             )
+        self._slice(scale_name)  # raises where the index is wrong
         numbers = self._file(self._file_of[scale_name]).get_tensor(scale_name)
         scale = StoredScale(numbers, shape, block_of(self._config, scale_name, self.folder))
         if numbers.numel() != 1 and tuple(numbers.shape) != scale.expected:
@@ -100,15 +113,14 @@ class HfReader:
 
     @functools.cached_property
     def _config(self) -> dict:
-        with open(os.path.join(self.folder, "config.json"), encoding="utf-8") as file:
-            return json.load(file)
+        return read_hf_config(self.folder)
 
     def dtype(self) -> str:
         """The widest data type among the weights, in torch's word: what holds all of them without loss. Of a folder
         in eight bits: of those that are not.
         """
         whole = [name for name in self._file_of if name not in self._scale_of and name in self.names]
-        types = {self._file(self._file_of[name]).get_slice(name).get_dtype() for name in whole}
+        types = {self._slice(name).get_dtype() for name in whole}
         return next((ours for theirs, ours in _TORCH_DTYPES.items() if theirs in types), ", ".join(sorted(types)))
 
     def _find_tensors(self) -> dict[str, str]:
@@ -116,21 +128,35 @@ class HfReader:
         if os.path.isfile(index):
             try:
                 with open(index, encoding="utf-8") as file:
-                    return {
-                        name: os.path.join(self.folder, part) for name, part in json.load(file)["weight_map"].items()
-                    }
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{index} is no index of tensors: {error!r}") from None
+                    parts = dict(json.load(file)["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise CheckpointError(f"{index} is no index of tensors: {shortened(error)}") from None
+            for name, part in parts.items():
+                if not isinstance(part, str) or os.path.basename(part) != part or not part.endswith(".safetensors"):
+                    raise CheckpointError(
+                        f"{index}: tensor {shortened(name)} is in {shortened(part)}, which is no .safetensors file of"
+                        " the folder."
+                    )
+            return {name: os.path.join(self.folder, part) for name, part in parts.items()}
         single = os.path.join(self.folder, "model.safetensors")
         if not os.path.isfile(single):
             raise CheckpointError(f"{self.folder} has neither {INDEX_NAME} nor model.safetensors: no weights to load.")
         return dict.fromkeys(self._file(single).keys(), single)
 
+    def _slice(self, name: str):
+        path = self._file_of[name]
+        try:
+            return self._file(path).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} cannot be read: {error}. The file and {INDEX_NAME} do not fit together."
+            ) from None
+
     def _file(self, path: str):
         if path not in self._open:
             try:
                 self._open[path] = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
         return self._open[path]
 
@@ -153,6 +179,7 @@ def save_stage(tensors: Iterable[tuple[str, torch.Tensor]], folder: str, prefix:
             os.path.join(folder, name),
             metadata={"format": "pt"},
         )
+        give_usual_mode(os.path.join(folder, name))
         file_of.update(dict.fromkeys(pending, name))
         pending.clear()
 

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from slime_like.algorithms.finite import describe_non_finite, is_finite
 from slime_like.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig
 from slime_like.config.lora_targets import OUTPUT, expert_of, of_expert, target_modules
 from slime_like.config.model import ModelConfig
@@ -161,6 +162,11 @@ def load_adapters(
                 f"{path} {problem} {min(names)} ({len(names)} of {len(expected)}). Fix: --lora-target-modules as it was"
                 f" made with ({ADAPTER_CONFIG})."
             )
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{path}: tensor {name!r} is of the data type {tensor.dtype}, no float.")
+        if not is_finite(tensor):
+            raise CheckpointError(f"{path}: of tensor {name!r} {describe_non_finite(tensor)}.")
     for adapter, part in parts(stage):
         whole = [tensors[f"{_PREFIX}{part.module}.{kind}.weight"] for kind in _MATRICES]
         shapes = [list(matrix.shape) for matrix in gathered(adapter, part)]
@@ -191,7 +197,7 @@ def check_config(folder: str, lora: LoraConfig) -> None:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no configuration of LoRA adapters: {error!r}") from None
     whole = config.get("modules_to_save")
     if whole:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
+from slime_like.algorithms.shared_prompts import Branch
 from slime_like.megatron_backend.model.packed import PackedSequences, Spans, known_on_host, packed_sequences
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 
@@ -82,10 +83,14 @@ class CausalAttention(MegatronModule):
             index = row.order if kernel is None or spans is None else spans.index
             assert index is not None, "a row of several ranks knows its order"
             key, value = gathered[index].split([key.size(-1), value.size(-1)], -1)
+        elif kernel is not None and spans is not None and spans.index is not None:
+            key, value = key[spans.index], value[spans.index]
         if kernel is not None and spans is not None:
             return self._attend_spans(kernel, query, key, value, spans)
         if share.size > 1:
             return self._attend_from_here(query, key, value, row, share)
+        if row.branches is not None:
+            return torch.cat([self._attend_branch(query, key, value, branch) for branch in row.branches])
         ends = zip(row.boundaries, row.boundaries[1:], strict=False)
         return torch.cat([self._attend(query[a:b], key[a:b], value[a:b]) for a, b in ends])
 
@@ -100,6 +105,17 @@ class CausalAttention(MegatronModule):
             attended.append(self._attend(query[here], keys[first:end], values[first:end], visible))
             start, first = here.stop, end
         return torch.cat(attended)
+
+    def _attend_branch(self, query, key, value, branch: Branch):
+        """A branch's tokens [s, b, heads, d] to those before it and to themselves, in a row of all branches."""
+        own = slice(branch.start, branch.stop)
+        if not branch.before:
+            return self._attend(query[own], key[own], value[own])
+        ranges = [*branch.before, (branch.start, branch.stop)]
+        key, value = (torch.cat([x[a:b] for a, b in ranges]) for x in (key, value))
+        # Causal SDPA of fewer queries than keys lets the first query see the first key only; here the last sees all.
+        visible = torch.ones(own.stop - own.start, len(key), dtype=torch.bool, device=key.device)
+        return self._attend(query[own], key, value, visible.tril(branch.first_position))
 
     def _attend(self, query, key, value, visible=None):
         """[s, b, heads, d] each (fewer key/value heads with grouped queries) -> [s, b, heads, d].

@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
+from slime_like.algorithms.shared_prompts import Branch
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 
 #: PackedSeqParams.qkv_format of the row; Megatron compares with "thd" only.
@@ -52,6 +53,8 @@ class PackedSequences(PackedSeqParams):
     #: [T] int64: where in the ranks' parts laid end to end each token is; None: one rank
     order: torch.Tensor | None = None
     spans: Spans | None = None  # None: no kernel would ask
+    #: where some tokens stand for several sequences: what lies in the row, instead of one sequence after the other
+    branches: tuple[Branch, ...] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -86,6 +89,44 @@ def packed_sequences(segments: Sequence[int], context: ContextShare, device: tor
         positions=torch.as_tensor(positions, device=device),
         order=order,
         spans=spans,
+    )
+
+
+def shared_sequences(branches: Sequence[Branch], padding: int, device: torch.device) -> PackedSequences:
+    """The row of these branches, and `padding` tokens behind them.
+
+    Megatron's thd has no word for it: only a model that takes packs as rows can be given it.
+    """
+    end = branches[-1].stop if branches else 0
+    everything = [*branches, Branch(start=end, stop=end + padding)] if padding else branches
+    lengths = [branch.stop - branch.start for branch in everything]
+    first = [branch.first_position for branch in everything]
+    seen = [before + length for before, length in zip(first, lengths, strict=True)]
+    positions = np.concatenate([np.arange(a, b) for a, b in zip(first, seen, strict=True)])
+    boundaries = np.cumsum([0, *lengths])
+    return PackedSequences(
+        qkv_format=_ROW,
+        max_seqlen_q=max(seen),
+        max_seqlen_kv=max(seen),
+        boundaries=tuple(boundaries.tolist()),
+        positions=torch.as_tensor(positions, device=device),
+        spans=_spans_of_branches(everything, device) if device.type == "cuda" else None,
+        branches=tuple(everything),
+    )
+
+
+def _spans_of_branches(branches: Sequence[Branch], device: torch.device) -> Spans:
+    """A branch is a span: its tokens see those before it, and themselves."""
+    ranges = [[*branch.before, (branch.start, branch.stop)] for branch in branches]
+    lengths = [branch.stop - branch.start for branch in branches]
+    seen = [sum(b - a for a, b in own) for own in ranges]
+    index = np.concatenate([np.arange(a, b) for own in ranges for a, b in own])
+    return Spans(
+        queries=torch.as_tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device),
+        keys=torch.as_tensor(np.cumsum([0, *seen]), dtype=torch.int32, device=device),
+        most_queries=max(lengths),
+        most_keys=max(seen),
+        index=torch.as_tensor(index, device=device),
     )
 
 

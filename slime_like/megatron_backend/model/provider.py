@@ -25,6 +25,7 @@ from slime_like.megatron_backend.hf.names_and_shards import mark_duplicated
 from slime_like.megatron_backend.lora.adapter import AdapterSwitch
 from slime_like.megatron_backend.lora.build import put_adapters
 from slime_like.megatron_backend.model.attention import CausalAttention
+from slime_like.megatron_backend.model.fake_quantised import compute_in_int4
 from slime_like.megatron_backend.model.layer_spec import block_spec
 from slime_like.megatron_backend.model.packed import take_packs_as_rows
 from slime_like.megatron_backend.model.value_head import put_value_head
@@ -72,6 +73,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, bf16: bo
         moe_token_dispatcher_type="alltoall",
         **_experts(model, parallel),
         # Every rank draws the whole weight and keeps its part, so an unloaded tensor would not depend on the layout.
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),  # --deterministic
         use_cpu_initialization=not torch.cuda.is_available(),
         # These kernels need apex or a compiler; without them the same numbers come out on every host.
         gradient_accumulation_fusion=False,
@@ -201,10 +203,14 @@ def build_frozen(
     if adapters is not None:  # routers learn their bias without gradients, and the base is to stay as it is
         model = dataclasses.replace(model, moe_router_bias_update_rate=0.0)
     config = transformer_config(model, parallel, bf16=trains_in_bf16(optimizer))
-    return [
+    chunks = [
         _build_chunk(model, parallel, config, number, value_head=value_head, adapters=adapters)
         for number in range(parallel.virtual_pipeline_size(model.num_layers) or 1)
     ]
+    if optimizer.int4_group_size is not None and not value_head:
+        for chunk in unwrap(chunks):
+            compute_in_int4(chunk, optimizer.int4_group_size)
+    return chunks
 
 
 def _build_chunk(

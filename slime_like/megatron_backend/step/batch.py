@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 
@@ -12,12 +13,17 @@ from slime_like.algorithms.flops import forward_flops
 from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.algorithms.micro_batches import plan_micro_batches
 from slime_like.algorithms.reduce import checked_weights, token_weights
+from slime_like.algorithms.shared_batches import plan_shared_micro_batches
+from slime_like.algorithms.shared_prompts import LEAST_SAVED, PromptGroup, prompt_groups, saved, shared_row
 from slime_like.config.batch import BatchConfig
 from slime_like.config.run import RunConfig
-from slime_like.errors import DataError
+from slime_like.config.share_prompt import shares_prompts
+from slime_like.errors import ConfigError, DataError
+from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 from slime_like.megatron_backend.step.packing import PackedBatch, PackLayout, num_trained_tokens, pack
 from slime_like.megatron_backend.step.routing_replay import RoutingReplay
+from slime_like.megatron_backend.step.shared_packing import pack_shared
 from slime_like.records import TrainSample
 
 #: A number a token, for each micro-batch in predicting layout [T]; None on pipeline stages that have no logits.
@@ -32,6 +38,7 @@ class StepBatch:
     num_samples: int
     num_tokens: int
     num_trained_tokens: int
+    num_computed_tokens: int  # fewer than num_tokens where samples share their prompts
     #: [K] a pack: what tokens weigh in the policy loss; None: the packs' own weights
     policy_weights: tuple[torch.Tensor, ...] | None = None
     picked: tuple[torch.Tensor, ...] | None = None  # [K] a pack: LossBatch.picked
@@ -74,6 +81,7 @@ class StepCutter:
         self._batch, self._loss, self._device, self._num_chunks = batch, config.loss, device, num_chunks
         self._reducer, self._plugin_args = load_loss_plugins(config.loss).pg_reducer, config.plugin_args()
         self._replay = replay
+        self._shares = shares_prompts(config) and _takes_branches(config)
         self._flops = forward_flops(config.model) if batch.balance_by_flops else None
         padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
         multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
@@ -100,24 +108,59 @@ class StepCutter:
         weights = token_weights(
             trained, reduction=self._loss.reduction, rollouts=rollouts, divisor=self._loss.loss_divisor
         )
-        share = ContextShare.of_this_rank()
+        groups = self._groups(samples)
 
-        def packed(batch: BatchConfig) -> tuple[PackedBatch, ...]:
-            mine = self.plan(lengths, share, batch)
-            layout = self.layout_of([[lengths[i] for i in indices] for indices in mine], share)
-            return tuple(
-                pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine
-            )
+        def packed(batch: BatchConfig) -> tuple[tuple[PackedBatch, ...], int]:
+            if groups is None:
+                return self._packed(samples, weights, batch), sum(lengths)
+            assert batch.max_tokens_per_gpu, "prompts are shared in dynamic batches, which have a cap"
+            return self._packed_shared(samples, groups, weights, batch.max_tokens_per_gpu)
 
-        packs, scoring = packed(self._batch), self._batch.scoring
+        (packs, num_computed), scoring = packed(self._batch), self._batch.scoring
         return StepBatch(
             packs=packs,
             policy_weights=self._policy_weights(samples, packs),
             num_samples=len(samples),
             num_tokens=sum(lengths),
+            num_computed_tokens=num_computed,
             num_trained_tokens=sum(trained),
-            scoring_packs=packed(scoring) if scoring != self._batch else None,
+            scoring_packs=packed(scoring)[0] if scoring != self._batch else None,
         )
+
+    def _groups(self, samples: Sequence[TrainSample]) -> list[PromptGroup] | None:
+        """The samples by prompt, where what they have in common is to be computed once; None: each by itself."""
+        if not self._shares:
+            return None
+        groups = prompt_groups(samples)
+        least = LEAST_SAVED if self._batch.share_prompt == "auto" else 0.0
+        return groups if saved(groups) > least else None
+
+    def _packed(
+        self, samples: Sequence[TrainSample], weights: np.ndarray, batch: BatchConfig
+    ) -> tuple[PackedBatch, ...]:
+        share, lengths = ContextShare.of_this_rank(), [len(s.tokens) for s in samples]
+        mine = self.plan(lengths, share, batch)
+        layout = self.layout_of([[lengths[i] for i in indices] for indices in mine], share)
+        return tuple(
+            pack(samples, indices, weights, layout=layout, device=self._device, context=share) for indices in mine
+        )
+
+    def _packed_shared(
+        self, samples: Sequence[TrainSample], groups: Sequence[PromptGroup], weights: np.ndarray, tokens_per_gpu: int
+    ) -> tuple[tuple[PackedBatch, ...], int]:
+        """(this data parallel rank's micro-batches, tokens that all ranks compute)."""
+        flops = self._flops
+        plan = plan_shared_micro_batches(
+            groups,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            most_tokens=tokens_per_gpu,
+            cost=lambda group: group.tokens if flops is None else group.flops(flops),
+            count_multiple=self._count_multiple(),
+        )
+        rows = [shared_row(units) for units in plan[parallel_state.get_data_parallel_rank()]]
+        layout = self.layout_of([row.lengths for row in rows], ContextShare())
+        packs = tuple(pack_shared(samples, row, weights, layout=layout, device=self._device) for row in rows)
+        return packs, sum(unit.tokens for of_rank in plan for units in of_rank for unit in units)
 
     def _policy_weights(
         self, samples: Sequence[TrainSample], packs: Sequence[PackedBatch]
@@ -154,8 +197,24 @@ class StepCutter:
             [share.padded(length) for length in lengths],
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             batch=batch,
-            # Megatron's condition for the interleaved schedule.
-            count_multiple=parallel_state.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1,
+            count_multiple=self._count_multiple(),
             costs=[self._flops.of(length) for length in lengths] if self._flops else None,
         )
         return plan[parallel_state.get_data_parallel_rank()]
+
+    def _count_multiple(self) -> int:
+        """Megatron's condition for the interleaved schedule."""
+        return parallel_state.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
+
+
+def _takes_branches(config: RunConfig) -> bool:
+    """Whether the model's attention is ours, which sees packs as rows. Raises ConfigError where it must and is not."""
+    if not config.model.is_known or not uses_transformer_engine(config.model.attention_backend):
+        return True
+    if config.batch.share_prompt == "on":
+        problem = (
+            "--share-prompt on: transformer-engine's attention takes no samples that share their prompts. Fix:"
+            " --attention-backend local, or --share-prompt auto."
+        )
+        raise ConfigError([problem])
+    return False

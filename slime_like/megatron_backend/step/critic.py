@@ -62,7 +62,8 @@ class ValueRunner(StepRunner):
     scores = ("values",)
 
     def _score(self, outputs: torch.Tensor, pack_: PackedBatch) -> dict[str, torch.Tensor]:
-        return {"values": whole(outputs.reshape(-1).float(), pack_.restoring)}
+        values, predictions = outputs.reshape(-1).float(), pack_.predictions
+        return {"values": whole(values if predictions is None else values[predictions.rows], pack_.restoring)}
 
     def _loss_parts(self, scores: dict[str, torch.Tensor], batch: StepBatch, index: int, loss: LossSpec) -> LossParts:
         """The share of the clipped value loss; the batch's columns are `values`, those of before, and `returns`."""

@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from slime_like.megatron_backend.step.packing import PackedBatch
+from slime_like.megatron_backend.step.packing import PackedBatch, Predictions
 
 #: Logits that are worked on at once on the host.
 HOST_ELEMENTS = 1 << 19
@@ -49,7 +49,7 @@ class Scoring:
 
 
 def log_probs_and_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring
+    logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring, predictions: Predictions | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target) [R x T] and entropy in nats [R x T], of softmax(logits / temperature) over the real vocabulary.
 
@@ -57,11 +57,14 @@ def log_probs_and_entropy(
     once. The gradient takes the place of logits that an operation made, so nobody else may look at these after
     backward; a leaf is left alone. Beside both at most two [chunk_tokens, V / tp] fp32 tensors are alive, on the host
     far less.
+    predictions: which logits are about which target, where some are about several, whose gradients add up. With it
+    targets and what comes back are [P].
     """
     replaces = logits.requires_grad and not logits.is_leaf
-    return _VocabParallelLogProb.apply(
-        logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group(), replaces
+    log_probs, entropy = _VocabParallelLogProb.apply(
+        logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group(), replaces, predictions
     )
+    return log_probs, entropy if predictions is None else entropy[predictions.rows]
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
@@ -73,18 +76,22 @@ class _VocabParallelLogProb(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, scoring, group, replaces):
+    def forward(ctx, logits, targets, scoring, group, replaces, predictions):
         columns = _Columns.of_this_rank(logits.size(-1), scoring)
-        highest, total, at_target, mean_logit = (
-            logits.new_zeros(logits.size(0), dtype=torch.float32) for _ in range(4)
-        )
+        highest, total, mean_logit = (logits.new_zeros(logits.size(0), dtype=torch.float32) for _ in range(3))
+        at_target = logits.new_zeros(len(targets), dtype=torch.float32)
         highest.fill_(torch.finfo(torch.float32).min)
         for rows in _blocks(logits, scoring.chunk_tokens) if columns.width else ():
             scaled, is_copy = columns.scaled(logits[rows])
             torch.amax(scaled, -1, out=highest[rows])
             shifted = torch.sub(scaled, highest[rows, None], out=scaled if is_copy else None)
-            mine, at = columns.find(targets[rows])
-            at_target[rows] = torch.where(mine, shifted.gather(-1, at[:, None]).squeeze(-1), 0.0)
+            if predictions is None:
+                mine, at = columns.find(targets[rows])
+                at_target[rows] = torch.where(mine, shifted.gather(-1, at[:, None]).squeeze(-1), 0.0)
+            else:
+                wanted, row = predictions.within(rows)
+                mine, at = columns.find(targets[wanted])
+                at_target[wanted] = torch.where(mine, shifted[row, at], 0.0)
             probs = shifted.exp()
             torch.sum(probs, -1, out=total[rows])
             torch.sum(probs.mul_(shifted), -1, out=mean_logit[rows])
@@ -93,21 +100,32 @@ class _VocabParallelLogProb(torch.autograd.Function):
             own = highest.clone()
             torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
             below = own.sub_(highest)  # where this rank counted from, seen from the highest of all
-            at_target += torch.where(columns.find(targets)[0], below, 0.0)
-            sums = torch.stack([total * below.exp(), at_target, (mean_logit + below * total) * below.exp()])
+            at_target += torch.where(
+                columns.find(targets)[0], below if predictions is None else below[predictions.rows], 0.0
+            )
+            sums = torch.cat([total * below.exp(), (mean_logit + below * total) * below.exp(), at_target])
             torch.distributed.all_reduce(sums, group=group)
-            total, at_target, mean_logit = sums
+            total, mean_logit, at_target = sums.split([len(total), len(total), len(targets)])
         log_total = total.log()
         entropy = log_total - mean_logit / total
         ctx.save_for_backward(logits, targets, highest.add_(log_total), entropy)
-        ctx.columns, ctx.chunk_tokens, ctx.replaces = columns, scoring.chunk_tokens, replaces
+        ctx.columns, ctx.chunk_tokens, ctx.replaces, ctx.predictions = (
+            columns,
+            scoring.chunk_tokens,
+            replaces,
+            predictions,
+        )
         ctx.set_materialize_grads(False)
-        return at_target - log_total, entropy
+        return at_target - (log_total if predictions is None else log_total[predictions.rows]), entropy
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):
         logits, targets, normalizer, entropy = ctx.saved_tensors
         columns: _Columns = ctx.columns
+        predictions: Predictions | None = ctx.predictions
+        of_targets = grad_log_prob
+        if predictions is not None and grad_log_prob is not None:
+            grad_log_prob = torch.zeros_like(entropy).index_add_(0, predictions.rows, grad_log_prob)
         # An entropy that a user's loss only measured. A GPU is not asked: it would have to finish everything first.
         if not logits.is_cuda and not (grad_entropy is None or grad_log_prob is None or grad_entropy.any()):
             grad_entropy = None
@@ -115,7 +133,8 @@ class _VocabParallelLogProb(torch.autograd.Function):
         grad = logits if ctx.replaces else torch.empty_like(logits)
         for rows in _blocks(logits, ctx.chunk_tokens) if columns.width else ():
             by_log_prob, by_entropy = (_column(values, rows) for values in per_row)
-            if not logits.is_cuda and by_entropy is None and not by_log_prob.any():
+            wanted, row = (rows, None) if predictions is None else predictions.within(rows)
+            if not logits.is_cuda and by_entropy is None and not of_targets[wanted].any():
                 grad[rows] = 0.0  # tokens that are not trained on
                 continue
             scaled, is_copy = columns.scaled(logits[rows])
@@ -133,13 +152,17 @@ class _VocabParallelLogProb(torch.autograd.Function):
                 part.mul_(probs)
                 del probs
             if by_log_prob is not None:
-                mine, at = columns.find(targets[rows])
-                part.scatter_add_(-1, at[:, None], by_log_prob * mine[:, None])
+                mine, at = columns.find(targets[wanted])
+                if row is None:
+                    part.scatter_add_(-1, at[:, None], by_log_prob * mine[:, None])
+                else:
+                    each = of_targets[wanted] / columns.temperature * mine
+                    part.index_put_((row, at), each, accumulate=True)
             if is_copy:
                 place.copy_(part)
             del scaled, part
         grad[:, columns.width :] = 0.0
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def _column(values, rows: slice):

@@ -48,6 +48,28 @@ class PackLayout:
         return dataclasses.replace(self, min_tokens=max(sum(s) for s in segments))
 
 
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """Which tokens of a row predict what, where some predict several tokens and others none: P in all.
+
+    Example: the first of three tokens predicts two, the second one: rows [0, 0, 1], ends (0, 2, 3, 3).
+    """
+
+    rows: torch.Tensor  # [P] int64: who predicts; ascending
+    ends: tuple[int, ...]  # [T + 1]: predictions before each token's
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> Predictions:
+        """counts: how many each token makes."""
+        rows = np.repeat(np.arange(len(counts)), counts)
+        return cls(torch.as_tensor(rows, device=device), (0, *np.cumsum(counts).tolist()))
+
+    def within(self, block: slice) -> tuple[slice, torch.Tensor]:
+        """Of a block of tokens: (its predictions, who makes each, counted from the block's first token)."""
+        predictions = slice(self.ends[block.start], self.ends[block.stop])
+        return predictions, self.rows[predictions] - block.start
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """One micro-batch: R rows of T tokens, K of them trained.
@@ -62,7 +84,8 @@ class PackedBatch:
     lengths: tuple[int, ...]  # tokens of each sample
     tokens: torch.Tensor  # [R, T] int64
     positions: torch.Tensor  # [R, T] int64, from 0 in each sample
-    targets: torch.Tensor  # [R x T] int64: the token predicted at j; 0 at the end of a sample
+    #: [R x T] int64: the token predicted at j; 0 at the end of a sample; [P] with `predictions`
+    targets: torch.Tensor
     sequences: PackedSequences | None  # None: padded
     trained: torch.Tensor  # [K] int64: which j are trained on
     weights: torch.Tensor  # [K] float32: what each weighs in the mean over the global batch, its own weight included
@@ -76,6 +99,8 @@ class PackedBatch:
     metadata: tuple[dict, ...] = ()  # of each sample
     #: [R, T, layers, experts per token] int16, laid out as tokens; -1: the router's own choice
     routed_experts: torch.Tensor | None = None
+    #: Where samples share tokens, some of which predict several: `restoring` is about its P entries, None: one each
+    predictions: Predictions | None = None
 
     @property
     def num_scores(self) -> int:
@@ -117,7 +142,7 @@ def pack(
         positions=torch.as_tensor(positions[local], device=device).reshape(rows, -1),
         targets=torch.as_tensor(targets[local], device=device),
         sequences=None if layout.padded else packed_sequences(segments, context, device),
-        **_trained_columns(chosen, token_weights[list(indices)], device=device),
+        **trained_columns(chosen, token_weights[list(indices)], device=device),
         restoring=None if restoring is None else torch.as_tensor(restoring, device=device),
         padding=torch.as_tensor(padding[local], device=device).reshape(rows, -1) if padding.any() else None,
         metadata=tuple(sample.metadata for sample in chosen),
@@ -125,7 +150,7 @@ def pack(
     )
 
 
-def _trained_columns(
+def trained_columns(
     samples: Sequence[TrainSample], token_weights: np.ndarray, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The columns [K] of PackedBatch: one entry for each trained token. token_weights: [len(samples)]."""

@@ -193,7 +193,7 @@ class StepRunner:
 
     def _score(self, outputs: torch.Tensor, pack_: PackedBatch) -> dict[str, torch.Tensor]:
         """`scores` of one micro-batch from the model's output, [T] each in predicting layout."""
-        log_probs, entropy = log_probs_and_entropy(outputs, pack_.targets, self._scoring)
+        log_probs, entropy = log_probs_and_entropy(outputs, pack_.targets, self._scoring, pack_.predictions)
         return {"log_probs": whole(log_probs, pack_.restoring), "entropy": whole(entropy, pack_.restoring)}
 
     def _reduce(self, outputs: list, batch: StepBatch) -> dict[str, float]:

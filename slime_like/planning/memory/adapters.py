@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from slime_like.config.lora import LoraConfig
 from slime_like.config.lora_targets import OUTPUT, TargetMatrix, layer_targets, target_modules
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
-from slime_like.planning.memory.parameters import Parameter, Variant, stage_chunks
+from slime_like.config.run import RunConfig
+from slime_like.planning.memory.parameters import Parameter, Variant, stage_chunks, stage_parameters
+from slime_like.planning.memory.trainer_bytes import Precision
+
+#: Of a tenant's element, in fp32 whatever the model's type: the weight, its gradient, Adam's two moments.
+_MASTER, _GRADIENT, _MOMENTS = 4, 4, 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TenantRoom:
+    """Adapters that a trainer of the role "tenants" holds (megatron_backend/lora/tenant_memory.py)."""
+
+    lora: LoraConfig  # the largest that a client may ask for
+    resident: int  # on the device at once
+    held: int  # in all; those that are not on the device lie on the host
+
+    def on_device(self, elements: int, *, width: int, passing: bool) -> dict[str, int]:
+        """Bytes of one rank by what they are for. elements: of one adapter there. width: bytes of the model's element.
+        passing: while all have rows in a pass, which collects gradients of its own.
+        """
+        computed = width if width < _MASTER else 0  # else the model computes with the fp32 weights themselves
+        all_elements = min(self.resident, self.held) * elements
+        return {
+            "adapter weights": all_elements * (_MASTER + computed),
+            "gradients": all_elements * _GRADIENT * (2 if passing else 1),
+            "optimizer": all_elements * _MOMENTS,
+        }
+
+    def on_host(self, elements: int) -> int:
+        """Bytes there: who comes back to the device keeps its room."""
+        return self.held * elements * (_MASTER + _GRADIENT + _MOMENTS) if self.held > self.resident else 0
+
+
+def whole_model_bytes(config: RunConfig) -> int:
+    """Most bytes on one GPU of a client that trains all parameters, beside the model: the same numbers of each."""
+    width = Precision.of(config.optimizer).weight
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    elements = max(sum(p.numel for p in stage_parameters(config.model, config.parallel, stage)) for stage in stages)
+    return elements * (_MASTER + (width if width < _MASTER else 0) + 2 * _GRADIENT + _MOMENTS)
 
 
 def adapter_chunks(

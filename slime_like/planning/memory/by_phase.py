@@ -13,6 +13,7 @@ import functools
 
 from slime_like.config.run import RunConfig
 from slime_like.planning.hardware import GIB, PROCESS_BYTES, card_bytes
+from slime_like.planning.memory.adapters import TenantRoom
 from slime_like.planning.memory.engine_bytes import EngineBytes, engine_bytes, has_share
 from slime_like.planning.memory.role_bytes import PhaseBytes, RankKey, RoleBytes
 from slime_like.planning.placement import PlacementPlan
@@ -20,6 +21,8 @@ from slime_like.planning.placement import PlacementPlan
 #: The phases of one step, in order; "start" stands before the first.
 PHASES = ("start", "generate", "score", "train", "sync")
 
+#: What an engine's --sglang-mem-fraction-static is for.
+_STATIC = ("engine weights", "engine adapter weights", "kv_cache")
 #: Phases in which nothing of the run happens, by mode.
 _ABSENT = {"train_only": ("generate", "sync"), "rollout_only": ("score", "train", "sync")}
 
@@ -105,9 +108,9 @@ class MemoryPlan:
         }  # fmt: skip
 
 
-def memory_plan(config: RunConfig, plan: PlacementPlan) -> MemoryPlan:
-    """Bytes of every GPU of `plan` in every phase. The architecture must be known."""
-    limit, cards = card_bytes(config.placement), _Cards(config, plan)
+def memory_plan(config: RunConfig, plan: PlacementPlan, tenants: TenantRoom | None = None) -> MemoryPlan:
+    """Bytes of every GPU of `plan` in every phase. The architecture must be known. tenants: of a Tinker server."""
+    limit, cards = card_bytes(config.placement), _Cards(config, plan, tenants)
     engine = None
     if cards.engine_bundles:
         engine = engine_bytes(config, limit, cards.beside_engines() if config.shares_cards else None)
@@ -130,11 +133,11 @@ _Holders = tuple[tuple[tuple[str, RankKey], ...], bool]
 class _Cards:
     """Which roles hold each GPU of a plan; GPUs with the same holders have the same bytes."""
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan):
+    def __init__(self, config: RunConfig, plan: PlacementPlan, tenants: TenantRoom | None):
         self.plan = plan
         self.phases = tuple(name for name in PHASES if name not in _ABSENT.get(plan.mode, ()))
         self.engine_bundles = {index for engine in plan.engines for index in engine.bundles}
-        self._roles = {name: RoleBytes(config, plan, name) for name in plan.roles if name != "rollout"}
+        self._roles = {name: RoleBytes(config, plan, name, tenants) for name in plan.roles if name != "rollout"}
         positions = [
             (name, {index: rank for rank, index in enumerate(plan.roles[name].bundles)}) for name in self._roles
         ]
@@ -182,9 +185,14 @@ def _engine_phases(config: RunConfig, engine: EngineBytes) -> PhaseBytes:
     """Engines on the trainer's GPUs give weights and KV cache back after generating, weights first come back for the
     sync; the base of adapters stays.
     """
-    held = {"engine weights": engine.weights, "kv_cache": max(0, engine.kv_cache), "communication": PROCESS_BYTES}
+    weights = {
+        "engine weights": engine.weights,
+        "engine adapter weights": engine.adapters,
+        "communication": PROCESS_BYTES,
+    }
+    held = weights | {"kv_cache": max(0, engine.kv_cache)}
     bucket = {"sync buffers": config.sync.update_weight_buffer_size}
-    back = {"engine weights": engine.weights, "communication": PROCESS_BYTES} if config.offload_rollout else held
+    back = weights if config.offload_rollout else held
     idle = {"communication": PROCESS_BYTES} if "weights" in config.released_by_engines else back
     return {
         "start": held,
@@ -217,7 +225,7 @@ def _advice(config: RunConfig, plan: PlacementPlan, gpu: GpuMemory) -> list[str]
             " not fit in its share"
         )
     gib = {name: f"{size / GIB:.1f} GiB" for name, size in parts.items()}
-    static = gpu.limit_bytes - sum(size for name, size in parts.items() if name not in ("engine weights", "kv_cache"))
+    static = gpu.limit_bytes - sum(size for name, size in parts.items() if name not in _STATIC)
     if parts.get("kv_cache", 0) > max(0, over) > 0 and static > 0:
         share = int(100 * static / gpu.limit_bytes) / 100
         advice.append(

@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from slime_like.config.adapter_rules import versions_at_once
+from slime_like.config.lora import ALL_LINEAR, LoraConfig, adapter_flags
 from slime_like.config.model import ModelConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.quantisation import scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.planning.hardware import GIB, PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
+from slime_like.planning.memory.adapters import adapter_chunks
 from slime_like.planning.memory.eight_bits import element_bytes
 from slime_like.planning.memory.parameters import Parameter, stage_parameters
 from slime_like.planning.memory.trainer_bytes import Precision
@@ -25,6 +28,8 @@ _RESERVE_SHARE = 0.12
 #: SGLang's own reckoning for CUDA graphs: 512 MiB and 2 MiB for each of up to 256 batch sizes (memory_hook.py).
 _GRAPH_BYTES = GIB
 _PREFILL_TOKENS = 8192
+#: SGLang's own default of --sglang-max-loras-per-batch.
+_ADAPTERS_A_BATCH = 8
 
 #: Kept whole on every tensor parallel rank.
 _WHOLE = ("layernorm", "router", "q_down_proj", "kv_down_proj", "gate_weight")
@@ -34,11 +39,13 @@ _WHOLE = ("layernorm", "router", "q_down_proj", "kv_down_proj", "gate_weight")
 class EngineBytes:
     """One GPU of an engine.
 
-    kv_cache is what --sglang-mem-fraction-static leaves beside the weights; below 0 the engine cannot start.
+    kv_cache is what --sglang-mem-fraction-static leaves beside the weights and the room for adapters; below 0 the
+    engine cannot start.
     share: that flag's value.
     """
 
     weights: int
+    adapters: int
     kv_cache: int
     work: int
     share: float
@@ -89,7 +96,28 @@ def engine_bytes(config: RunConfig, card: int, beside: Mapping[str, int] | None 
     share = mem_fraction(config, card)
     if beside is not None and not has_share(config):
         share = colocated_share(config, card, beside, work)
-    return EngineBytes(weights=weights, kv_cache=int(share * free) - weights, work=work, share=share)
+    adapters = width * _adapter_elements(config)
+    cache = int(share * free) - weights - adapters
+    return EngineBytes(weights=weights, adapters=adapters, kv_cache=cache, work=work, share=share)
+
+
+def _adapter_elements(config: RunConfig) -> int:
+    """Elements of the room that a rank keeps for adapters, whether there are any: of the largest rank for each in a
+    batch and the base (SGLang 0.5.23, lora/mem_pool.py). 0 for an engine that serves none.
+    """
+    settings = config.engine.sglang
+    if config.sync.sends_adapters:
+        settings = adapter_flags(config.lora, config.model, num_versions=versions_at_once(config)) | settings
+    if not settings.get("enable_lora") or "max_lora_rank" not in settings:
+        return 0  # without a rank SGLang finds out from --sglang-lora-paths
+    chosen = settings.get("lora_target_modules", "all")
+    modules = chosen if isinstance(chosen, list) and "all" not in chosen else [ALL_LINEAR]
+    none = [r".*\.experts\..*"] if config.model.num_experts else None  # it serves none on experts
+    rank = int(str(settings["max_lora_rank"]))
+    lora = LoraConfig(lora_rank=rank, lora_target_modules=modules, lora_exclude_modules=none)
+    layout = ParallelConfig(tensor_model_parallel_size=config.engine_tp_size)
+    elements = sum(p.numel for chunk in adapter_chunks(config.model, layout, 0, lora) for p in chunk)
+    return int(str(settings.get("max_loras_per_batch", _ADAPTERS_A_BATCH))) * elements // config.engine_pp_size
 
 
 def has_share(config: RunConfig) -> bool:

@@ -7,21 +7,24 @@ import dataclasses
 from slime_like.config.run import RunConfig
 from slime_like.errors import PlacementError
 from slime_like.planning.hardware import GIB
+from slime_like.planning.memory.adapters import TenantRoom
 from slime_like.planning.memory.by_phase import memory_plan
 from slime_like.planning.placement import PlacementPlan
 
 
-def with_engine_share(config: RunConfig, plan: PlacementPlan, card_bytes: int | None) -> RunConfig:
+def with_engine_share(
+    config: RunConfig, plan: PlacementPlan, card_bytes: int | None, tenants: TenantRoom | None = None
+) -> RunConfig:
     """The config with --sglang-mem-fraction-static as the plan derives it; as it is where the flag is given, or engines
     have GPUs of their own.
 
-    card_bytes: of the trainer's cards, for which --gpu-memory-gib stands in where it is given.
-    Raises PlacementError if the trainer leaves no room for a KV cache.
+    card_bytes: of the trainer's cards, for which --gpu-memory-gib stands in where it is given. tenants: of
+    a Tinker server. Raises PlacementError if the trainer leaves no room for a KV cache.
     """
     placement = config.placement
     if placement.gpu_memory_gib is None and card_bytes is not None:
         placement = dataclasses.replace(placement, gpu_memory_gib=card_bytes / GIB)
-    memory = memory_plan(dataclasses.replace(config, placement=placement), plan)
+    memory = memory_plan(dataclasses.replace(config, placement=placement), plan, tenants)
     share = memory.mem_fraction_static
     if share is None:
         return config

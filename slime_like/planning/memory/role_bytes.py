@@ -8,10 +8,11 @@ from slime_like.config.batch import BatchConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.transports import transport_of
+from slime_like.config.tree import TENANTS
 from slime_like.planning.cards import cards_are_shared
 from slime_like.planning.hardware import PROCESS_BYTES
 from slime_like.planning.memory.activations import ActivationSizes
-from slime_like.planning.memory.adapters import adapter_chunks
+from slime_like.planning.memory.adapters import TenantRoom, adapter_chunks
 from slime_like.planning.memory.parameters import Variant, stage_buffer_bytes, stage_chunks
 from slime_like.planning.memory.trainer_bytes import Precision, StageBytes, TrainerBytes, bucket_elements
 from slime_like.planning.placement import PlacementPlan
@@ -42,7 +43,8 @@ class RoleBytes:
     Ranks are in Megatron's order: tensor, context, data, pipeline parallel, the first fastest.
     """
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan, name: str):
+    def __init__(self, config: RunConfig, plan: PlacementPlan, name: str, tenants: TenantRoom | None = None):
+        """tenants: whom the actor's ranks hold adapters for, over a frozen base; None: they train as train.py does."""
         if name == "reward":  # a whole copy a GPU, and batches of its own
             batch = dataclasses.replace(
                 config.batch, use_dynamic_batch_size=False, micro_batch_size=config.reward.reward_batch_size
@@ -51,6 +53,8 @@ class RoleBytes:
         self.name, self._config, self._plan, self._role = name, config, plan, plan.roles[name]
         self._precision = Precision.of(config.optimizer)
         self._trained = name in ("actor", "critic")
+        self._tenants = tenants if name in ("actor", TENANTS) else None
+        self._tenant_elements: dict[int, int] = {}  # stage -> of one adapter
         self._offloads = name != "reward" and config.offloads_train(on_gpu=True)
         self._swapped = name == "ref" and not plan.has_processes("ref")
         self._adapters = config.adapters if self._trained else None
@@ -83,7 +87,11 @@ class RoleBytes:
             chunks = stage_chunks(self._config.model, parallel, stage, self._variant)
             dp_size = max(1, self._per_stage // parallel.tensor_model_parallel_size)
             trained, frozen = chunks, 0
-            if self._adapters is not None:
+            if self._tenants is not None:
+                trained, frozen = [], sum(p.numel for chunk in chunks for p in chunk)
+                adapters = adapter_chunks(self._config.model, parallel, stage, self._tenants.lora)
+                self._tenant_elements[stage] = sum(p.numel for chunk in adapters for p in chunk)
+            elif self._adapters is not None:
                 head = self._variant.value_head
                 trained = adapter_chunks(self._config.model, parallel, stage, self._adapters, value_head=head)
                 both = {p.name for chunk in trained for p in chunk}  # a critic's head
@@ -116,6 +124,8 @@ class RoleBytes:
         if self._swapped:
             # Beside adapters the base itself is the reference.
             return 0 if self._config.lora.enabled else 2 * only_weights
+        if self._tenants is not None:
+            return self._tenants.on_host(self._tenant_elements[key.stage])
         offloaded = held.weights + held.optimizer if self._trained else only_weights
         return (offloaded if self._offloads else 0) + (held.host_optimizer if self._trained else 0)
 
@@ -124,7 +134,7 @@ class RoleBytes:
         if self._swapped:
             return {}
         model, parallel = self._config.model, self._config.parallel
-        prefix, held = "" if self.name == "actor" else self.name + " ", key.held
+        prefix, held = "" if self.name in ("actor", TENANTS) else self.name + " ", key.held
         buffers = stage_buffer_bytes(model, parallel, key.stage, weight_bytes=self._precision.weight)
         away = {"communication": PROCESS_BYTES}
         process = {prefix + "weights": held.weights + buffers, **away}
@@ -136,6 +146,8 @@ class RoleBytes:
                 phase: away if phase in leaves else process | (self._scoring(key, prefix) if phase == scoring else {})
                 for phase in _PHASES
             }
+        if self._tenants is not None:
+            return self._tenant_phases(key, process)
         weights = process
         process = process | {prefix + "gradients": held.gradients}
         main_weights = self._main_weights(held)
@@ -147,6 +159,21 @@ class RoleBytes:
             "score": full | (self._scoring(key, prefix) if self._scores else {}),
             "train": full | self._training(key, prefix),
             "sync": self._sync_holds(full, weights, away) | (self._syncing(key) if self.name == "actor" else {}),
+        }
+
+    def _tenant_phases(self, key: RankKey, base: dict[str, int]) -> PhaseBytes:
+        """Clients train and sample at any moment: their adapters are there in every phase but the start."""
+        assert self._tenants is not None, "asked for tenants only"
+        elements, width = self._tenant_elements[key.stage], self._precision.weight
+        idle, passing = (
+            base | self._tenants.on_device(elements, width=width, passing=passing) for passing in (False, True)
+        )
+        return {
+            "start": base,
+            "generate": idle,
+            "score": idle | self._scoring(key, ""),
+            "train": passing | self._training(key, ""),
+            "sync": idle,
         }
 
     def _sync_holds(self, full: dict[str, int], weights: dict[str, int], away: dict[str, int]) -> dict[str, int]:
@@ -223,7 +250,7 @@ class RoleBytes:
             prefix + "logits": self._logits(key, self.tokens),
         }
         # the step works on an fp32 copy of the owned gradients
-        if self._precision.gradient == 2 and self._precision.state:
+        if self._precision.gradient == 2 and self._precision.state and self._tenants is None:
             sizes[prefix + "gradient copy"] = held_elements(key.held, self._precision) * 4
         return sizes
 

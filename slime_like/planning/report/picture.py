@@ -37,7 +37,7 @@ _ENGINE_WEIGHTS = "#9ecae9"
 
 def color(part: str) -> str:
     """One colour for each kind of part, whichever role it belongs to."""
-    return _ENGINE_WEIGHTS if part == "engine weights" else _COLORS[part.split(" ")[-1]]
+    return _ENGINE_WEIGHTS if part.startswith("engine ") and part.endswith(" weights") else _COLORS[part.split(" ")[-1]]
 
 
 def rows(plan: dict) -> list[tuple[str, dict]]:

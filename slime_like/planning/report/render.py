@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from slime_like.config.run import RunConfig
 from slime_like.planning.cards import environment_notes
 from slime_like.planning.engines import EnginePlan
+from slime_like.planning.memory.adapters import TenantRoom
 from slime_like.planning.memory.by_phase import MemoryPlan, memory_plan
 from slime_like.planning.placement import Bundle, PlacementPlan, make_plan
 from slime_like.planning.report.timeline import render_memory
+from slime_like.planning.shared_prompts import SharedPromptPlan, shared_prompt_plan
 from slime_like.planning.simulate.estimate import estimate, plan_comparison, verdict_line
 from slime_like.planning.simulate.scenario import Scenario
 from slime_like.planning.sync_bound import SyncPlan, render_sync, sync_plan
@@ -39,6 +41,7 @@ class PlanReport:
     sync: SyncPlan | None
     problems: tuple[str, ...]
     pace: Scenario | None = None  # what a step may take, for the simulator
+    shared: SharedPromptPlan | None = None  # None: nothing is generated and trained
 
     def to_dict(self) -> dict:
         """The object of `--plan json`."""
@@ -48,6 +51,8 @@ class PlanReport:
         known = placement | {"memory": memory, "weight_sync": weight_sync}
         if self.pace is not None:
             known["async"] = {"scenario": self.pace.to_dict()} | plan_comparison(self.pace).to_dict()
+        if self.shared is not None:
+            known["share_prompt"] = self.shared.to_dict()
         return known | {"problems": list(self.problems)}
 
     def text(self) -> str:
@@ -59,12 +64,20 @@ class PlanReport:
             parts.append(render_memory(self.memory))
         if self.pace is not None:
             parts.append(verdict_line(self.pace))
+        if self.shared is not None:
+            parts.append(self.shared.text())
         parts.append(_render_problems(self.problems))
         return "\n\n".join(part.strip("\n") for part in parts if part.strip())
 
 
-def make_report(config: RunConfig, *, planning: bool = True, environment: Mapping[str, str] = os.environ) -> PlanReport:
-    """Everything that is known before a start.
+def make_report(
+    config: RunConfig,
+    *,
+    planning: bool = True,
+    environment: Mapping[str, str] = os.environ,
+    tenants: TenantRoom | None = None,
+) -> PlanReport:
+    """Everything that is known before a start. tenants: of a Tinker server.
 
     planning: only a plan is wanted; a real run knows its cards only from --gpu-memory-gib. environment: the trainer's.
     """
@@ -72,11 +85,13 @@ def make_report(config: RunConfig, *, planning: bool = True, environment: Mappin
     plan = dataclasses.replace(plan, notes=(*plan.notes, *environment_notes(plan, environment)))
     if plan.problems:
         return PlanReport(plan, None, None, plan.problems)
-    memory = memory_plan(config, plan)
+    memory = memory_plan(config, plan, tenants)
     knows_cards = planning or config.placement.gpu_memory_gib is not None
     problems = tuple(_memory_problems(config, memory) if knows_cards else ())
     sync = sync_plan(config, plan)
-    return PlanReport(plan, memory, sync, problems, estimate(config, plan, sync) if planning else None)
+    pace = estimate(config, plan, sync) if planning else None
+    shared = None if pace is None else shared_prompt_plan(config, pace.work)
+    return PlanReport(plan, memory, sync, problems, pace, shared)
 
 
 def as_json(report: PlanReport) -> str:

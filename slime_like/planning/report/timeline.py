@@ -28,7 +28,7 @@ LETTERS = {
 
 def letter(part: str) -> str:
     """`critic weights` -> W; engine weights are e, so that they are told from the trainer's."""
-    return "e" if part == "engine weights" else LETTERS[part.split(" ")[-1]]
+    return "e" if part.startswith("engine ") and part.endswith(" weights") else LETTERS[part.split(" ")[-1]]
 
 
 def render_memory(plan: MemoryPlan) -> str:

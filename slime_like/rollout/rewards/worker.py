@@ -19,6 +19,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the driver ends us by closing stdin
     # The default action, not a Python handler: a handler would wait for a long C loop to end.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     from slime_like.rollout.rewards import instructions
     from slime_like.rollout.rewards.math_answers import SCORERS
@@ -27,6 +28,7 @@ def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, task["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, task.get("cpu_seconds", 0))  # of this process's processor time; 0: any
         try:
             if task["kind"] == instructions.KIND:
                 reward = instructions.follows_all(task["response"], task["metadata"])
@@ -38,6 +40,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 a response may be anything, and so may be what parsing it raises
             result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _send(results, result)
 
 

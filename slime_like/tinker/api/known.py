@@ -18,11 +18,14 @@ _MAX_KNOWN = 8192
 
 
 class Known:
-    """Of one app. seconds: how long an answer counts."""
+    """Of one app. seconds: how long an answer counts, and is kept."""
 
     def __init__(self, rows: Rows, seconds: float = 2.0):
         self._rows, self._seconds = rows, seconds
         self._answers: OrderedDict[tuple[str, str], tuple[float, Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
 
     async def session(self, session_id: str, tenant: str) -> None:
         """As clients.check_session. Raises Refused (404, 410)."""
@@ -45,6 +48,6 @@ class Known:
         answer = await question(self._rows, row_id, tenant)  # a refusal is not kept
         self._answers[key] = (time.monotonic() + self._seconds, answer)
         self._answers.move_to_end(key)
-        while len(self._answers) > _MAX_KNOWN:
+        while len(self._answers) > _MAX_KNOWN or next(iter(self._answers.values()))[0] < time.monotonic():
             self._answers.popitem(last=False)
         return answer

@@ -15,6 +15,7 @@ from slime_like.cluster.train_group import TrainGroup
 from slime_like.config.run import RunConfig
 from slime_like.config.tree import TENANTS
 from slime_like.errors import EngineError
+from slime_like.planning.memory.adapters import TenantRoom
 from slime_like.planning.memory.engine_share import with_engine_share
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint
@@ -67,8 +68,11 @@ class Cluster:
         disconnect()
 
 
-def start_cluster(config: RunConfig, plan: PlacementPlan, run: RunDirectory) -> Cluster:
-    """Start trainer and engines, and wait until all are healthy. Whatever fails, what was started is ended."""
+def start_cluster(config: RunConfig, plan: PlacementPlan, run: RunDirectory, tenants: TenantRoom) -> Cluster:
+    """Start trainer and engines, and wait until all are healthy. Whatever fails, what was started is ended.
+
+    tenants: whom engines on the trainer's cards leave room for.
+    """
     connect(plan.num_gpus)
     closing: list[Callable[[], None]] = [disconnect]
     try:
@@ -81,7 +85,7 @@ def start_cluster(config: RunConfig, plan: PlacementPlan, run: RunDirectory) -> 
             # How much trainers leave is known once they are up, and SGLang fixes the size of its cache as it starts.
             card_bytes = trainer.wait_started()["card_bytes"]
             if bundles.have_cuda:
-                config = with_engine_share(config, plan, card_bytes)
+                config = with_engine_share(config, plan, card_bytes, tenants)
         fleet = EngineFleet(config, plan, EngineProcesses(config, plan, bundles, run.path), run.path)
         closing.append(fleet.close)
         fleet.start()

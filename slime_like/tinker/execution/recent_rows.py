@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 Row = TypeVar("Row")
 
-MOST = 10_000
-
 
 class RecentRows(Generic[Row]):
-    """A row by its key, as it was at most max_age_s ago. That there is none is not remembered."""
+    """A row by its key, as it was at most max_age_s ago; older ones take no memory. That there is none is not
+    remembered.
+    """
 
     def __init__(self, read: Callable[[str], Awaitable[Row | None]], max_age_s: float = 1.0):
         self._read, self._max_age_s = read, max_age_s
-        self._rows: dict[str, tuple[float, Row]] = {}
+        self._rows: OrderedDict[str, tuple[float, Row]] = OrderedDict()  # the one read longest ago first
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def forget(self, key: str) -> None:
         """Read it anew the next time."""
@@ -29,10 +33,9 @@ class RecentRows(Generic[Row]):
         if known is not None and now - known[0] <= self._max_age_s:
             return known[1]
         row = await self._read(key)
-        if len(self._rows) >= MOST:
-            self._rows.clear()
-        if row is None:
-            self._rows.pop(key, None)
-        else:
+        self._rows.pop(key, None)
+        while self._rows and now - next(iter(self._rows.values()))[0] > self._max_age_s:
+            self._rows.popitem(last=False)
+        if row is not None:
             self._rows[key] = (now, row)
         return row

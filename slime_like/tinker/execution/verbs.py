@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,8 @@ from slime_like.tinker.store.checkpoints import find_checkpoint, put_checkpoint,
 from slime_like.tinker.store.database import Database
 from slime_like.tinker.store.requests import find_sampler, move_snapshot, release_model
 from slime_like.tinker.store.tables import CheckpointRow, SamplerRow
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[\w.+=@,-]{1,200}")
 
@@ -58,7 +61,10 @@ class TrainingVerbs:
         await self._residency.make_room(model)
         await self._trainer.create(model.spec)
         self._residency.put(model)
-        return Done(result={"model_id": model.model_id})
+        notice = model.spec.notice
+        if notice:
+            logger.info("%s: %s", model.model_id, notice)
+        return Done(result={"model_id": model.model_id} | ({"notice": notice} if notice else {}))
 
     async def _create_from_state(self, model: ModelQueue, entry: Entry) -> Done:
         await self._create(model, entry)

@@ -33,6 +33,7 @@ from aiohttp import web
 
 from slime_like.config.bounds import bounded
 from slime_like.errors import WeightSyncError
+from slime_like.utils.files import keep_files_private, private_folder
 from slime_like.utils.logs import LOG_LEVELS, start_logging
 from slime_like.utils.net import host_port
 from slime_like.weight_sync.delta.codec import DeltaError
@@ -242,8 +243,7 @@ def read_key(path: str) -> str:
     return key
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve until ended; 2 for a command line or folder that cannot be used."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m slime_like.weight_sync.delta.receiver",
         description=(__doc__ or "").partition("\n")[0],
@@ -276,10 +276,22 @@ def main(argv: list[str] | None = None) -> int:
         default="info",
         help="Least level of what is logged; info names every request.",
     )
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--share-directory",
+        action="store_true",
+        help="Let others read the copy, as your umask has it: an engine of theirs.",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until ended; 2 for a command line or folder that cannot be used."""
+    options = _parser().parse_args(argv)
+    keep_files_private(share=options.share_directory)
     start_logging(options.log_level, line_format="%(asctime)s %(levelname)s %(message)s")
     try:
         key = read_key(options.api_key_file)
+        private_folder(options.directory, share=options.share_directory)
         store = VersionStore(options.directory, max_shard_bytes=options.max_bytes)
         server = ReceiverServer((options.host, options.port), store, api_key=key, max_bytes=options.max_bytes)
     except (WeightSyncError, OSError, OverflowError) as error:

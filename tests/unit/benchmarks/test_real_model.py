@@ -10,7 +10,6 @@ import pytest
 from benchmarks import real_model
 
 REPORT = {
-    "task": "needle",
     "held_out": 64,
     "rewards": [0.25, 0.25, 0.25, 0.5, 0.75, 0.75, 0.75, 0.75],
     "pass": {"before": 0.4375, "after": 0.75},

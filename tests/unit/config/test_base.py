@@ -17,6 +17,7 @@ class Small:
     kind: str = flag("a", choices=("a", "b"), help="Which.")
     names: list[str] | None = flag(None, help="Several.")
     on: bool = flag(False, help="Switch.")
+    no_sound: bool = flag(False, help="A switch whose name denies.")
     derived: dict = dataclasses.field(default_factory=dict)
 
 
@@ -30,6 +31,7 @@ def test_field_name_is_flag_name_and_types_hold():
     small = read("--batch-size", "8", "--kind", "b", "--names", "x", "y", "--on")
     assert small == Small(batch_size=8, kind="b", names=["x", "y"], on=True)
     assert read("--no-on").on is False
+    assert read("--no-sound").no_sound is True and read().no_sound is False
 
 
 def test_unknown_flag_names_the_closest_and_all_problems_come_at_once():

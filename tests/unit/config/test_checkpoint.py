@@ -37,6 +37,8 @@ def test_the_defaults_are_possible():
         (CheckpointConfig(save_interval=2), "need --save"),
         (CheckpointConfig(save="s", save_interval=0), "--save-interval 0: must be at least 1."),
         (CheckpointConfig(async_save=True), "--async-save does nothing without --save."),
+        (CheckpointConfig(save_total_limit=2), "--save-total-limit does nothing without --save."),
+        (CheckpointConfig(resume="auto", load="l", ckpt_step=3), "both say where to go on"),
         (CheckpointConfig(ckpt_step=3), "--ckpt-step does nothing without --load."),
         (CheckpointConfig(load="l", ckpt_step=-3), "--ckpt-step -3: must not be negative."),
         (

@@ -233,3 +233,17 @@ def test_engines_keep_the_base_of_adapters():
     assert RunConfig().released_by_engines == ()
     adapters = SyncConfig(update_weight_mode="adapter")
     assert RunConfig(placement=shared, sync=adapters).released_by_engines == ("kv_cache",)
+
+
+@pytest.mark.parametrize(
+    ("excluded", "as_given"),
+    [(None, ["lm_head"]), (["q_proj"], ["q_proj", "lm_head"]), ([r".*\.q_proj"], [r"(?:.*\.q_proj)|lm_head"])],
+)
+def test_a_critic_has_none_on_the_output_layer(excluded, as_given):
+    lora = LoraConfig(
+        lora_rank=4, lora_target_modules=["q_proj", "o_proj", "lm_head"], lora_exclude_modules=excluded
+    ).of_critic
+    assert lora.lora_exclude_modules == as_given and not lora.problems()
+    name = "model.layers.0.self_attn."
+    assert lora.targets(name + "o_proj") and not lora.targets("lm_head")
+    assert lora.targets(name + "q_proj") == (excluded is None)

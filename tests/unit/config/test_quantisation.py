@@ -1,6 +1,6 @@
 """Eight-bit schemes: what engines are told, which flags do not go with them, and which sizes have no whole blocks."""
 
-# Covers slime_like.config.quantisation_rules too.
+# Covers slime_like.config.quantisation_rules and .fake_quantisation too.
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import json
 import pytest
 
 from slime_like.config.engine import EngineConfig
+from slime_like.config.fake_quantisation import fake_quantisation_problems
 from slime_like.config.lora import LoraConfig
+from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.config.quantisation import (
     LINEAR,
@@ -58,8 +60,8 @@ def test_what_an_engine_serves_is_in_its_arguments_or_its_checkpoint(tmp_path):
     stored = served_config({"model_path": str(tmp_path), "json_model_override_args": "{}"})
     assert is_served(FP8, stored) and not is_served(INT8, stored)
     assert not is_served(FP8, {"quant_method": "fp8"})  # one number a matrix instead of a block
-    told = {"model_path": str(tmp_path)} | engine_flags(INT8, {})
-    assert is_served(INT8, served_config(told))
+    overridden = {"model_path": str(tmp_path)} | engine_flags(INT8, {})
+    assert is_served(INT8, served_config(overridden))
 
 
 @pytest.mark.parametrize(
@@ -176,3 +178,25 @@ def test_an_engine_that_is_sent_plain_weights_forgets_the_checkpoints_format(key
 @pytest.mark.parametrize("stored", [{}, {"quantization_config": None}])
 def test_a_plain_checkpoint_is_loaded_as_it_is(stored):
     assert plain_flags({"hidden_size": 8, **stored}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        (
+            {"sync": SyncConfig(rollout_quantization="int8")},
+            "with --rollout-quantization int8: engines would round once",
+        ),
+        ({"lora": LoraConfig(lora_rank=8)}, "with --lora-rank: an adapter's base is not trained"),
+        ({"sync": SyncConfig(custom_weight_transform_path="a.b")}, "with --custom-weight-transform-path"),
+        ({}, None),
+    ],
+)
+def test_what_fake_quantisation_does_not_go_with(groups, reason):
+    rounds = RunConfig(optimizer=OptimizerConfig(fake_quantization="int4"), **groups)
+    problems = fake_quantisation_problems(rounds)
+    assert len(problems) == (reason is not None) and all(reason in problem for problem in problems)
+    assert [problem for problem in rounds.problems() if "--fake-quantization" in problem] == problems
+    assert rounds.optimizer.int4_group_size == 128
+    plain = dataclasses.replace(rounds, optimizer=OptimizerConfig())
+    assert fake_quantisation_problems(plain) == [] and plain.optimizer.int4_group_size is None

@@ -12,6 +12,7 @@ from slime_like.config.loss import LossConfig
 from slime_like.errors import CheckpointError, DataError, PluginError, RewardError, RunError
 from slime_like.records import COMPLETED, WeightsRef
 from slime_like.rollout.check_data import check_data
+from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
 from slime_like.rollout.train_samples import to_train_samples
@@ -71,6 +72,30 @@ def test_resume_in_the_middle_of_an_epoch_draws_what_would_have_come(start_manag
     other, _ = start_manager([digits_row(1)])
     with pytest.raises(CheckpointError):
         other.load_state_dict(first.state_dict())
+
+
+def test_a_rollout_that_was_generated_ahead_is_taken_after_a_resume_and_no_prompt_twice(start_manager, tmp_path):
+    whole, _ = start_manager()
+    rollouts = [whole.generate(step) for step in range(4)]
+    first, _ = start_manager()
+    first.trained(indexes(first.generate(0)))
+    assert first.ahead(1, wait=True) is None  # it has not begun
+    first.begin(1)
+    ahead = first.ahead(1, wait=True)
+    assert ahead is not None and indexes(ahead) == indexes(rollouts[1])
+    state = json.loads(json.dumps(first.state_dict()))
+    save_rollout(str(tmp_path / "ahead.npz"), 1, ahead.groups)
+    second, engine = start_manager()
+    second.load_state_dict(state)
+    second.put_ahead(1, load_rollout(str(tmp_path / "ahead.npz"), 1), ahead.metrics)
+    second.begin(2)  # as the loop does before it trains
+    for step in (1, 2, 3):
+        result = second.generate(step)
+        assert indexes(result) == indexes(rollouts[step])
+        second.trained(indexes(result))
+    assert len(engine.requests) == 8, "rollout 1 was not asked for again"
+    counts = second.state_dict()["data"]
+    assert (counts["position"], counts["trained"], counts["open"], counts["waiting"]) == (8, 8, {}, [])
 
 
 def test_a_raising_reward_names_the_sample_and_cancels_the_rest(start_manager):

@@ -44,8 +44,8 @@ MODES = {
     "routing-replay": ("colocate", 2),
 }
 
-#: Not configs of train.py: clients of a server.
-CLIENTS = {"tinker-rl"}
+#: Not configs of train.py: a client of a server, and what scripts/run-smollm2.sh is made of.
+OTHERS = {"smollm2", "tinker-rl"}
 
 
 def run_example(*arguments: str, home: Path) -> subprocess.CompletedProcess:
@@ -56,7 +56,7 @@ def run_example(*arguments: str, home: Path) -> subprocess.CompletedProcess:
 
 
 def test_every_folder_is_planned_here():
-    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir()} - {"__pycache__"} - CLIENTS
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir()} - {"__pycache__"} - OTHERS
     assert {path.parent.name for path in EXAMPLES.glob("*/run.toml")} == folders == set(MODES)
 
 

@@ -161,7 +161,7 @@ def said_to_an_engine() -> list[tuple[str, dict | None]]:
             lambda: client.release_memory_occupation(["weights"]),
             lambda: client.resume_memory_occupation(["weights"]),
             lambda: client.load_adapter("policy@1", "/w"),
-            lambda: client.load_adapter_tensors("policy@1", "x", {}, {}),
+            lambda: client.load_adapter_tensors("policy@1", b"x", {}, {}),
             lambda: client.unload_adapter("policy@1"),
         ):
             with contextlib.suppress(EngineError):

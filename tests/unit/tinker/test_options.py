@@ -2,6 +2,7 @@
 
 # Covers slime_like.tinker.server too.
 
+import ctypes
 import json
 import os
 import subprocess
@@ -56,6 +57,20 @@ def test_without_keys_there_is_one_of_each_and_colocated_they_share_a_gpu():
     shared = command(keys={"trainer.placement.colocate_all": True})
     assert [sorted(bundle.roles) for bundle in shared.report.plan.bundles] == [["rollout", "tenants"]]
     assert not shared.config.offload_rollout and not shared.config.offloads_train(on_gpu=True)
+
+
+def test_the_plan_has_the_room_that_tenants_are_kept():
+    """Twice as many resident adapters take twice as much; the base has no gradients of its own."""
+    sizes = []
+    for count in ("4", "8"):
+        memory = command("--max-adapters-resident", count, keys={"trainer.placement.colocate_all": True}).report.memory
+        (gpu,) = memory.per_gpu
+        (train,) = (phase.bytes for phase in gpu.phases if phase.name == "train")
+        sizes.append([train[part] for part in ("adapter weights", "gradients", "optimizer", "engine adapter weights")])
+    (weights, gradients, optimizer, _), twice = sizes
+    assert twice == [2 * weights, 2 * gradients, 2 * optimizer, sizes[0][3]]
+    assert gradients == optimizer and sizes[0][3] > 0
+    assert "a client with all parameters, of which the trainer has one at a time" in command().text()
 
 
 def test_micro_batches_are_shared_where_it_is_asked_for():
@@ -165,6 +180,35 @@ def test_the_script_passes_sizes_and_flags_on():
     assert run.returncode == 0, run.stderr
     plan = json.loads(run.stdout)
     assert (plan["num_gpus"], len(plan["engines"]), plan["server"]["max_loras"]) == (8, 2, 5)
+
+
+_HEAPS = """
+import ctypes, sys, threading
+from slime_like.tinker.server import keep_few_heaps
+if sys.argv[1] == "few":
+    keep_few_heaps()
+barrier, libc = threading.Barrier(9), ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+def allocate():
+    libc.malloc(5000)
+    barrier.wait()
+for _ in range(8):
+    threading.Thread(target=allocate).start()
+barrier.wait()
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")
+@pytest.mark.parametrize(("which", "is_enough"), [("few", lambda n: n <= 2), ("many", lambda n: n > 2)])
+def test_threads_share_few_heaps(which, is_enough):
+    unset = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    run = subprocess.run(
+        [sys.executable, "-c", _HEAPS, which], cwd=ROOT, capture_output=True, text=True, timeout=60, env=unset
+    )
+    assert run.returncode == 0, run.stderr
+    assert is_enough(run.stdout.count("<heap nr=")), run.stdout[:500]
 
 
 @pytest.mark.parametrize("plan", [["--plan", "json"], ["--plan=json"]])

@@ -12,7 +12,7 @@ import pytest
 
 from slime_like.errors import ConfigError
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.records import CallFailure, Kind, StillWaiting
+from slime_like.tinker.records import NO_UNEMBED, CallFailure, Kind, StillWaiting
 from slime_like.tinker.store.database import Database
 from tests.helpers.postgres import postgres_server
 from tests.helpers.tinker_backends import VectorEngines, VectorTrainer
@@ -24,7 +24,7 @@ def test_losses_are_those_of_a_plain_loop(tmp_path: Path):
         async with running_service(tmp_path, VectorTrainer()) as service:
             client = Client(service)
             await client.open_session()
-            assert await client.do(client.creation()) == {"model_id": "s1:train:0"}
+            assert await client.do(client.creation()) == {"model_id": "s1:train:0", "notice": NO_UNEMBED}
             losses = []
             for seed in range(5):
                 losses.append((await client.do(client.forward_backward(seed))).metrics["loss"])

@@ -6,6 +6,9 @@ import dataclasses
 import json
 import math
 import os
+import stat
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -13,7 +16,8 @@ import pytest
 from slime_like.config.observability import ObservabilityConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import UserError
-from slime_like.utils.files import RunDirectory, append_json_line, read_json_lines, write_atomic
+from slime_like.utils import files
+from slime_like.utils.files import RunDirectory, append_json_line, private_folder, read_json_lines, write_atomic
 
 
 def config(**options) -> RunConfig:
@@ -99,3 +103,72 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+#: What a run writes, by every way that it is written in; the arguments are the run directory and --share-run-dir.
+WRITER = """
+import dataclasses, os, sys, tempfile
+from pathlib import Path
+import torch
+from slime_like.config.observability import ObservabilityConfig
+from slime_like.config.run import RunConfig
+from slime_like.megatron_backend.hf.files import save_stage
+from slime_like.observability.metrics import MetricsLog
+from slime_like.utils.files import RunDirectory, append_json_line, keep_files_like, keep_files_private, write_atomic
+os.umask(0o022)
+share = sys.argv[2] == "share"
+keep_files_private(share=share)
+config = dataclasses.replace(RunConfig(), observability=ObservabilityConfig(run_dir=sys.argv[1], share_run_dir=share))
+run = RunDirectory.create(config)
+append_json_line(run.dropped, {"a": 1})
+with MetricsLog(run, tensorboard=True) as log:
+    log.log("train", 0, {"train/loss": 1.0})
+torch.save({"a": 1}, run.checkpoints / "common.pt")
+save_stage([("a", torch.ones(2))], str(run.checkpoints), "model")
+pid = os.fork()
+if pid == 0:  # a rank of the run, on a cluster that was started with an umask of its own
+    os.umask(0o000)
+    keep_files_like(run.logs)
+    os.makedirs(run.checkpoints / "iter_1" / "inner")
+    (run.logs / "actor-0.log").write_text("x")
+    write_atomic(run.checkpoints / "iter_1" / "client_state.json", "{}")
+    keep_files_like(run.logs / "not" / "there")
+    (run.logs / "not" / "there" / "x").write_text("x")
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["private", "share"])
+def test_nobody_else_reads_a_run_directory_unless_it_is_shared(tmp_path, how):
+    path = tmp_path / "run"
+    subprocess.run([sys.executable, "-c", WRITER, str(path), how], check=True, timeout=120)
+    modes = {
+        os.path.relpath(os.path.join(folder, name), tmp_path): stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode)
+        for folder, folders, files in os.walk(tmp_path)
+        for name in (*folders, *files)
+    }
+    assert len(modes) >= 14 and "run/metrics.jsonl" in modes and any("tfevents" in name for name in modes)
+    alone = {name for name, mode in modes.items() if not mode & 0o077}
+    if how == "private":
+        assert alone == set(modes)
+    else:  # but for what is made where no folder of the run is seen
+        assert alone == {"run/logs/not", "run/logs/not/there", "run/logs/not/there/x"}
+
+
+def test_a_folder_that_was_open_is_closed(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    private_folder(folder, share=True)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    private_folder(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_umask_is_read_without_being_changed():
+    before = os.umask(0o027)
+    try:
+        assert files._umask() == 0o027 == os.umask(0o027)
+    finally:
+        os.umask(before)

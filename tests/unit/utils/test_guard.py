@@ -134,11 +134,32 @@ time.sleep(60)
     (tmp_path / "mine-2").write_text("belongs to somebody else")
     log = f"{tmp_path}/log"
     process = start_guarded(
-        [sys.executable, "-c", code], env=dict(os.environ), log_path=log, remove_mapped=f"{tmp_path}/mine-"
+        [sys.executable, "-c", code], env=dict(os.environ), log_path=log, remove_mapped=(f"{tmp_path}/mine-",)
     )
     pids_in(log)
     process.close(grace_s=1.0)
     assert sorted(name for name in os.listdir(tmp_path) if name != "log") == ["mine-2", "other"]
+
+
+def test_mapped_files_of_a_command_that_was_killed_are_removed_too(tmp_path):
+    code = f"""
+import mmap, os, time
+fd = os.open({str(tmp_path)!r} + "/mine-1", os.O_CREAT | os.O_RDWR)
+os.ftruncate(fd, 4096)
+keep = mmap.mmap(fd, 4096)
+print("pids", os.getpid(), flush=True)
+time.sleep(60)
+"""
+    log = f"{tmp_path}/log"
+    process = start_guarded(
+        [sys.executable, "-c", code], env=dict(os.environ), log_path=log, remove_mapped=("/no/", f"{tmp_path}/mine-")
+    )
+    (pid,) = pids_in(log)
+    time.sleep(3.5)  # the first look comes after two seconds
+    os.kill(pid, 9)
+    assert_gone([process.supervisor_pid])
+    assert sorted(os.listdir(tmp_path)) == ["log"]
+    process.close(grace_s=1.0)
 
 
 def test_missing_command_is_named(tmp_path):

@@ -156,7 +156,7 @@ engine = "import mmap, sys, time; f = open(sys.argv[1], 'w+b'); f.truncate(4096)
 engine += "; open(sys.argv[1] + '.up', 'w'); time.sleep(120)"
 log_path = sys.argv[1] + ".log"
 start_guarded(
-    [sys.executable, "-c", engine, sys.argv[1]], env=dict(os.environ), log_path=log_path, remove_mapped=sys.argv[1]
+    [sys.executable, "-c", engine, sys.argv[1]], env=dict(os.environ), log_path=log_path, remove_mapped=(sys.argv[1],)
 )
 time.sleep(120)
 """

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file
 from sglang_backend.fake_http import serve
 
+from slime_like.config.quantisation import SCHEMES
 from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import EngineEndpoint, WeightsRef
 from slime_like.utils.net import own_address
 from slime_like.weight_sync.delta.receiver_client import start_receiver
+from slime_like.weight_sync.quantise import quantise
 from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering, WeightSender, source_address
 from slime_like.weight_sync.session import PublishOrder, run_session
@@ -76,10 +78,10 @@ def order_of(server, folder, version: int = 1) -> PublishOrder:
     )
 
 
-def sender_of(order, tensors=None, sync=None) -> WeightSender:
+def sender_of(order, tensors=None, sync=None, names=WEIGHTS) -> WeightSender:
     sent = WEIGHTS if tensors is None else tensors
     gathering = Gathering(
-        place=ONE_RANK, tensors=lambda: iter(sent.items()), names=frozenset(WEIGHTS), master_address="127.0.0.1"
+        place=ONE_RANK, tensors=lambda: iter(sent.items()), names=frozenset(names), master_address="127.0.0.1"
     )
     return WeightSender(RunConfig(sync=sync or SyncConfig()), order, gathering)
 
@@ -159,6 +161,26 @@ def test_what_the_users_function_makes_is_sent(engine, tmp_path):
     order, path = order_of(server, tmp_path), "slime_like.weight_sync.transform.to_bf16"
     receipt = run_session(order, sender_of(order, sync=SyncConfig(custom_weight_transform_path=path)))
     assert receipt.num_bytes == 20 and {tensor.dtype for tensor in state["loaded"].values()} == {torch.bfloat16}
+
+
+MATRIX, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+LAYER = {MATRIX: torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), NORM: torch.ones(8)}
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("path", [None, "slime_like.weight_sync.transform.to_bf16"])
+def test_eight_bits_are_made_of_what_the_users_function_made(engine, tmp_path, path):
+    server, state = engine
+    order = order_of(server, tmp_path)
+    sync = SyncConfig(rollout_quantization="int8", custom_weight_transform_path=path)
+    receipt = run_session(order, sender_of(order, LAYER, sync, LAYER))
+    loaded = state["loaded"]
+    assert loaded.keys() == {MATRIX, f"{MATRIX}_scale", NORM} and receipt.num_tensors == 3
+    rounded = LAYER[MATRIX] if path is None else LAYER[MATRIX].bfloat16()
+    for name, tensor in quantise(MATRIX, rounded, SCHEMES["int8"]):
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+    assert loaded[NORM].dtype == (torch.float32 if path is None else torch.bfloat16)
+    assert receipt.num_bytes == 32 + 4 * 4 + 8 * loaded[NORM].element_size()
 
 
 def test_engines_here_are_told_the_runs_own_address():

@@ -142,12 +142,13 @@ async def weights_info(body: TinkerPath, api: Api, tenant: Who) -> dict[str, Any
     """What saved weights are of, one's own or public ones."""
     clients.read_path(body.tinker_path)
     _, model = await clients.readable(api.rows, body.tinker_path, tenant)
-    trained = {key: model.spec[key] for key in ("train_unembed", "train_mlp", "train_attn")}
+    trained = {key: model.spec[key] for key in ("train_mlp", "train_attn")}
     return {
         "base_model": model.base_model,
         "is_lora": model.lora_rank > 0,
         "lora_rank": model.lora_rank or None,
         "optimizer_config": {"type": "adamw"},
+        "train_unembed": model.lora_rank == 0,  # whatever was asked for: ModelSpec.notice
         **trained,
     }
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from slime_like.tinker.api.bodies import CreateSession, FinishSession, Heartbeat
 from slime_like.tinker.api.context import Api, Who
+from slime_like.tinker.records import NO_UNEMBED
 from slime_like.tinker.store import clients
 
 router = APIRouter(prefix="/api/v1")
@@ -64,7 +65,8 @@ async def create_session(body: CreateSession, request: Request, api: Api, tenant
     again = request.headers.get("x-idempotency-key")
     session_id = str(uuid.uuid5(_NAMESPACE, f"{tenant} {again}") if again else uuid.uuid4())
     await clients.begin_session(api.rows, session_id, tenant, body.model_dump())
-    return {"session_id": session_id, "type": "create_session"}
+    # The library logs it; what a model's creation answers it does not show.
+    return {"session_id": session_id, "type": "create_session", "warning_message": NO_UNEMBED}
 
 
 @router.post("/session_heartbeat")

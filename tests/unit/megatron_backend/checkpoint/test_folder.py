@@ -1,6 +1,9 @@
 import json
+import random
+from pathlib import Path
 
 import pytest
+import xxhash
 
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.errors import CheckpointError
@@ -8,9 +11,12 @@ from slime_like.megatron_backend.checkpoint.folder import (
     STATE_FILE,
     TRACKER,
     Draft,
+    damage,
+    file_digest,
     find,
     is_megatron_folder,
     iterations,
+    shard_digests,
     swap_in,
 )
 from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step
@@ -117,6 +123,25 @@ def test_a_critic_keeps_one_more_until_the_policy_has_followed(tmp_path):
     assert sorted(iterations(str(tmp_path))) == [2, 3]
 
 
+def test_no_more_than_the_limit_stay(tmp_path):
+    for number in (1, 2, 3, 4):
+        save_at(tmp_path, number)
+    save_at(tmp_path, 3, total_limit=2)  # done again: what is newer stays until its number is reached
+    assert sorted(iterations(str(tmp_path))) == [2, 3, 4]
+    save_at(tmp_path, 4, total_limit=2)
+    assert sorted(iterations(str(tmp_path))) == [3, 4]
+    (tmp_path / ".iter_0000003.deleted").mkdir()  # of a run that was killed while it deleted
+    save_at(tmp_path, 6, retain_interval=4, total_limit=1)
+    assert sorted(iterations(str(tmp_path))) == [6]
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("iter")) == [TRACKER]
+
+
+def test_a_limit_of_a_critic_keeps_one_more(tmp_path):
+    for number in (1, 2, 3):
+        save_at(tmp_path, number, total_limit=1, num_spared=1)
+    assert sorted(iterations(str(tmp_path))) == [2, 3]
+
+
 def test_going_back_deletes_nothing_newer(tmp_path):
     for number in (1, 2, 3):
         save_at(tmp_path, number)
@@ -169,3 +194,67 @@ def test_flags_that_would_do_nothing_are_refused():
         for p in CheckpointConfig(save="s", save_interval=2, save_retain_interval=3).problems()
     )
     assert CheckpointConfig(save="s", save_interval=2, save_retain_interval=4, async_save=True).problems() == []
+
+
+def published(root, number=7, **record):
+    draft = Draft(folder=str(root), number=number, record={"num_rollouts_done": number, **record})
+    draft.make()
+    for name, content in (("__0_0.distcp", b"a" * 5000), ("__1_0.distcp", b"b" * 5000), ("common.pt", b"c" * 40)):
+        (Path(draft.path) / name).write_bytes(content)
+    draft.publish(shard_digests(draft.path, 1))
+    return Path(draft.final_path)
+
+
+def test_one_flipped_bit_is_seen_by_name(tmp_path):
+    path = published(tmp_path)
+    assert damage(str(path)) == []
+    generator = random.Random(0)
+    for name in ("__0_0.distcp", "__1_0.distcp", "common.pt"):
+        whole = (path / name).read_bytes()
+        for _ in range(20):
+            place = generator.randrange(8 * len(whole))
+            changed = bytearray(whole)
+            changed[place // 8] ^= 1 << place % 8
+            (path / name).write_bytes(changed)
+            assert damage(str(path)) == [name]
+            assert sum((damage(str(path), rank=rank, num_ranks=2) for rank in range(2)), []) == [name]
+        (path / name).write_bytes(whole)
+    assert damage(str(path)) == []
+
+
+def test_a_digest_is_that_of_the_bytes(tmp_path):
+    path = tmp_path / "file"
+    for content in (b"", b"1", bytes(20_000_000)):
+        path.write_bytes(content)
+        assert file_digest(str(path)) == xxhash.xxh3_128_hexdigest(content)
+
+
+def test_the_record_itself_is_covered(tmp_path):
+    path = published(tmp_path, layout=[1, 1, 2]) / STATE_FILE
+    path.write_text(path.read_text().replace('"num_rollouts_done": 7', '"num_rollouts_done": 6'))
+    with pytest.raises(CheckpointError, match="no complete checkpoint: .*its own digest is another"):
+        find(str(tmp_path))
+
+
+def test_a_checkpoint_from_before_digests_is_taken(tmp_path):
+    make_checkpoint(tmp_path, 3)
+    assert damage(find(str(tmp_path))) == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"files": {"../../secret": 5}},
+        {"files": {"shard.distcp": "5"}},
+        {"files": {"shard.distcp": 5}, "digests": {"other": "x"}},
+        {"files": {"shard.distcp": 5}, "digests": [1]},
+        {"files": {"shard.distcp": 5}, "layout": 3},
+        {"files": {"shard.distcp": 5}, "num_rollouts_done": "3"},
+        {"files": [1]},
+    ],
+)
+def test_a_record_that_nobody_wrote_is_refused(tmp_path, record):
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / STATE_FILE).write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        find(str(tmp_path))

@@ -1,3 +1,5 @@
+"""Files of HF folders; slime_like.megatron_backend.hf.eight_bits, too."""
+
 import json
 
 import pytest
@@ -73,6 +75,36 @@ def test_sharded_folder_round_trip(tmp_path, monkeypatch):
     assert json.loads((out / "config.json").read_text()) == {"dtype": "float32"}
     assert (out / "tokenizer.json").is_file()
     assert not (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_none_is_named_with_its_place(tmp_path, dtype, value):
+    weight = torch.randn(40, 30).to(dtype)
+    weight[17, 4] = weight[31, 29] = value
+    save_file({"a": weight, "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    reader = HfReader(str(tmp_path))
+    named = rf"model.safetensors: of tensor 'a' 2 of 1200 numbers are NaN or infinite \(first {value} at \[17, 4\]\)"
+    with pytest.raises(CheckpointError, match=named):
+        reader.read("a", shape=(40, 30))
+    with pytest.raises(CheckpointError, match=r"1 of 300 numbers .*\[1, 29\]"):
+        reader.read("a", shape=(40, 30), dim=0, start=30, stop=40)
+    assert reader.read("a", shape=(40, 30), dim=0, start=0, stop=10).shape == (10, 30)  # none of it is bad
+    assert reader.read("b", shape=(2,)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float8_e5m2])
+def test_a_weight_that_is_no_float_is_named(tmp_path, dtype):
+    save_file({"a": torch.ones(4).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="tensor 'a' is of the data type .*; weights are read as F64, F32"):
+        HfReader(str(tmp_path)).read("a", shape=(4,))
+
+
+@pytest.mark.parametrize("part", ["../x.safetensors", "/etc/passwd", 3, None, "x.bin", ""])
+def test_an_index_names_files_of_its_folder_only(tmp_path, part):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": part}}))
+    with pytest.raises(CheckpointError, match="'a' is in .*, which is no .safetensors file of the folder"):
+        HfReader(str(tmp_path))
 
 
 def eight_bit_folder(path, form, *, shape=(200, 300)):

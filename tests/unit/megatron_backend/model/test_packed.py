@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.megatron_backend.model.packed import RowRotary, packed_sequences
+from slime_like.algorithms.shared_prompts import Branch
+from slime_like.megatron_backend.model.packed import (
+    RowRotary,
+    _spans_of_branches,
+    packed_sequences,
+    shared_sequences,
+)
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 
 LENGTHS = [8, 4, 12]
@@ -63,6 +69,36 @@ def spans_of(share: ContextShare):
 
     parts = [dataclasses.replace(share, rank=rank).local(LENGTHS) for rank in range(share.size)]
     return _spans_of_chunks(LENGTHS, share, np.argsort(np.concatenate(parts)), CPU)
+
+
+#: A prompt, two answers, of which the second forks; a sequence alone.
+BRANCHES = [
+    Branch(start=0, stop=5),
+    Branch(start=5, stop=7, before=((0, 5),)),
+    Branch(start=7, stop=10, before=((0, 5),)),
+    Branch(start=10, stop=11, before=((0, 5), (7, 10))),
+    Branch(start=11, stop=13, before=((0, 5), (7, 10))),
+    Branch(start=13, stop=17),
+]
+
+
+def test_a_row_of_branches():
+    row = shared_sequences(BRANCHES, 3, CPU)
+    assert row.boundaries == (0, 5, 7, 10, 11, 13, 17, 20) and row.max_seqlen_q == 10
+    assert row.positions.tolist() == [*range(5), 5, 6, 5, 6, 7, 8, 8, 9, *range(4), *range(3)]
+    assert row.branches[-1] == Branch(start=17, stop=20) and row.branches[:-1] == tuple(BRANCHES)
+    assert shared_sequences([], 2, CPU).boundaries == (0, 2)
+
+
+def test_each_token_of_a_branch_sees_what_is_before_it():
+    spans = _spans_of_branches(BRANCHES, CPU)
+    queries, keys = spans.queries.tolist(), spans.keys.tolist()
+    for number, branch in enumerate(BRANCHES):
+        assert (queries[number], queries[number + 1]) == (branch.start, branch.stop)
+        before = [place for a, b in branch.before for place in range(a, b)]
+        seen = spans.index[keys[number] : keys[number + 1]].tolist()
+        assert seen == before + list(range(branch.start, branch.stop))
+    assert (spans.most_queries, spans.most_keys) == (5, 10)
 
 
 @pytest.mark.parametrize("size", [1, 2])

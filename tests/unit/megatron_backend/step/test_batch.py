@@ -30,7 +30,13 @@ def batch_of(*samples: TrainSample) -> StepBatch:
     lengths = [len(one.tokens) for one in samples]
     weights = token_weights([length - 1 for length in lengths], reduction="sample", rollouts=[(0, 0)], divisor=None)
     packs = (pack(samples, range(len(samples)), weights, layout=PackLayout(), device=CPU),)
-    return StepBatch(packs=packs, num_samples=len(samples), num_tokens=sum(lengths), num_trained_tokens=sum(lengths))
+    return StepBatch(
+        packs=packs,
+        num_samples=len(samples),
+        num_tokens=sum(lengths),
+        num_computed_tokens=0,
+        num_trained_tokens=sum(lengths),
+    )
 
 
 @pytest.mark.parametrize(("samples", "named"), [([sample(4), sample(1, 5)], r"3/5"), ([], "there are none")])

@@ -56,6 +56,21 @@ def test_the_cache_gets_what_the_weights_leave():
     assert sizes.work == GIB + 100 * 2 * (3 * 8 + 4 * 10)  # graphs, and a chunk of prompts in one layer
 
 
+def test_an_engine_that_serves_adapters_keeps_room_for_its_batch():
+    """Rank 4 on the output projection of each layer, for two adapters and the base, in bf16."""
+    flags = {"enable_lora": True, "max_lora_rank": "4", "lora_target_modules": ["o_proj"], "max_loras_per_batch": "3"}
+    static = {"mem_fraction_static": "0.5", "chunked_prefill_size": "100"}
+    without, served = (engine_bytes(plan_config(TINY, sglang=static | more), 4 * GIB) for more in ({}, flags))
+    queries = TINY.num_attention_heads * TINY.head_size
+    one = 4 * (queries + TINY.hidden_size) * TINY.num_layers
+    assert (without.adapters, served.adapters) == (0, 3 * 2 * one)
+    assert without.kv_cache - served.kv_cache == served.adapters
+    # flags of an engine of one's own
+    every = engine_bytes(plan_config(TINY, sglang=static | {"enable_lora": True, "max_lora_rank": "4"}), 4 * GIB)
+    assert every.adapters > 8 / 3 * served.adapters
+    assert engine_bytes(plan_config(TINY, sglang=static | {"enable_lora": True}), 4 * GIB).adapters == 0
+
+
 def test_beside_a_trainer_the_share_is_of_what_is_free_at_the_start_and_fits_every_phase():
     """A card of 40 GiB; the trainer has 10 at the start and 20 while engines generate, whose work is 2, process 1."""
     config = plan_config(TINY, placement={"colocate": True})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from slime_like.config.lora import LoraConfig
+from slime_like.planning.memory.adapters import TenantRoom
 from slime_like.planning.memory.role_bytes import RoleBytes, held_elements
 from slime_like.planning.memory.trainer_bytes import Precision
 from slime_like.planning.placement import make_plan
@@ -104,3 +106,20 @@ def test_logits_are_worked_on_1024_tokens_at_a_time_unless_the_flag_says_otherwi
 
     assert logits() == 11 * (5000 * 2 + 1024 * 8)
     assert logits(log_probs_chunk_size=-1) == 11 * (5000 * 2 + 5000 * 8)
+
+
+def test_tenants_hold_as_many_adapters_as_there_is_room_for():
+    """Rank 2 on the output projection: 2 of them on the device, 5 in all; bf16, so 2 + 4 bytes a weight."""
+    lora = LoraConfig(lora_rank=2, lora_target_modules=["o_proj"])
+    config = plan_config(TINY, placement={"rollout_num_gpus": 1})
+    base = RoleBytes(config, make_plan(config), "actor")
+    tenants = RoleBytes(config, make_plan(config), "actor", TenantRoom(lora=lora, resident=2, held=5))
+    phases, one = tenants.phases(tenants.key(0)), 2 * (8 + TINY.hidden_size) * TINY.num_layers
+    assert TINY.num_attention_heads * TINY.head_size == 8
+    assert phases["start"]["weights"] == phases["train"]["weights"] == 2 * base.key(0).held.num_parameters
+    assert "adapter weights" not in phases["start"]
+    assert phases["generate"]["adapter weights"] == 2 * 6 * one and phases["generate"]["optimizer"] == 2 * 8 * one
+    assert (phases["generate"]["gradients"], phases["train"]["gradients"]) == (2 * 4 * one, 2 * 8 * one)
+    assert tenants.host_bytes(tenants.key(0)) == 5 * 16 * one
+    few = RoleBytes(config, make_plan(config), "actor", TenantRoom(lora=lora, resident=8, held=3))
+    assert few.phases(few.key(0))["train"]["optimizer"] == 3 * 8 * one and few.host_bytes(few.key(0)) == 0

@@ -45,6 +45,7 @@ def test_json_is_the_documented_object():
         "memory",
         "weight_sync",
         "async",
+        "share_prompt",
         "problems",
     ]
     assert report["bundles"][1] == {"index": 1, "node": 0, "gpu": 1, "roles": {"actor": 1.0, "ref": 0.0}}

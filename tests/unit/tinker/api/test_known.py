@@ -9,6 +9,7 @@ import pytest
 from slime_like.tinker.api.known import Known
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.store import clients
+from slime_like.tinker.store.tables import SamplerRow
 from tests.helpers.tinker_http import World, trained_model, world
 
 
@@ -49,5 +50,23 @@ def test_an_answer_counts_for_a_while(tmp_path):
             await asyncio.sleep(0.15)
             with pytest.raises(Refused):
                 await known.session(session, "local")
+            other = (await http.post("/api/v1/create_session", json={})).json()["session_id"]
+            await known.session(other, "local")
+            assert len(known) == 1, "what is old takes no memory"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_superseded_sampler_is_refused_unless_it_follows_its_model(tmp_path, follows):
+    async def run() -> None:
+        async with world(tmp_path) as there, there.http(await there.key("ann")) as ann:
+            hers = await trained_model(ann)
+            async with there.database.write() as session:
+                row = await session.get(SamplerRow, hers["sampler"])
+                row.superseded, row.is_inflight = 1.0, follows
+            answer = await ann.get(f"/api/v1/samplers/{hers['sampler']}")
+            assert answer.status_code == (200 if follows else 410)
+            assert follows or "--max-ephemeral-samplers" in answer.json()["error"]
 
     asyncio.run(run())

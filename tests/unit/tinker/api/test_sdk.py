@@ -125,7 +125,6 @@ def test_a_loss_of_the_clients_own(client):
 
 
 def test_sparse_targets_of_several_columns(client):
-    import torch
 
     targets = torch.tensor([[2, 5, 0, 0, 0, 0], [3, 0, 0, 0, 0, 0], [4, 0, 0, 0, 0, 7]])
     weights = (targets > 0).float()
@@ -194,57 +193,11 @@ def test_samples_and_their_log_probs(client):
         assert sampler.compute_logprobs(prompt).result()[1:] == pytest.approx(ours[[1, 2], [2, 3]].tolist(), abs=1e-6)
 
 
-def test_prompts_are_scored_at_their_end_and_on_tokens_of_ones_own(client):
-    sampler = client.create_sampling_client(base_model=BASE)
-    ours, prompt = log_softmax(base_table()), [1, 2, 3, 4, 5]
-    wanted = torch.full((4, 6), -1)
-    wanted[1, 0], wanted[1, 3], wanted[3, 2] = 7, 0, 9
-    expected = torch.zeros(4, 6)
-    for place in (wanted >= 0).nonzero().tolist():
-        expected[tuple(place)] = ours[prompt[place[0]], wanted[tuple(place)]]
-    sparse = types.TensorData.from_torch_sparse(wanted, pad_value=-1)
-    assert sparse.sparse_crow_indices is not None
-    for targets in (types.TensorData.from_torch(wanted), sparse):
-        answer = sampler.sample(
-            types.ModelInput.from_ints(prompt),
-            num_samples=1,
-            sampling_params=types.SamplingParams(max_tokens=1),
-            include_prompt_logprobs=True,
-            topk_prompt_logprobs=2,
-            prompt_logprobs_last_n=2,
-            target_prompt_logprobs=targets,
-        ).result()
-        assert answer.prompt_logprobs[:3] == [None] * 3
-        assert answer.prompt_logprobs[3:] == pytest.approx(ours[[3, 4], [4, 5]].tolist(), abs=1e-6)
-        assert answer.topk_prompt_logprobs[:3] == [None] * 3
-        assert [pairs[0][0] for pairs in answer.topk_prompt_logprobs[3:]] == ours[[3, 4]].argmax(-1).tolist()
-        theirs = answer.target_prompt_logprobs
-        assert (theirs.sparse_crow_indices, theirs.sparse_col_indices) == (
-            targets.sparse_crow_indices,
-            targets.sparse_col_indices,
-        )
-        torch.testing.assert_close(theirs.to_torch().to_dense(), expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"prompt_alt_tokens_k": 2}, "not at each of its positions. Fix: topk_prompt_logprobs"),
-        ({"target_prompt_logprobs": types.TensorData.from_numpy(np.array([[-2], [1]]))}, "or -1 for none"),
-    ],
-)
-def test_what_engines_cannot_score_is_refused_with_the_reason(client, asked, reason):
-    sampler = client.create_sampling_client(base_model=BASE)
-    params = types.SamplingParams(max_tokens=1)
-    with pytest.raises(tinker.BadRequestError, match=reason):
-        sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 1, params, **asked).result()
-
-
-def test_the_base_model_is_sampled_too(client):
-    sampler = client.create_sampling_client(base_model=BASE)
-    params = types.SamplingParams(max_tokens=1, temperature=0)
-    answer = sampler.sample(types.ModelInput.from_ints([4]), num_samples=1, sampling_params=params).result()
-    assert answer.sequences[0].tokens == [int(base_table()[4].argmax())]
+def test_the_library_logs_that_the_output_layer_is_not_trained(served: Served, caplog):
+    with tinker.ServiceClient(base_url=served.url, api_key="tml-local") as service, caplog.at_level("WARNING"):
+        training = service.create_lora_training_client(base_model=BASE, rank=2)
+        assert training.get_info().is_lora
+    assert any("train_unembed=True has no effect" in record.getMessage() for record in caplog.records)
 
 
 def test_mistakes_of_users_are_told_at_once(client):
@@ -374,7 +327,7 @@ def test_what_a_tenant_has_is_listed_and_changed(client):
     assert {c.checkpoint_id for c in listed} == {"weights/one", "sampler_weights/two"}
     assert weights in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]
     info = rest.get_weights_info_by_tinker_path(weights).result()
-    assert (info.base_model, info.lora_rank, info.train_mlp) == (BASE, 4, True)
+    assert (info.base_model, info.lora_rank, info.train_mlp, info.train_unembed) == (BASE, 4, True, False)
     rest.publish_checkpoint_from_tinker_path(weights).result()
     rest.set_checkpoint_ttl_from_tinker_path(weights, 3600).result()
     (changed,) = [c for c in rest.list_checkpoints(training.model_id).result().checkpoints if c.tinker_path == weights]

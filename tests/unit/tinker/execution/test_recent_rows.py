@@ -26,3 +26,18 @@ def test_young_rows_are_not_read_again():
         assert await recent.get("a") == 3
 
     asyncio.run(run())
+
+
+def test_rows_that_are_old_take_no_memory():
+    async def read(key: str) -> str:
+        return key
+
+    async def run() -> int:
+        recent = RecentRows(read, max_age_s=0.05)
+        for number in range(100):
+            await recent.get(str(number))
+        await asyncio.sleep(0.1)
+        assert await recent.get("0") == "0"
+        return len(recent)
+
+    assert asyncio.run(run()) == 1

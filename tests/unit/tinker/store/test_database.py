@@ -89,18 +89,19 @@ def test_reading_does_not_wait_for_writing(url: str):
     asyncio.run(run())
 
 
-def test_sqlite_syncs_every_commit(tmp_path: Path):
+def test_sqlite_syncs_every_commit_and_keeps_little_in_memory(tmp_path: Path):
     async def run() -> list:
         database = Database(str(tmp_path / "server.db"))
         await database.upgrade()
         async with database.read() as session:
             values = [
-                (await session.execute(text(f"PRAGMA {name}"))).scalar() for name in ("journal_mode", "synchronous")
+                (await session.execute(text(f"PRAGMA {name}"))).scalar()
+                for name in ("journal_mode", "synchronous", "cache_size")
             ]
         await database.close()
         return values
 
-    assert asyncio.run(run()) == ["wal", 2]  # 2 is FULL
+    assert asyncio.run(run()) == ["wal", 2, -512]  # 2 is FULL; KiB a connection
 
 
 def test_many_writers_at_once(url: str):

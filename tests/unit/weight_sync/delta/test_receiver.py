@@ -51,9 +51,15 @@ def test_a_key_that_others_know_or_guess_is_refused(tmp_path):
 
 def test_a_command_line_that_cannot_be_used_ends_with_2(tmp_path, capsys):
     arguments = ["--directory", str(tmp_path / "copy"), "--port", "0", "--api-key-file", key_file(tmp_path, "short")]
-    assert main(arguments) == 2
+    mask = os.umask(0o022)
+    try:
+        assert main(arguments) == 2
+    finally:
+        assert os.umask(mask) == 0o077, "what it writes is its own"
     assert "5 characters" in capsys.readouterr().err
-    assert main([*arguments[:2], "--port", "99999", "--api-key-file", key_file(tmp_path, "a" * 16)]) == 2
+    with pytest.raises(SystemExit) as end:
+        main([*arguments[:2], "--port", "99999", "--api-key-file", key_file(tmp_path, "a" * 16)])
+    assert end.value.code == 2
 
 
 def test_a_started_receiver_answers_and_ends(tmp_path):

@@ -1,0 +1,186 @@
+"""train.py in which somebody is killed (SIGKILL) at one point of a step: python tests/e2e/killed_train.py JSON <flags>.
+
+JSON: {"who": one of KILLED, or a signal that train.py gets, "at": one of POINTS, "step": rollouts done at that point,
+"mark": a file that comes to be just before}. Where the mark is there already nothing happens: the same command line is
+the one that resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+import train
+from slime_like.cluster import train_group
+from slime_like.job import build
+from slime_like.job.phases import Phases
+from slime_like.loops import sync_loop
+from slime_like.rollout import service
+from slime_like.rollout.generate import GenerationClient
+
+ORDER = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
+#: The request, or the reward, of a rollout that comes after the blow: some are answered before, some are not.
+NUMBER = 6
+#: Who -> words of the command line of a process of the run.
+KILLED = {
+    "trainer": ("ray::", "TrainActor"),
+    "engine": ("sglang::scheduler",),
+    "engine server": ("slime_like.sglang_backend.cpu_server",),
+    "router": ("router_server",),
+    "reward process": ("slime_like.rollout.rewards.worker",),
+    "raylet": ("raylet/raylet",),
+    "gcs": ("gcs_server",),
+}
+POINTS = ("build", "start", "generate", "score", "train", "trained", "publish checkpoint", "saved", "sync", "eval")
+
+
+def is_due(point: str, step: int) -> bool:
+    """Whether now is the time."""
+    return (point, step) == (ORDER.get("at"), ORDER.get("step")) and not os.path.exists(ORDER["mark"])
+
+
+def strike(point: str, step: int) -> None:
+    """Kill whoever is to be killed at this point; nothing at another one."""
+    if not is_due(point, step):
+        return
+    Path(ORDER["mark"]).write_text(str(time.time()))
+    supervisor = psutil.Process(os.getppid())
+    if ORDER["who"] in ("driver", "supervisor"):
+        os.kill(os.getpid() if ORDER["who"] == "driver" else supervisor.pid, signal.SIGKILL)
+        time.sleep(30)
+    if ORDER["who"].startswith("SIG"):
+        os.kill(supervisor.pid, signal.Signals[ORDER["who"]])
+        return
+    words = KILLED[ORDER["who"]]
+    victims = [
+        process
+        for process in supervisor.children(recursive=True)
+        if all(word in " ".join(process.cmdline()) for word in words)
+    ]
+    assert victims, f"no {ORDER['who']} is running"
+    for victim in victims[:1]:
+        victim.kill()
+
+
+class StrikingPhases(Phases):
+    """Phases that know when."""
+
+    def restore(self) -> int:
+        """As Phases."""
+        first = super().restore()
+        strike("start", first)
+        return first
+
+    def generate(self, step):
+        """As Phases."""
+        StrikingClient.watch("generate", step)
+        StrikingClient.rewards = 0
+        StrikingClient.scored = step
+        groups = super().generate(step)
+        StrikingClient.watch(None, step)
+        return groups
+
+    def train(self, step, samples):
+        """As Phases; the trainer is struck while it works."""
+        if is_due("train", step):
+            threading.Timer(0.05, strike, ("train", step)).start()
+        done = super().train(step, samples)
+        strike("trained", step)
+        return done
+
+    def save(self, num_rollouts_done):
+        """As Phases."""
+        super().save(num_rollouts_done)
+        strike("saved", num_rollouts_done)
+
+    def _sync(self, weights, in_use):
+        """As Phases; while the weights are on their way."""
+        if is_due("sync", self.num_done):
+            threading.Timer(0.02, strike, ("sync", self.num_done)).start()
+        return super()._sync(weights, in_use)
+
+    def _evaluate(self, step):
+        """As Phases."""
+        StrikingClient.watch("eval", step)
+        super()._evaluate(step)
+        StrikingClient.watch(None, step)
+
+
+class StrikingClient(GenerationClient):
+    """Counts requests."""
+
+    point: str | None = None
+    step = scored = rewards = requests = 0
+
+    @classmethod
+    def watch(cls, point: str | None, step: int) -> None:
+        """Requests from now on are of this phase."""
+        cls.point, cls.step, cls.requests = point, step, 0
+
+    async def _exchange(self, asked, session):
+        """As GenerationClient."""
+        StrikingClient.requests += 1
+        if StrikingClient.point is not None and StrikingClient.requests == NUMBER:
+            strike(StrikingClient.point, StrikingClient.step)
+        return await super()._exchange(asked, session)
+
+
+class StrikingFleet(build.EngineFleet):
+    """Is struck while engines start."""
+
+    def wait_started(self):
+        """As EngineFleet."""
+        time.sleep(2.0)
+        strike("build", 0)
+        return super().wait_started()
+
+
+class StrickenActor(train_group.TrainActor):
+    """A trainer rank that is killed when its checkpoint is written and has no name yet; goes to Ray by value."""
+
+    order: dict = ORDER
+
+    def build(self, *meeting) -> dict:
+        """As TrainActor."""
+        report = super().build(*meeting)
+        if self.order.get("at") == "publish checkpoint":
+            from slime_like.megatron_backend.checkpoint import folder
+
+            order, publish = self.order, folder.Draft.publish
+
+            def stricken(draft):
+                if draft.number == order["step"] and not os.path.exists(order["mark"]):
+                    Path(order["mark"]).write_text(str(time.time()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                publish(draft)
+
+            folder.Draft.publish = stricken
+        return report
+
+
+def even_tokens(args, sample) -> float:
+    """The reward of these runs, in the driver."""
+    from tests.e2e import rewards
+
+    main = sys.modules["__main__"]
+    counter = getattr(main, "StrikingClient", None)
+    if counter is not None:
+        counter.rewards += 1
+        if counter.rewards == NUMBER:
+            main.strike("score", counter.scored)
+    return rewards.even_tokens(args, sample)
+
+
+if __name__ == "__main__":
+    train_group.TrainActor = StrickenActor
+    sync_loop.Phases = StrikingPhases
+    service.GenerationClient = StrikingClient
+    build.EngineFleet = StrikingFleet
+    sys.exit(train.main(sys.argv[2:]))

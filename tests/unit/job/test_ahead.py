@@ -1,0 +1,109 @@
+"""The rollout that was generated beside the last train step goes on with the run that is resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import types
+
+import numpy as np
+import pytest
+
+from slime_like.config.asynchrony import AsyncConfig
+from slime_like.config.checkpoint import CheckpointConfig
+from slime_like.errors import CheckpointError
+from slime_like.job import ahead
+from slime_like.job.phases import Phases
+from slime_like.observability.console import ProgressConsole
+from slime_like.observability.tracing import PhaseTrace
+from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN, Ledger
+from tests.unit.job.recorded_run import Run, config, group
+
+METRICS = {"rollout/reward_mean": 0.25}
+
+
+def rollout_ahead():
+    return types.SimpleNamespace(groups=(group(4), group(5)), metrics=METRICS, busy=())
+
+
+def phases_of(run: Run) -> Phases:
+    return Phases(run.job, run.log, ProgressConsole(1), PhaseTrace(run.job.run.trace))
+
+
+def test_it_is_written_before_the_checkpoint_and_read_after_a_resume(tmp_path):
+    save = tmp_path / "save"
+    one_step = {
+        "checkpoint": CheckpointConfig(save=str(save), load=str(save)),
+        "asynchrony": AsyncConfig(async_mode="one-step"),
+    }
+    states = []
+    trainer = {"save": lambda done, state: states.append(state) or "folder"}
+    first = phases_of(
+        Run(tmp_path, config(**one_step), rollouts={"ahead": rollout_ahead(), "state_dict": {}}, trainer=trainer)
+    )
+    first.save(2)
+    assert states[0]["ahead"] == {"bytes": (save / "ahead" / "0000002.npz").stat().st_size, "metrics": METRICS}
+
+    taken = []
+    resumed = Run(tmp_path, config(**one_step), rollouts={"put_ahead": lambda *args: taken.append(args)})
+    resumed.job.num_rollouts_done, resumed.job.client_state = 2, states[0]
+    assert phases_of(resumed).restore() == 2
+    ((step, groups, metrics),) = taken
+    assert (step, metrics) == (2, METRICS) and [one.prompt.index for one in groups] == [4, 5]
+    assert np.array_equal(groups[1].samples[0].engine_logprobs, group(5).samples[0].engine_logprobs)
+
+    (save / "ahead" / "0000002.npz").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"0000002.npz is 4 bytes long, but was written with \d+"):
+        phases_of(resumed).restore()
+
+
+def test_files_of_checkpoints_that_are_gone_go_too(tmp_path):
+    for number in (1, 2, 3):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+        ahead.keep(str(tmp_path), number, rollout_ahead())
+    (tmp_path / "iter_0000001").rmdir()
+    ahead.keep(str(tmp_path), 4, rollout_ahead())
+    assert sorted(path.name for path in (tmp_path / "ahead").iterdir()) == [f"{n:07d}.npz" for n in (2, 3, 4)]
+
+
+def test_its_prompts_are_neither_asked_again_nor_lost():
+    ledger = Ledger()
+    for prompt in ledger.draw(5):
+        ledger.move(prompt, IN_FLIGHT)
+    for prompt in (0, 1, 2, 3):
+        ledger.move(prompt, READY)
+        ledger.move(prompt, TAKEN)
+    ledger.trained([0, 1])
+    resumed = Ledger()
+    resumed.load_state_dict(ledger.state_dict())
+    resumed.take_again([2, 3])
+    assert resumed.draw(2) == [4, 5]
+    resumed.trained([2, 3])
+    with pytest.raises(CheckpointError, match=r"groups of prompts \[0\] were saved"):
+        resumed.take_again([0])
+
+
+@pytest.mark.parametrize("when", ["generate", "train"])
+def test_a_preempted_run_saves_what_is_trained_and_ends_with_143(tmp_path, when):
+    """While it waits for answers it gives up at once; a train step is done first."""
+
+    def train(step, samples):
+        if when == "train" and step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return types.SimpleNamespace(metrics={}, num_tokens=4)
+
+    def generate(step, watch):
+        if when == "generate" and step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise AssertionError("the signal is heard first")
+        return rollout_ahead()
+
+    run = Run(
+        tmp_path, config(checkpoint=CheckpointConfig(save=str(tmp_path / "save"))), num_rollout=5,
+        trainer={"train": train}, rollouts={"generate": generate},
+    )  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        run.go()
+    assert end.value.code == 143
+    assert [call for call in run.calls if call.startswith("trainer.save")] == ["trainer.save 2"]
+    assert run.calls[-1] == "trainer.save 2" and "trainer.train 2" not in run.calls
