@@ -12,6 +12,7 @@ from slime_like.cluster.engine_fleet import EngineFleet
 from slime_like.cluster.members import MemberState
 from slime_like.config.engine import EngineConfig
 from slime_like.errors import EngineError, RunError, WaitTimeout
+from slime_like.utils.net import wait_until
 from slime_like.weight_sync.session import Publishes
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,23 @@ class Tended:
     serving_changed: bool = False
     enough: bool = True
     notes: tuple[str, ...] = ()
+
+
+def take_place(fleet: EngineFleet, index: int, timeout_s: float) -> int:
+    """Put an engine in the place of a dead one of a fleet that was never sent weights; its number once it serves.
+
+    Raises what ended its start, or WaitTimeout.
+    """
+    successor = fleet.begin_replacement(index)
+    wait_until(
+        lambda: None if fleet.started(successor) else "it does not answer",
+        deadline_s=timeout_s,
+        who="the server",
+        whom=f"engine {successor}, in the place of engine {index}",
+        phase="start",
+    )
+    fleet.bring_up(successor, None)
+    return successor
 
 
 class EngineCare:

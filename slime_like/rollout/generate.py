@@ -135,8 +135,7 @@ class GenerationClient:
     request names, each try anew: as long as the context is open it needs them.
     engines: requests go to these themselves, to the one with the fewest in flight; (): by way of the router. routing:
     ask for the experts of every token, which needs `engines`, because sglang-router (0.3.2) drops fields that it does
-    not know, `return_routed_experts` among them. serving: tells when engines die and are replaced, which requests wait
-    for; None: nobody tells.
+    not know, `return_routed_experts` among them.
     """
 
     def __init__(
@@ -150,7 +149,6 @@ class GenerationClient:
         adapter: Callable[[], contextlib.AbstractContextManager[WeightsRef]] | None = None,
         routing: RoutingShape | None = None,
         engines: Sequence[EngineEndpoint] = (),
-        serving: Policy | None = None,
     ):
         self.url = url.rstrip("/")
         self.routing = routing
@@ -159,7 +157,7 @@ class GenerationClient:
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
         self._weight_version, self._adapter = weight_version, adapter
-        self._serving = serving
+        self._serving: Policy | None = None
         self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _headers(api_key)
@@ -174,6 +172,13 @@ class GenerationClient:
         """Close all connections."""
         if "_session" in vars(self):
             await self._session.close()
+
+    def wait_for_engines(self, serving: Policy) -> None:
+        """From now on requests wait while too few engines serve, and what failed because one died is asked again.
+
+        serving: tells when engines die and are replaced.
+        """
+        self._serving = serving
 
     def ask_only(self, engines: Sequence[EngineEndpoint]) -> None:
         """New requests go to these engines themselves."""

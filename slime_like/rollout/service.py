@@ -84,6 +84,9 @@ class RolloutService:
         # On engines set aside no sync concerns an evaluation.
         self._eval_policy = Policy() if config.asynchrony.eval_num_engines else self.policy
         self._eval_client = self._make_eval_client(access)
+        if config.engine.max_engine_restarts:
+            self._client.wait_for_engines(self.policy)
+            self._eval_client.wait_for_engines(self._eval_policy)
         self._num_engines = access.num_engines
         self._agents = self._make_agents(source)
         make = functools.partial(
@@ -190,7 +193,8 @@ class RolloutService:
         """These engines take the training's requests from now on, and no others: whatever does not go by way of the
         router goes to them. enough: whether they may be sent requests; else those wait.
         """
-        self.policy.engines_changed(enough=enough)
+        for policy in {self.policy, self._eval_policy}:
+            policy.engines_changed(enough=enough)
         if self._client.routing:
             self._client.ask_only(serving)
         if isinstance(self._client, ContinuingClient):
@@ -365,6 +369,5 @@ class RolloutService:
             "weight_version": lambda: policy.weights.version,
             "adapter": policy.request if config.sync.sends_adapters else None,
             "routing": RoutingShape.of(config.model) if config.loss.use_rollout_routing_replay else None,
-            "serving": policy if config.engine.max_engine_restarts else None,
             "engines": access.endpoints if config.loss.use_rollout_routing_replay else (),
         }
