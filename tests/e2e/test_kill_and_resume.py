@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 OF_A_START = ("sync/probe_difference", "sync/probe_tokens")
 #: Each a run that is killed again and again: (who, where, rollouts done there).
 CHAINS = {
-    # the one that runs with every change: the checkpoint is there, the sync and the evaluation after it are not
+    # the checkpoint is there, the sync and the evaluation after it are not
     "quick": [("driver", "saved", 2)],
     "driver": [
         ("driver", "build", 0), ("driver", "generate", 1), ("driver", "score", 1), ("driver", "train", 1),
@@ -69,9 +69,8 @@ def unharmed(tiny_model_dir, tiny_data_dir, tmp_path_factory) -> Finished:
     return done
 
 
-@pytest.mark.parametrize(
-    "chain", [pytest.param(name, marks=[] if name == "quick" else pytest.mark.long_run) for name in CHAINS]
-)
+@pytest.mark.long_run
+@pytest.mark.parametrize("chain", CHAINS)
 def test_a_killed_run_goes_on_as_if_nothing_had_been(chain, unharmed, tiny_model_dir, tiny_data_dir, tmp_path):
     before = our_processes()
     for number, (who, where, step) in enumerate(CHAINS[chain]):

@@ -114,7 +114,7 @@ def check_client(server, base: Path, job: dict, lines: list[dict]) -> None:
         np.testing.assert_allclose(only(lines, "base")["logprobs"][1:], plain, atol=1e-4)
     assert np.abs(np.array(sampled["prompt_logprobs"][1:]) - plain.numpy()).max() > 1e-2
     loaded = only(lines, "loaded")
-    assert loaded["ours"] == loaded["theirs"] == loaded["back"] < losses[-1]
+    assert loaded["ours"] == loaded["theirs"] < losses[-1]
 
 
 def test_the_sdk_trains_saves_and_samples(tiny_model_dir, sdk, tmp_path):

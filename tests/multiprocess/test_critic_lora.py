@@ -93,6 +93,14 @@ def in_world(place, cases, folders, ports, saves):
         resumed = {"start": start["num_rollouts_done"], "resumed": recipe_of(worker).values(samples)}
         results[name] = results.get(name, {}) | resumed
         worker.close()
+    from slime_like.errors import CheckpointError
+    from slime_like.megatron_backend.initialize import shut_down
+
+    try:
+        critic_of(place, ports.pop(0), 2, folders, PIPELINE, checkpoint={"critic_load": f"{saves}/{cases[0]}/critic"})
+    except CheckpointError as error:
+        results["refused"] = str(error)
+    shut_down()
     return results
 
 
@@ -106,7 +114,7 @@ def outcomes(request, folders, tmp_path_factory):
     items = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     cases = [name for name in CASES if any(item is not None and item.params.get("name") == name for item in items)]
     saves = str(tmp_path_factory.mktemp("saves"))
-    return run_ranks(in_world, 2, cases, folders, free_ports(2 * len(cases)), saves, timeout_s=150)
+    return run_ranks(in_world, 2, cases, folders, free_ports(2 * len(cases) + 1), saves, timeout_s=150)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +181,11 @@ def test_a_critic_with_adapters_goes_on_under_another_layout(outcomes, name):
         assert of_rank[name]["start"] == 1
         for ours, theirs in zip(of_rank[name]["resumed"], outcomes[0][name]["after"], strict=True):
             np.testing.assert_allclose(ours, theirs, atol=5e-5, rtol=0)  # values up to 3, summed in another order
+
+
+@each_case
+def test_a_checkpoint_of_adapters_is_no_base(outcomes, name):
+    assert all("not a model" in of_rank["refused"] for of_rank in outcomes)
 
 
 @each_case

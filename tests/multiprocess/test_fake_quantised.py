@@ -18,7 +18,7 @@ from tests.helpers.hf_truth import first_step_truth
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import disk_order, free_ports, make_config, make_samples, recipe_of, run_ranks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long_run]
 
 GROUP = 8
 TEMPERATURE, KL_COEF, ENTROPY_COEF = 0.7, 0.1, 0.01
@@ -60,7 +60,7 @@ def run_cases(place, folders, root, ports):
             "log_probs": recipe_of(worker).log_probs(samples),
             "reference": recipe_of(worker).log_probs(samples, weights=REFERENCE),
             "metrics": recipe_of(worker).train(0, samples).metrics,
-            "trained": {name: tensor.clone() for name, tensor in worker.export(BASE)},
+            "trained": {name: tensor.numpy().copy() for name, tensor in worker.export(BASE)},
         }
         worker.publish(disk_order(directory, 1))
         worker.close()
@@ -120,7 +120,11 @@ def test_a_step_is_transformers_with_rounded_weights(outcome, folders, number):
 def test_engines_get_what_the_trainer_computes_with(outcome, folders, number):
     by_rank, _, root = outcome
     family, _, ranks = list(CASES.values())[number]
-    trained = {name: tensor for rank in range(ranks) for name, tensor in by_rank[rank][number]["trained"].items()}
+    trained = {
+        name: torch.from_numpy(array)
+        for rank in range(ranks)
+        for name, array in by_rank[rank][number]["trained"].items()
+    }
     folder = os.path.join(root, str(number), "version-00000001")
     sent: dict = {}
     for entry in os.scandir(folder):
