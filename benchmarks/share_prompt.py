@@ -114,11 +114,11 @@ def make_config(folder: str, shape: Shape, cap: int, share_prompt: str) -> RunCo
 
 def step(worker, samples: list[TrainSample]) -> dict[str, float]:
     """One train step in its parts: seconds, tokens that were computed, the loss and the gradient's norm."""
-    from slime_like.megatron_backend.rl_recipe import recipe_of
+    from slime_like.megatron_backend.rl_recipe import PolicyRecipe
     from slime_like.megatron_backend.step.loss_spec import LossSpec
 
     started, cpu = time.perf_counter(), time.process_time()
-    (batch,) = recipe_of(worker).ready([samples])
+    (batch,) = PolicyRecipe(worker).ready([samples])
     metrics = worker.forward_backward(batch, LossSpec(), weights=BASE, accumulates=False).metrics
     passed = time.process_time()
     metrics |= worker.optim_step(None, weights=BASE)
@@ -181,8 +181,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
     rows = [measure(args, Shape.of(text)) for text in args.shape]
-    columns = ("prompts x samples x prompt x answer tokens", "tokens: plain, shared", "bound", "step: plain, shared")
-    columns += ("faster", "in CPU seconds, of the bound", "passes alone, of the bound", "loss, gradient norm apart")
+    columns = (
+        "prompts x samples x prompt x answer tokens", "tokens: plain, shared", "bound", "step: plain, shared", "faster",
+        "in CPU seconds, of the bound", "passes alone, of the bound", "loss, gradient norm apart",
+    )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for text, row in zip(args.shape, rows, strict=True):
         off, auto = row["off"], row["auto"]

@@ -81,7 +81,17 @@ def run_train(*flags, run_dir: Path, timeout: float = 180, env: dict | None = No
         text=True,
         timeout=timeout,
     )
+    if "--share-run-dir" not in flags:
+        assert open_to_others(run_dir) == [], "of every run"
     return Finished(done.returncode, done.stdout, run_dir)
+
+
+def open_to_others(run_dir: Path) -> list[str]:
+    """What of a run directory anybody but its owner can read, write or enter."""
+    paths = [run_dir, *run_dir.rglob("*")] if run_dir.is_dir() else []
+    return [
+        f"{path} {path.lstat().st_mode:o}" for path in paths if path.lstat().st_mode & 0o077 and not path.is_symlink()
+    ]
 
 
 def start_train(*flags, run_dir: Path) -> subprocess.Popen:

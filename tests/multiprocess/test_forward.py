@@ -116,6 +116,8 @@ def test_equals_float64(num_ranks):
         gradient = np.concatenate([result[key][2] for result in results], 1)
         # bf16 has 8 bits: the gradient is rounded to it once.
         gradient_error = {"rtol": 4e-3, "atol": 1e-6} if key[1][0] == "bfloat16" else {"rtol": 1e-4, "atol": 2e-6}
+        if key[3] == "several":  # up to three gradients add up in a row, and so do their roundings
+            gradient_error["atol"] *= 3
         np.testing.assert_allclose(log_probs, wanted[0], rtol=1e-5, atol=1e-5, err_msg=str(key))
         np.testing.assert_allclose(entropy, wanted[1], rtol=1e-5, atol=1e-5, err_msg=str(key))
         np.testing.assert_allclose(gradient, wanted[2], err_msg=str(key), **gradient_error)
