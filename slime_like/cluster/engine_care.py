@@ -20,10 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Tended:
-    """What has changed. notes: a line each, for the console. enough: whether --min-engines serve."""
+    """What has changed. notes: a line each, for the console. enough: whether --min-engines serve. num_coming: engines
+    that start.
+    """
 
     serving_changed: bool = False
     enough: bool = True
+    num_coming: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -51,6 +54,7 @@ class EngineCare:
         self._fleet, self._min = fleet, config.min_engines
         self._restarts_left, self._deadline_s = config.max_engine_restarts, config.engine_start_timeout_s
         self._coming: dict[int, tuple[int, float]] = {}  # member that starts -> (the dead one, when it was begun)
+        self._given_up: set[int] = set()  # dead members that have no successor
         self._joining: set[int] = set()  # members that answer, and wait for weights
         self.num_deaths = 0
 
@@ -61,7 +65,9 @@ class EngineCare:
         nobody else serves. Raises EngineError for a dead engine that nobody may replace, if fewer than --min-engines
         are left.
         """
-        notes = [self._after(index, error) for index, error in self._fleet.note_deaths().items()]
+        self._fleet.note_deaths()
+        dead = [one for one in self._fleet.membership.in_state(MemberState.DEAD) if one.index not in self._given_up]
+        notes = [self._after(member.index, EngineError(member.why)) for member in dead]
         serving_changed = bool(notes)
         for index in list(self._coming):
             notes += self._look_at(index)
@@ -74,7 +80,8 @@ class EngineCare:
                 self._fleet.bring_up(index, trainer)
                 serving_changed = True
                 notes.append(f"engine {index} has its weights after {time.monotonic() - started:.1f} s, and serves")
-        return Tended(serving_changed, self._fleet.num_members >= self._min, tuple(notes))
+        enough = self._fleet.num_members >= self._min
+        return Tended(serving_changed, enough, len(self._coming), tuple(notes))
 
     def _after(self, index: int, error: RunError) -> str:
         """One has died."""
@@ -83,8 +90,9 @@ class EngineCare:
         logger.error("engine %d died: %s", index, error)
         left = self._fleet.num_members
         if self._restarts_left < 1 or not self._fleet.can_replace:
-            if left < self._min and not self._coming:
+            if left < self._min and not (self._coming or self._joining):
                 raise error
+            self._given_up.add(index)
             why = "--max-engine-restarts is used up" if self._fleet.can_replace else "its weights came as deltas"
             return f"{error}\nengine {index} is not replaced ({why}); {left} serve"
         self._restarts_left -= 1
@@ -109,7 +117,7 @@ class EngineCare:
         except RunError as error:
             del self._coming[index]
             self._fleet.mark_dead(index, f"it could not take the place of engine {dead}: {error}")
-            return [self._after(index, error if isinstance(error, EngineError) else EngineError(str(error)))]
+            return []  # the next look finds it dead
         del self._coming[index]
         self._joining.add(index)
         return [f"engine {index} is up after {time.monotonic() - since:.1f} s, and waits for its weights"]

@@ -138,6 +138,11 @@ class EngineFleet:
         return self.membership[engine.index]
 
     @property
+    def has_dead(self) -> bool:
+        """Whether a member is known to have died, and was not replaced."""
+        return bool(self.membership.in_state(MemberState.DEAD))
+
+    @property
     def can_replace(self) -> bool:
         """Whether engines can join while the run is up: receivers of deltas start with it."""
         return self._receivers is None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_like.errors import RunError
+from slime_like.errors import EngineError, RunError
 from slime_like.job import ahead
 from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer, Watch
@@ -29,6 +29,8 @@ from slime_like.weight_sync.proof.probe import probe_samples
 if TYPE_CHECKING:
     from slime_like.cluster.sample_batch import SampleBatch
 
+#: How often engines that start are looked at, in seconds.
+_LOOK_S = 0.5
 #: The best and worst answer are printed after the first rollout, every so many, and the last.
 ANSWERS_EVERY = 10
 
@@ -97,20 +99,26 @@ class Phases:
 
     def _watch(self, phase: str) -> Watch:
         """What to ask each second while engines generate."""
-        look, tend = self.job.watch(phase), self.job.tend
-        if tend is None:
-            return look
+        look = self.job.watch(phase)
 
         def check() -> None:
             look()
-            changes = tend(self.job.trainer if self._may_send else None)
-            for note in changes.notes:
-                self.console.note(note)
-            if changes.serving_changed:
-                self._trainers_release()
-                self._rollouts.engines_changed(self._engines.endpoints, enough=changes.enough)
+            self._tend(self.job.trainer if self._may_send else None)
 
         return check
+
+    def _tend(self, trainer: Trainer | None = None) -> bool:
+        """Look after engines that died; whether a sync can begin: enough serve, or all that will have come."""
+        if self.job.tend is None:
+            return True
+        changes = self.job.tend(trainer)
+        for note in changes.notes:
+            self.console.note(note)
+        if changes.serving_changed:
+            if trainer is not None:
+                self._trainers_release()
+            self._rollouts.engines_changed(self._engines.endpoints, enough=changes.enough)
+        return changes.enough or not changes.num_coming
 
     @property
     def _may_send(self) -> bool:
@@ -218,6 +226,7 @@ class Phases:
     def release(self) -> None:
         """Engines give their memory to the trainer (colocated runs)."""
         if self.job.config.offload_rollout:
+            self._tend()
             self._engines.release_memory()
 
     def sync(self, step: int) -> SyncReceipt:
@@ -227,7 +236,7 @@ class Phases:
         with self.timers.phase("sync"):
             weights = self.weights.next()
             in_use = self._rollouts.policy_changing()
-            receipt = self._sync(weights, in_use)
+            receipt = self._synced(weights, in_use)
             if self._num_set_aside or self.job.tend is not None:
                 self._rollouts.engines_changed(self._engines.endpoints)
         self.weights, self._is_ahead = weights, False
@@ -239,6 +248,17 @@ class Phases:
             proven = f"digests prove the weights of {receipt.engines_proven} of {num_members} engines"
             self.console.note(f"{proven}; logs/actor-*.log say why not of the others")
         return receipt
+
+    def _synced(self, weights: WeightsRef, in_use: frozenset[WeightsRef]) -> SyncReceipt:
+        """The sync; begun again without an engine that died in it, and with those that came in its place."""
+        while True:
+            while not self._tend():
+                time.sleep(_LOOK_S)
+            try:
+                return self._sync(weights, in_use)
+            except EngineError:
+                if self.job.tend is None or not self._engines.has_dead:
+                    raise
 
     def _sync(self, weights: WeightsRef, in_use: frozenset[WeightsRef]) -> SyncReceipt:
         """Each step takes what the one before it has given back: a card never holds the trainer's optimizer beside the

@@ -100,6 +100,10 @@ class Changes(Protocol):
         """Whether so many serve that requests may be sent."""
 
     @property
+    def num_coming(self) -> int:
+        """Engines that start, in the places of dead ones."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """A line each, for the console."""
 
@@ -119,6 +123,10 @@ class Engines(Protocol):
         """Every member that is not set aside gets the trainer's weights, proves that it holds them, and serves them as
         `weights`. in_use: adapters that it serves on beside them.
         """
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether a member is known to have died, and was not replaced."""
 
     def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
         """So many members keep their weights, for an evaluation that alone asks them, until `take_back`."""

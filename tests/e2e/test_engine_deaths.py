@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 
 from tests.e2e.runs import SMALL_RUN, Finished, assert_nothing_left, our_processes, start_train, wait_for
-from tests.multiprocess.test_engine_fleet import server_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
+
+
+def servers(pid: int) -> list[psutil.Process]:
+    """The run's SGLang servers; each has children of its own."""
+    ours = [one for one in psutil.Process(pid).children(recursive=True) if "--port=" in " ".join(one.cmdline())]
+    return [one for one in ours if "cpu_server" in " ".join(one.cmdline()) and one.ppid() not in {p.pid for p in ours}]
 
 
 @pytest.mark.parametrize("placement", ["alone", "one of two", "colocated"])
@@ -26,9 +32,7 @@ def test_a_killed_engine_is_replaced_and_the_run_ends_well(tiny_model_dir, tiny_
     process = start_train(*flags, run_dir=tmp_path / "run")
     try:
         wait_for(tmp_path / "run.out", "rollout 2/6", 150, process)
-        log = (tmp_path / "run/logs/engine-actor-0.log").read_text()
-        url = log.partition("is healthy at ")[2].split()[0]
-        os.kill(server_of(url).pid, signal.SIGKILL)
+        servers(process.pid)[0].kill()
         assert process.wait(240) == 0, (tmp_path / "run.out").read_text()[-3000:]
     finally:
         if process.poll() is None:
