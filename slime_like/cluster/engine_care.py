@@ -1,5 +1,5 @@
-"""What a run does about engines that die while it generates: out of the router at once, another in the same place, and
-back with the weights of the fleet, proven, as any that joins.
+"""What a run does about engines that die while it generates or syncs: out of the router at once, another in the same
+place, and back with the weights of the fleet, proven, as any that joins.
 """
 
 from __future__ import annotations

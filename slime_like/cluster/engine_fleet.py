@@ -66,6 +66,7 @@ class EngineFleet:
         self._receivers = Receivers(config, run_dir) if config.sync.sends_deltas else None
         self._released: set[str] = set()  # memory tags that the engines have given back
         self._digest = ""  # of the weights that the fleet holds
+        self.num_deaths = 0
 
     @property
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
@@ -94,8 +95,6 @@ class EngineFleet:
         if endpoint not in self._clients:
             self._clients[endpoint] = EngineClient(endpoint, timeout_s=CONTROL_TIMEOUT_S)
         return self._clients[endpoint]
-
-    # ------------------------------------------------------------------ members come
 
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
@@ -136,11 +135,6 @@ class EngineFleet:
             self.remove(engine.index)
             raise
         return self.membership[engine.index]
-
-    @property
-    def has_dead(self) -> bool:
-        """Whether a member is known to have died, and was not replaced."""
-        return bool(self.membership.in_state(MemberState.DEAD))
 
     @property
     def can_replace(self) -> bool:
@@ -339,6 +333,7 @@ class EngineFleet:
     def mark_dead(self, index: int, why: str) -> None:
         """A member has ended, and why: it is out of the router, and what it had proven is forgotten."""
         member = self.membership[index]
+        self.num_deaths += member.state is not MemberState.DEAD
         self.membership = self.membership.die(index, why)
         self._vitals.forget(index)
         if member.endpoint is not None and member.state in (MemberState.SERVING, MemberState.DRAINING):

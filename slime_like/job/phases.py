@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_like.errors import EngineError, RunError
+from slime_like.errors import RunError
 from slime_like.job import ahead
 from slime_like.job.preemption import Preemption
-from slime_like.job.protocols import Engines, Rollouts, Trainer, Watch
+from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
+from slime_like.job.tending import Tending
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
 from slime_like.observability.tracing import PhaseTrace
@@ -29,8 +30,6 @@ from slime_like.weight_sync.proof.probe import probe_samples
 if TYPE_CHECKING:
     from slime_like.cluster.sample_batch import SampleBatch
 
-#: How often engines that start are looked at, in seconds.
-_LOOK_S = 0.5
 #: The best and worst answer are printed after the first rollout, every so many, and the last.
 ANSWERS_EVERY = 10
 
@@ -65,6 +64,7 @@ class Phases:
 
     def __post_init__(self) -> None:
         self.preemption = Preemption(self.job.config.checkpoint.preemption_timeout_s)
+        self._tending = Tending(self.job, self.console, self._trainers_release)
         if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
             self.weights = POLICY
 
@@ -95,38 +95,14 @@ class Phases:
     def settle_generation(self) -> None:
         """Wait until nothing is being generated: weights may change then."""
         with self._explained("generate"):
-            self._rollouts.settle(self._watch("generate"))
+            self._rollouts.settle(self._tending.watch("generate", self._sender))
 
-    def _watch(self, phase: str) -> Watch:
-        """What to ask each second while engines generate."""
-        look = self.job.watch(phase)
-
-        def check() -> None:
-            look()
-            self._tend(self.job.trainer if self._may_send else None)
-
-        return check
-
-    def _tend(self, trainer: Trainer | None = None) -> bool:
-        """Look after engines that died; whether a sync can begin: enough serve, or all that will have come."""
-        if self.job.tend is None:
-            return True
-        changes = self.job.tend(trainer)
-        for note in changes.notes:
-            self.console.note(note)
-        if changes.serving_changed:
-            if trainer is not None:
-                self._trainers_release()
-            self._rollouts.engines_changed(self._engines.endpoints, enough=changes.enough)
-        return changes.enough or not changes.num_coming
-
-    @property
-    def _may_send(self) -> bool:
-        """Whether the trainer holds what the engines serve, and has the room to send it: beside engines on its own
-        cards only where none of them serves.
+    def _sender(self) -> Trainer | None:
+        """The trainer, if it holds what the engines serve and has the room to send it: beside engines on its own cards
+        only where none of them serves.
         """
         alone = not self.job.config.offload_rollout or self._engines.num_members == 0
-        return self._num_syncs > 0 and not self._is_ahead and alone
+        return self.job.trainer if self._num_syncs > 0 and not self._is_ahead and alone else None
 
     @contextlib.contextmanager
     def _explained(self, phase: str) -> Iterator[None]:
@@ -141,7 +117,7 @@ class Phases:
     def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
         """One rollout step's scored groups, and its metrics."""
         with self._explained("generate"), self.preemption.interruptible():
-            rollout = self._rollouts.generate(step, self._watch("generate"))
+            rollout = self._rollouts.generate(step, self._tending.watch("generate", self._sender))
         if self.job.config.asynchrony.is_async:  # else it is the phase's own time
             for start, end in rollout.busy:
                 self.trace.add("engines generate", start, end, step)
@@ -226,7 +202,7 @@ class Phases:
     def release(self) -> None:
         """Engines give their memory to the trainer (colocated runs)."""
         if self.job.config.offload_rollout:
-            self._tend()
+            self._tending.look()
             self._engines.release_memory()
 
     def sync(self, step: int) -> SyncReceipt:
@@ -236,7 +212,7 @@ class Phases:
         with self.timers.phase("sync"):
             weights = self.weights.next()
             in_use = self._rollouts.policy_changing()
-            receipt = self._synced(weights, in_use)
+            receipt = self._tending.retried(lambda: self._sync(weights, in_use))
             if self._num_set_aside or self.job.tend is not None:
                 self._rollouts.engines_changed(self._engines.endpoints)
         self.weights, self._is_ahead = weights, False
@@ -248,17 +224,6 @@ class Phases:
             proven = f"digests prove the weights of {receipt.engines_proven} of {num_members} engines"
             self.console.note(f"{proven}; logs/actor-*.log say why not of the others")
         return receipt
-
-    def _synced(self, weights: WeightsRef, in_use: frozenset[WeightsRef]) -> SyncReceipt:
-        """The sync; begun again without an engine that died in it, and with those that came in its place."""
-        while True:
-            while not self._tend():
-                time.sleep(_LOOK_S)
-            try:
-                return self._sync(weights, in_use)
-            except EngineError:
-                if self.job.tend is None or not self._engines.has_dead:
-                    raise
 
     def _sync(self, weights: WeightsRef, in_use: frozenset[WeightsRef]) -> SyncReceipt:
         """Each step takes what the one before it has given back: a card never holds the trainer's optimizer beside the
@@ -337,7 +302,7 @@ class Phases:
     def _evaluate(self, step: int) -> None:
         started = time.monotonic()
         with self._explained("eval"), self.preemption.interruptible():
-            metrics = self._rollouts.evaluate(step, self._watch("eval"))
+            metrics = self._rollouts.evaluate(step, self._tending.watch("eval", self._sender))
         self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
 

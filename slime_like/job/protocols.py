@@ -125,8 +125,8 @@ class Engines(Protocol):
         """
 
     @property
-    def has_dead(self) -> bool:
-        """Whether a member is known to have died, and was not replaced."""
+    def num_deaths(self) -> int:
+        """Members that have died so far."""
 
     def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
         """So many members keep their weights, for an evaluation that alone asks them, until `take_back`."""
