@@ -4,4 +4,4 @@
 #   bash scripts/test_long.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-exec bash scripts/test.sh tests/multiprocess tests/contract tests/e2e tests/unit/rollout tests/unit/loops tests/unit/tinker -m "parity_table or fault_table or long_run" "$@"
+exec bash scripts/test.sh tests/multiprocess tests/contract tests/e2e tests/pretend_gpu tests/fuzz tests/unit -m "parity_table or fault_table or long_run" "$@"

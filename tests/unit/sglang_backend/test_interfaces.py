@@ -35,6 +35,7 @@ from slime_like.sglang_backend.server_args import RESERVED, SWITCH
 from tests.helpers.sglang_interface import interface_of
 from tests.unit.sglang_backend.fake_http import serve
 
+MODEL = Path(__file__).parents[3] / "models" / "tiny-qwen3"
 LISTED = "0.5.17"
 #: What 0.5.17 does not have, and what becomes of it: without update sessions none is opened; its checker hashes all.
 MISSING = {LISTED: {"/begin_weight_update", "/end_weight_update", "/weights_checker skip_tensor_list"}}
@@ -77,9 +78,9 @@ CONFIGS = {
 
 def specs() -> Iterator[tuple[str, EngineSpec]]:
     """(what it is, the engine) for every config on one machine and on two."""
-    bundles = SimpleNamespace(gpus=[SimpleNamespace(gpu_id=str(number)) for number in range(2)])
+    bundles = SimpleNamespace(gpus=[SimpleNamespace(gpu_id=str(number)) for number in range(2)], have_cuda=False)
     for what, groups in CONFIGS.items():
-        config = RunConfig(checkpoint=CheckpointConfig(hf_checkpoint="/models/m"), **groups)
+        config = RunConfig(checkpoint=CheckpointConfig(hf_checkpoint=str(MODEL)), **groups)
         processes = EngineProcesses(config, plan=None, bundles=bundles, run_dir="/runs/r")
         yield what, processes._spec(EnginePlan(index=0, bundles=(0,), tp=1, node_ranks=(0,)), "127.0.0.1", 0, [0])
         two = processes._spec(EnginePlan(index=1, bundles=(0, 1), tp=2, node_ranks=(0, 1)), "127.0.0.1", 1, [1])
