@@ -4,6 +4,7 @@ states).
     fleet.start(); fleet.wait_started()  # all that the plan has; each is registered with the router once it is healthy
     fleet.sync(weights, trainer)  # the serving ones, and those that wait for weights, get them, prove them, and serve
     fleet.add(plan, trainer)  # one more while the run is up: healthy, then proven, then in the router
+    fleet.begin_replacement(index); fleet.started(index); fleet.bring_up(index, trainer)  # in a dead one's place
     fleet.set_aside(count); fleet.take_back()  # some for an evaluation, and back when it is over
     fleet.drain(index, seconds); fleet.remove(index)
 """
@@ -18,7 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from slime_like.cluster.engine_processes import EngineProcesses
-from slime_like.cluster.external_engines import external_endpoint
+from slime_like.cluster.engine_vitals import Vitals
+from slime_like.cluster.external_engines import external_endpoint, returned_endpoint
 from slime_like.cluster.members import IN_USE, Member, Membership, MemberState
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
@@ -28,7 +30,7 @@ from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.external_server import HealthWatch, answers
+from slime_like.sglang_backend.external_server import answers
 from slime_like.sglang_backend.router import Router, start_router
 from slime_like.utils.net import wait_until
 from slime_like.weight_sync.proof.probe import compare_probe
@@ -60,12 +62,11 @@ class EngineFleet:
         self.router: Router | None = None
         self._plans: dict[int, EnginePlan] = {}  # of each member that was started or adopted here
         self._clients: dict[EngineEndpoint, EngineClient] = {}
-        self._watches: dict[int, HealthWatch] = {}  # of external engines only: ours are watched as processes
+        self._vitals = Vitals(processes)
         self._receivers = Receivers(config, run_dir) if config.sync.sends_deltas else None
         self._released: set[str] = set()  # memory tags that the engines have given back
         self._digest = ""  # of the weights that the fleet holds
-
-    # ------------------------------------------------------------------ who is there
+        self.num_deaths = 0
 
     @property
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
@@ -95,8 +96,6 @@ class EngineFleet:
             self._clients[endpoint] = EngineClient(endpoint, timeout_s=CONTROL_TIMEOUT_S)
         return self._clients[endpoint]
 
-    # ------------------------------------------------------------------ members come
-
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         self._begin(self._plan.engines)
@@ -123,48 +122,66 @@ class EngineFleet:
                 " receivers start with the run."
             )
         if self._released:
-            raise EngineError(
-                f"engine {engine.index}: no engine can join while the others have given their memory back."
-            )
-        if engine.index != self.membership.next_index:
-            raise EngineError(
-                f"engine {engine.index} cannot join under this number: the next one is {self.membership.next_index}."
-            )
+            raise EngineError(f"engine {engine.index}: none can join while the others have given their memory back.")
+        if (free := self.membership.next_index) != engine.index:
+            raise EngineError(f"engine {engine.index} cannot join under this number: the next one is {free}.")
         try:
             self._begin([engine])
             self._wait_healthy([engine.index])
-            present = self.membership.present
-            if present is None:
-                self._admit(engine.index)
-            elif trainer is not None:
-                self._bring_up(self.membership[engine.index], present, trainer)
+            if trainer is not None or self.membership.present is None:
+                self.bring_up(engine.index, trainer)
         except BaseException as error:
             self.mark_dead(engine.index, f"it could not join: {error}")
             self.remove(engine.index)
             raise
         return self.membership[engine.index]
 
-    def replace(self, index: int, trainer: Publishes | None = None) -> Member:
-        """A new engine in the place of a dead one of ours, on its GPUs (see add).
+    @property
+    def can_replace(self) -> bool:
+        """Whether engines can join while the run is up: receivers of deltas start with it."""
+        return self._receivers is None
 
-        The dead one stays listed until `remove`.
+    def begin_replacement(self, index: int) -> int:
+        """Begin starting an engine in the place of a dead one, which is forgotten, or wait for the same address to
+        answer again; its number. `started` tells when it is healthy, `bring_up` takes it in.
         """
         dead = self.membership[index]
         if dead.state is not MemberState.DEAD:
             raise EngineError(f"{dead.name} is {dead.state}, not dead: nothing is to be put in its place.")
-        self._stop(index)
-        return self.add(dataclasses.replace(self._plans[index], index=self.membership.next_index), trainer)
+        engine = dataclasses.replace(self._plans[index], index=self.membership.next_index)
+        self.remove(index)
+        self._begin([engine])
+        return engine.index
 
-    def _bring_up(self, member: Member, present: WeightsRef, trainer: Publishes) -> None:
-        """Send one joining member what the fleet holds."""
-        receipt = self._publish(present, [member], trainer)
-        if receipt.digest != self._digest:
-            raise WeightSyncError(
-                f"{member.name} got weights with digest {receipt.digest}, but {present} of the fleet has"
-                f" {self._digest}: the trainer has gone on since. Fix: let the next sync bring it in."
-            )
-        self.membership = self.membership.prove([member.index], present)
-        self._admit(member.index)
+    def started(self, index: int) -> bool:
+        """Whether an engine that was begun answers by now; it waits for weights then. Raises what ended its start."""
+        plan = self._plans[index]
+        if plan.external_url is None:
+            assert self._processes is not None, "engines of ours have processes"
+            endpoint = self._processes.poll(index)
+        else:
+            endpoint = returned_endpoint(self._config, plan)
+        if endpoint is None:
+            return False
+        self.membership = self.membership.healthy(endpoint)
+        return True
+
+    def bring_up(self, index: int, trainer: Publishes | None) -> None:
+        """Send a joining member what the fleet holds, if that ever was sent, and take it in.
+
+        Raises WeightSyncError if the trainer has gone on since.
+        """
+        member, present = self.membership[index], self.membership.present
+        if present is not None:
+            assert trainer is not None, "whoever has synced has a trainer"
+            receipt = self._publish(present, [member], trainer)
+            if receipt.digest != self._digest:
+                raise WeightSyncError(
+                    f"{member.name} got weights with digest {receipt.digest}, but {present} of the fleet has"
+                    f" {self._digest}: the trainer has gone on since. Fix: let the next sync bring it in."
+                )
+            self.membership = self.membership.prove([index], present)
+        self._admit(index)
 
     def _admit(self, index: int) -> None:
         """Take a member into the router."""
@@ -175,8 +192,7 @@ class EngineFleet:
             # A run that failed inside a sync left it paused: /health would stay 503, and the router never take it.
             self._client(endpoint).continue_generation()
         self._running_router().register(endpoint, timeout_s=self._config.engine.engine_start_timeout_s)
-        if endpoint.external and index not in self._watches:
-            self._watches[index] = HealthWatch([endpoint])
+        self._vitals.watch(endpoint)
         self.membership = admitted
 
     def _begin(self, engines: Sequence[EnginePlan]) -> None:
@@ -263,8 +279,6 @@ class EngineFleet:
                 client.resume_memory_occupation([tag])
             self._released.discard(tag)
 
-    # ------------------------------------------------------------------ members evaluate
-
     def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
         """Keep the last serving members for an evaluation: out of the router, and no sync reaches them until
         `take_back`. What they have begun ends there.
@@ -319,10 +333,9 @@ class EngineFleet:
     def mark_dead(self, index: int, why: str) -> None:
         """A member has ended, and why: it is out of the router, and what it had proven is forgotten."""
         member = self.membership[index]
+        self.num_deaths += member.state is not MemberState.DEAD
         self.membership = self.membership.die(index, why)
-        watch = self._watches.pop(index, None)
-        if watch is not None:
-            watch.stop()
+        self._vitals.forget(index)
         if member.endpoint is not None and member.state in (MemberState.SERVING, MemberState.DRAINING):
             try:
                 self._running_router().deregister(member.endpoint)
@@ -333,17 +346,22 @@ class EngineFleet:
         """Raise EngineError if an engine or the router has died, with the tail of its log; such an engine is marked
         dead.
         """
-        known = {member.index for member in self.membership.in_state(MemberState.DEAD)}
-        dead = {} if self._processes is None else self._processes.dead(known)
-        for index, error in dead.items():
-            self.mark_dead(index, str(error))
-        if dead:
-            raise next(iter(dead.values()))
-        self.check_watch()
-        for client in self._clients_of(*IN_USE):
-            if client.endpoint.external:
-                self._ask(client)
+        deaths = self.note_deaths() or self._marked(self._vitals.mute(self._clients_of(*IN_USE)))
+        for error in deaths.values():
+            raise error
         self._running_router().check()
+
+    def note_deaths(self) -> dict[int, RunError]:
+        """Engines that have ended since they were asked for last, which are marked dead, and how; asks external ones
+        nothing.
+        """
+        known = {member.index for member in self.membership.in_state(MemberState.DEAD)}
+        return self._marked(self._vitals.ended(known) | self._vitals.silent())
+
+    def _marked(self, failures: dict[int, RunError]) -> dict[int, RunError]:
+        for index, error in failures.items():
+            self.mark_dead(index, str(error))
+        return failures
 
     def check_after_failure(self) -> None:
         """As check(), but an engine that does not answer is given time to end, so that its own death is told instead
@@ -358,33 +376,18 @@ class EngineFleet:
 
     def check_watch(self) -> None:
         """Raise EngineError if an external engine has stopped answering; asks nobody itself."""
-        for index, watch in list(self._watches.items()):
-            try:
-                watch.check()
-            except EngineError as error:
-                self.mark_dead(index, str(error))
-                raise
-
-    def _ask(self, client: EngineClient) -> None:
-        try:
-            client.model_info()
-        except RunError as error:
-            message = f"external engine {client.endpoint.index} at {client.url} does not answer: {error}"
-            self.mark_dead(client.endpoint.index, message)
-            raise EngineError(message) from error
+        for error in self._marked(self._vitals.silent()).values():
+            raise error
 
     def _stop(self, index: int) -> None:
         """End an engine of ours and give its GPUs back."""
-        watch = self._watches.pop(index, None)
-        if watch is not None:
-            watch.stop()
+        self._vitals.forget(index)
         if self._processes is not None:
             self._processes.stop([index])
 
     def close(self) -> None:
         """Deregister external engines, end our router and our engines."""
-        for watch in self._watches.values():
-            watch.stop()
+        self._vitals.close()
         if self.router is not None:
             for endpoint in self.endpoints:
                 if endpoint.external:

@@ -88,6 +88,16 @@ class EngineProcesses:
         answers = Wait(self._timeout_s, whom="the engines", phase="start").gather(refs)
         return [endpoint for name, endpoint in zip(refs, answers, strict=True) if "node rank" not in name]
 
+    def poll(self, index: int) -> EngineEndpoint | None:
+        """The endpoint of an engine that was begun, once it is healthy; None before. Raises as `wait` does."""
+        parts = self._starting[index]
+        done, waiting = ray.wait(list(parts.values()), num_returns=len(parts), timeout=0)
+        if waiting and _failure(parts) is None:
+            return None
+        self._starting.pop(index)
+        answers = Wait(_ASK_S, whom=f"engine {index}", phase="start").gather(parts)
+        return next(endpoint for name, endpoint in zip(parts, answers, strict=True) if "node rank" not in name)
+
     def dead(self, known: Collection[int] = ()) -> dict[int, RunError]:
         """Engines beside the `known` ones that have ended, and what the end of their log says.
 

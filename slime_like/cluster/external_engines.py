@@ -12,7 +12,7 @@ from slime_like.config.adapter_rules import versions_at_once
 from slime_like.config.lora import served_modules
 from slime_like.config.quantisation import scheme_of
 from slime_like.config.run import RunConfig
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, EngineError
 from slime_like.planning.engines import EnginePlan
 from slime_like.planning.placement import PlacementPlan, cannot_run_yet
 from slime_like.records import EngineEndpoint
@@ -20,6 +20,7 @@ from slime_like.rollout.data_source import DataSource, context_tokens
 from slime_like.sglang_backend.external_server import (
     ExternalServer,
     adapter_disagreements,
+    answers,
     disagreements,
     inspect_server,
     quantisation_disagreements,
@@ -71,6 +72,24 @@ def external_endpoint(config: RunConfig, engine: EnginePlan) -> EngineEndpoint:
     assert engine.external_url is not None, "it runs elsewhere"
     key = os.environ.get(config.placement.rollout_external_api_key_env)
     return EngineEndpoint(index=engine.index, url=engine.external_url, api_key=key, tp_size=engine.tp, external=True)
+
+
+def returned_endpoint(config: RunConfig, engine: EnginePlan) -> EngineEndpoint | None:
+    """Where an external engine that was gone answers again; None as long as it does not.
+
+    Raises EngineError if what answers there now cannot serve this trainer.
+    """
+    endpoint = external_endpoint(config, engine)
+    if not answers(endpoint):
+        return None
+    key_variable = config.placement.rollout_external_api_key_env
+    server = inspect_server(endpoint.url, endpoint.api_key, _ASK_TIMEOUT_S, key_variable=key_variable)
+    problems = _problems(config, server, None)
+    if (server.tp_size, server.pp_size, server.dp_size) != (engine.tp, engine.pp, engine.dp):
+        problems.append(f"{server.url}: its parallel sizes are not those that it had.")
+    if problems:
+        raise EngineError(f"engine {engine.index}, which answers again: {' '.join(problems)}")
+    return endpoint
 
 
 def _problems(config: RunConfig, server: ExternalServer, data: DataSource | None) -> list[str]:

@@ -42,6 +42,22 @@ class EngineConfig:
         above=0,
         most=LONGEST_WAIT_S,
     )
+    max_engine_restarts: int = flag(
+        3,
+        help=(
+            "How often in a run an engine that dies is replaced by a new one with the present weights; an external one"
+            " is waited for at its address. 0: a dead engine ends the run."
+        ),
+        least=0,
+    )
+    min_engines: int = flag(
+        1,
+        help=(
+            "Fewest engines that generate. Below it generation waits for those that are being replaced, and where none"
+            " is, the run ends."
+        ),
+        least=1,
+    )
     sglang: dict = dataclasses.field(default_factory=dict)  # --sglang-<name>: name -> value, list, or True for a switch
 
     @property

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from slime_like.cluster.bundles import reserve
+from slime_like.cluster.engine_care import EngineCare
 from slime_like.cluster.engine_fleet import EngineFleet
 from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.cluster.ray_session import LifeWatch, connect, disconnect
@@ -89,7 +90,9 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
         clock.lap("rollout manager")
     if not in_turn:
         _wait_for_others(job, roles, reward, clock)
-    job.watch = _watching(fleet, [*roles.values(), *([reward] if reward is not None else [])])
+    if fleet is not None and config.engine.max_engine_restarts:
+        job.tend = EngineCare(fleet, config.engine).tend
+    job.watch = _watching(None if job.tend else fleet, [*roles.values(), *([reward] if reward is not None else [])])
 
 
 def _rollouts(resolved: ResolvedRun, fleet: EngineFleet, reward: RewardGroup | None) -> RolloutManager:

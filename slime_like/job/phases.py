@@ -16,6 +16,7 @@ from slime_like.job import ahead
 from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
+from slime_like.job.tending import Tending
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
 from slime_like.observability.tracing import PhaseTrace
@@ -58,10 +59,12 @@ class Phases:
     num_saved: int = 0  # of those, what the newest checkpoint has
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
+    _is_ahead: bool = False  # whether the trainer has trained since the last sync
     _num_syncs: int = 0  # of this process: a resumed run probes its first sync too
 
     def __post_init__(self) -> None:
         self.preemption = Preemption(self.job.config.checkpoint.preemption_timeout_s)
+        self._tending = Tending(self.job, self.console, self._trainers_release)
         if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
             self.weights = POLICY
 
@@ -92,7 +95,14 @@ class Phases:
     def settle_generation(self) -> None:
         """Wait until nothing is being generated: weights may change then."""
         with self._explained("generate"):
-            self._rollouts.settle(self.job.watch("generate"))
+            self._rollouts.settle(self._tending.watch("generate", self._sender))
+
+    def _sender(self) -> Trainer | None:
+        """The trainer, if it holds what the engines serve and has the room to send it: beside engines on its own cards
+        only where none of them serves.
+        """
+        alone = not self.job.config.offload_rollout or self._engines.num_members == 0
+        return self.job.trainer if self._num_syncs > 0 and not self._is_ahead and alone else None
 
     @contextlib.contextmanager
     def _explained(self, phase: str) -> Iterator[None]:
@@ -107,7 +117,7 @@ class Phases:
     def generate(self, step: int) -> tuple[tuple[SampleGroup, ...], dict[str, float]]:
         """One rollout step's scored groups, and its metrics."""
         with self._explained("generate"), self.preemption.interruptible():
-            rollout = self._rollouts.generate(step, self.job.watch("generate"))
+            rollout = self._rollouts.generate(step, self._tending.watch("generate", self._sender))
         if self.job.config.asynchrony.is_async:  # else it is the phase's own time
             for start, end in rollout.busy:
                 self.trace.add("engines generate", start, end, step)
@@ -143,6 +153,7 @@ class Phases:
         """Train on one rollout's samples."""
         started, metrics = time.monotonic(), {}
         with self.timers.phase("train"):
+            self._is_ahead = True
             batch = self._trainer.put(samples)
             if self.job.reference is not None:
                 batch = self.job.reference.with_reference(batch)
@@ -191,6 +202,7 @@ class Phases:
     def release(self) -> None:
         """Engines give their memory to the trainer (colocated runs)."""
         if self.job.config.offload_rollout:
+            self._tending.look()
             self._engines.release_memory()
 
     def sync(self, step: int) -> SyncReceipt:
@@ -200,10 +212,10 @@ class Phases:
         with self.timers.phase("sync"):
             weights = self.weights.next()
             in_use = self._rollouts.policy_changing()
-            receipt = self._sync(weights, in_use)
-            if self._num_set_aside:
+            receipt = self._tending.retried(lambda: self._sync(weights, in_use))
+            if self._num_set_aside or self.job.tend is not None:
                 self._rollouts.engines_changed(self._engines.endpoints)
-        self.weights = weights
+        self.weights, self._is_ahead = weights, False
         self._num_syncs += 1
         self._rollouts.policy_changed(weights, step)
         self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
@@ -290,7 +302,7 @@ class Phases:
     def _evaluate(self, step: int) -> None:
         started = time.monotonic()
         with self._explained("eval"), self.preemption.interruptible():
-            metrics = self._rollouts.evaluate(step, self.job.watch("eval"))
+            metrics = self._rollouts.evaluate(step, self._tending.watch("eval", self._sender))
         self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
 

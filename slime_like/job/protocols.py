@@ -65,8 +65,10 @@ class Rollouts(Protocol):
     def evaluate(self, step: int, watch: Watch | None = None) -> dict[str, float]:
         """Metrics of all evaluation sets; moves nothing of the training's."""
 
-    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
-        """These engines take the training's requests from now on, and no others."""
+    def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
+        """These engines take the training's requests from now on, and no others. enough: whether they may be sent
+        requests; else those wait.
+        """
 
     def policy_changing(self) -> frozenset[WeightsRef]:
         """Engines are about to get other weights: what they abort now did not fail. Adapters that requests under way
@@ -86,6 +88,26 @@ class Rollouts(Protocol):
         """Go on where the state was saved. Raises CheckpointError if the data changed."""
 
 
+class Changes(Protocol):
+    """What has become of engines."""
+
+    @property
+    def serving_changed(self) -> bool:
+        """Whether others serve than before."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether so many serve that requests may be sent."""
+
+    @property
+    def num_coming(self) -> int:
+        """Engines that start, in the places of dead ones."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line each, for the console."""
+
+
 class Engines(Protocol):
     """Serve weights. The trainer's go to them in one `sync`."""
 
@@ -101,6 +123,10 @@ class Engines(Protocol):
         """Every member that is not set aside gets the trainer's weights, proves that it holds them, and serves them as
         `weights`. in_use: adapters that it serves on beside them.
         """
+
+    @property
+    def num_deaths(self) -> int:
+        """Members that have died so far."""
 
     def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
         """So many members keep their weights, for an evaluation that alone asks them, until `take_back`."""
@@ -166,6 +192,11 @@ class Trainer(Protocol):
         """Give the engines on its GPUs what it can do without: cached memory and, with --offload-train, all of
         "weights", "gradients" and "optimizer" that is not in `keep`. What a later call needs comes back by itself.
         """
+
+
+#: Notices engines that died, puts others in their places, and takes in those that are up. Of a trainer that holds what
+#: the engines serve and may send it now, or None. Raises EngineError if too few are left and nobody comes.
+Tend = Callable[[Trainer | None], Changes]
 
 
 class Closes(Protocol):

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from slime_like.config.run import RunConfig
-from slime_like.job.protocols import Closes, Engines, Rollouts, Trainer, Watch
+from slime_like.job.protocols import Closes, Engines, Rollouts, Tend, Trainer, Watch
 from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.prompt_feed import PromptFeed
@@ -49,6 +49,7 @@ class Job:
     feed: PromptFeed = dataclasses.field(init=False)  # of supervised rows; a run with rollouts has its own inside them
     bf16: bool = False  # whether the trainer's weights are
     watch: Callable[[str], Watch] = _nobody  # for a phase: raises RunError if a process of the run has died
+    tend: Tend | None = None  # asked each second while engines generate; None: an engine that dies ends the run
     #: everything that was started, in the order in which it must end
     closing: list[Closes] = dataclasses.field(default_factory=list)
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -20,9 +20,12 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt, WeightsRef
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
+from slime_like.rollout.policy import Policy
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.utils.activity import Activity
 
+#: How long requests wait at most while too few engines serve; that each of them comes up in time is watched elsewhere.
+SERVED_S = 3600.0
 #: What sglang-router's policy `manual` goes by (0.3.2); it knows nothing of X-Session-ID.
 SESSION_HEADER = "x-smg-routing-key"
 #: A user's sampling parameters may hold numpy's numbers, and a logit_bias by token id.
@@ -154,6 +157,7 @@ class GenerationClient:
         self._timeout_s = rollout.rollout_request_timeout_s
         self._tries = rollout.rollout_request_retries
         self._weight_version, self._adapter = weight_version, adapter
+        self._serving: Policy | None = None
         self.concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _headers(api_key)
@@ -168,6 +172,13 @@ class GenerationClient:
         """Close all connections."""
         if "_session" in vars(self):
             await self._session.close()
+
+    def wait_for_engines(self, serving: Policy) -> None:
+        """From now on requests wait while too few engines serve, and what failed because one died is asked again.
+
+        serving: tells when engines die and are replaced.
+        """
+        self._serving = serving
 
     def ask_only(self, engines: Sequence[EngineEndpoint]) -> None:
         """New requests go to these engines themselves."""
@@ -191,12 +202,7 @@ class GenerationClient:
         asked = _Asked(body)
         try:
             with self.activity.call():
-                answer = await ask(
-                    functools.partial(self._exchange, asked, session),
-                    slots=self._slots,
-                    tries=self._tries,
-                    timeout_s=self._timeout_s,
-                )
+                answer = await self._asked(functools.partial(self._exchange, asked, session))
         except NoAnswer as error:
             why = {
                 "deadline": (
@@ -211,6 +217,19 @@ class GenerationClient:
         if asked.weights is not None:  # the engine tells its newest version, also where that changed under the answer
             return dataclasses.replace(generation, weight_version=asked.weights.version, weight_versions=None)
         return generation
+
+    async def _asked(self, exchange: Callable[[], Awaitable[tuple[bytes, int]]]) -> bytes:
+        """The answer. What failed because an engine died is asked again when its place is taken."""
+        while True:
+            changes = 0
+            if self._serving is not None:
+                await self._serving.served(SERVED_S)
+                changes = self._serving.num_engine_changes
+            try:
+                return await ask(exchange, slots=self._slots, tries=self._tries, timeout_s=self._timeout_s)
+            except NoAnswer as error:
+                if self._serving is None or error.kind != "tries" or not await self._serving.changes_after(changes):
+                    raise
 
     async def _exchange(self, asked: _Asked, session: str | None) -> tuple[bytes, int]:
         """(the answer, its HTTP status); the request names its adapters when it is sent, however long it has waited."""

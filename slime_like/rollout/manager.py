@@ -109,9 +109,11 @@ class RolloutManager:
         """Where agents play (--serve-rollout), or None."""
         return self._running().serving_url
 
-    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
-        """These engines take the training's requests from now on, and no others."""
-        self._tell(lambda: self._running().engines_changed(serving))
+    def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
+        """These engines take the training's requests from now on, and no others. enough: whether they may be sent
+        requests; else those wait.
+        """
+        self._tell(lambda: self._running().engines_changed(serving, enough=enough))
 
     def policy_changing(self) -> frozenset[WeightsRef]:
         """Engines are about to get other weights; what they abort now did not fail. Adapters that requests under way

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from slime_like.errors import WaitTimeout
 from slime_like.records import WeightsRef
 
+#: train.py looks each second which engines have died; how long a request that failed waits for what it says.
+_NOTICED_S, _LOOK_S = 3.0, 0.1
+
 
 class Policy:
     """Use it inside one event loop.
@@ -21,7 +24,9 @@ class Policy:
         self.weights = weights or WeightsRef()
         self.num_changes = 0  # begun or ended
         self._in_use: collections.Counter[WeightsRef] = collections.Counter()
-        self._settled, self._going_on = asyncio.Event(), asyncio.Event()
+        self.num_engine_changes = 0
+        self._settled, self._going_on, self._served = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._served.set()
         self._settled.set()
         self._going_on.set()
 
@@ -41,6 +46,36 @@ class Policy:
             self._in_use[weights] -= 1
             if not self._in_use[weights]:
                 del self._in_use[weights]
+
+    def engines_changed(self, *, enough: bool) -> None:
+        """Other engines serve from now on. enough: whether requests may be sent; else they wait."""
+        self.num_engine_changes += 1
+        (self._served.set if enough else self._served.clear)()
+
+    async def served(self, timeout_s: float) -> None:
+        """Wait until enough engines serve. Raises WaitTimeout."""
+        if self._served.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._served.wait(), timeout_s)
+        except TimeoutError:
+            raise WaitTimeout(
+                who="the rollout",
+                whom="engines",
+                phase="their replacement",
+                seconds=timeout_s,
+                last="fewer than --min-engines serve",
+            ) from None
+
+    async def changes_after(self, before: int) -> bool:
+        """Whether other engines serve than when `num_engine_changes` had this value, or will within the time that it
+        takes to notice that one has died.
+        """
+        for _ in range(round(_NOTICED_S / _LOOK_S)):
+            if self.num_engine_changes != before:
+                return True
+            await asyncio.sleep(_LOOK_S)
+        return self.num_engine_changes != before
 
     def changing(self) -> None:
         """Engines are about to get other weights: what runs may be aborted."""

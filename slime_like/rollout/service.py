@@ -84,6 +84,9 @@ class RolloutService:
         # On engines set aside no sync concerns an evaluation.
         self._eval_policy = Policy() if config.asynchrony.eval_num_engines else self.policy
         self._eval_client = self._make_eval_client(access)
+        if config.engine.max_engine_restarts:
+            self._client.wait_for_engines(self.policy)
+            self._eval_client.wait_for_engines(self._eval_policy)
         self._num_engines = access.num_engines
         self._agents = self._make_agents(source)
         make = functools.partial(
@@ -186,10 +189,12 @@ class RolloutService:
             metrics |= logged(self._plugins.eval_log, step, self._plugin_args, eval_data(sets), dict(metrics))
         return metrics
 
-    def engines_changed(self, serving: Sequence[EngineEndpoint]) -> None:
+    def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
         """These engines take the training's requests from now on, and no others: whatever does not go by way of the
-        router goes to them.
+        router goes to them. enough: whether they may be sent requests; else those wait.
         """
+        for policy in {self.policy, self._eval_policy}:
+            policy.engines_changed(enough=enough)
         if self._client.routing:
             self._client.ask_only(serving)
         if isinstance(self._client, ContinuingClient):

@@ -224,7 +224,7 @@ def test_drained_is_who_has_ended_what_it_began(world):
 def test_who_evaluates_is_out_of_the_router_and_of_syncs_until_it_has_proven_the_present_weights(world):
     fleet, trainer = world.fleet, world.trainer
     fleet.sync(FIRST, trainer)
-    watch = fleet._watches[1]
+    watch = fleet._vitals._watches[1]
     (chosen,) = fleet.set_aside(1)
     assert (
         chosen.url == world.engines[1].url
@@ -245,7 +245,7 @@ def test_who_evaluates_is_out_of_the_router_and_of_syncs_until_it_has_proven_the
     fleet.set_aside(1)
     fleet.take_back()
     assert world.routed() == [0, 1], "no sync came between: at once"
-    assert fleet._watches[1] is watch, "one watch, however often it is admitted"
+    assert fleet._vitals._watches[1] is watch, "one watch, however often it is admitted"
 
 
 def test_one_that_dies_while_it_evaluates_is_named(world):

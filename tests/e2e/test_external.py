@@ -238,7 +238,8 @@ def assert_named_and_over(
 def test_engine_that_hangs_or_dies_in_mid_run_is_named(servers, base, tmp_path, number, words):
     """In whatever phase it happens. The one that dies comes last: it does not come back."""
     plain, before = servers["plain"], our_processes()
-    process = start_train(*many_rollouts(base), "--rollout-external-engine-addrs", plain.url, run_dir=tmp_path / "run")
+    flags = ["--rollout-external-engine-addrs", plain.url, "--max-engine-restarts", "0"]
+    process = start_train(*many_rollouts(base), *flags, run_dir=tmp_path / "run")
     try:
         wait_for(tmp_path / "run.out", "rollout 2/1000", 120, process)
         plain.signal(number)

@@ -27,6 +27,7 @@ from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError
 from slime_like.planning.placement import make_plan
 from slime_like.records import WeightsRef
+from slime_like.utils.net import wait_until
 from tests.helpers.sync_world import START_S, hf_log_probs
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import make_config, make_samples
@@ -132,7 +133,16 @@ def test_a_killed_engine_is_dead_and_another_takes_its_place_with_the_same_weigh
         )
         return publish(order, watch)
 
-    member = fleet.replace(1, SimpleNamespace(publish=watched))
+    coming = fleet.begin_replacement(1)
+    wait_until(
+        lambda: None if fleet.started(coming) else "it starts",
+        deadline_s=START_S,
+        who="the test",
+        whom="engine 2",
+        phase="start",
+    )
+    fleet.bring_up(coming, SimpleNamespace(publish=watched))
+    member = fleet.membership[coming]
     assert [(str(state), count, indices) for state, count, indices in routed] == [("starting", 1, [2])], (
         "it gets weights before it serves"
     )
@@ -140,7 +150,6 @@ def test_a_killed_engine_is_dead_and_another_takes_its_place_with_the_same_weigh
     assert len(fleet.router.engine_urls()) == 2
     joined = next(client for client in fleet.clients if client.endpoint.index == 2)
     assert joined.weight_version() == "2" and agrees(joined, truth), "not the weights that it was started with"
-    fleet.remove(1)
 
     world.train.train(1, world.train.put(make_samples(4, seed=2)))
     assert fleet.sync(second.next(), world.train).engines_proven == 2

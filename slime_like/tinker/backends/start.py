@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from slime_like.cluster.bundles import Bundles, reserve
+from slime_like.cluster.engine_care import take_place
 from slime_like.cluster.engine_fleet import EngineFleet
 from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.cluster.members import MemberState
@@ -27,8 +28,8 @@ logger = logging.getLogger(__name__)
 class ServingFleet:
     """The fleet, as samples need it (engines.Fleet)."""
 
-    def __init__(self, fleet: EngineFleet):
-        self._fleet = fleet
+    def __init__(self, fleet: EngineFleet, start_timeout_s: float):
+        self._fleet, self._start_timeout_s = fleet, start_timeout_s
 
     @property
     def endpoints(self) -> Sequence[EngineEndpoint]:
@@ -43,8 +44,7 @@ class ServingFleet:
             logger.warning("%s", error)
         deaths = []
         for member in [member for member in self._fleet.members if member.state is MemberState.DEAD]:
-            self._fleet.replace(member.index)
-            self._fleet.remove(member.index)
+            take_place(self._fleet, member.index, self._start_timeout_s)
             deaths.append(f"{member.name}: {member.why.splitlines()[0] if member.why else 'it has ended'}")
         return deaths
 
@@ -106,4 +106,5 @@ def start_cluster(config: RunConfig, plan: PlacementPlan, run: RunDirectory, ten
             raise
         return group
 
-    return Cluster(fleet=ServingFleet(fleet), first_trainer=trainer, start_trainer=start_trainer, bundles=bundles)
+    serving = ServingFleet(fleet, config.engine.engine_start_timeout_s)
+    return Cluster(fleet=serving, first_trainer=trainer, start_trainer=start_trainer, bundles=bundles)

@@ -1,0 +1,123 @@
+"""What a run does about engines that die while it generates or syncs: out of the router at once, another in the same
+place, and back with the weights of the fleet, proven, as any that joins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+from slime_like.cluster.engine_fleet import EngineFleet
+from slime_like.cluster.members import MemberState
+from slime_like.config.engine import EngineConfig
+from slime_like.errors import EngineError, RunError, WaitTimeout
+from slime_like.utils.net import wait_until
+from slime_like.weight_sync.session import Publishes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tended:
+    """What has changed. notes: a line each, for the console. enough: whether --min-engines serve. num_coming: engines
+    that start.
+    """
+
+    serving_changed: bool = False
+    enough: bool = True
+    num_coming: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def take_place(fleet: EngineFleet, index: int, timeout_s: float) -> int:
+    """Put an engine in the place of a dead one of a fleet that was never sent weights; its number once it serves.
+
+    Raises what ended its start, or WaitTimeout.
+    """
+    successor = fleet.begin_replacement(index)
+    wait_until(
+        lambda: None if fleet.started(successor) else "it does not answer",
+        deadline_s=timeout_s,
+        who="the server",
+        whom=f"engine {successor}, in the place of engine {index}",
+        phase="start",
+    )
+    fleet.bring_up(successor, None)
+    return successor
+
+
+class EngineCare:
+    """Asked about once a second while engines generate; a dead engine has one successor at a time."""
+
+    def __init__(self, fleet: EngineFleet, config: EngineConfig):
+        self._fleet, self._min = fleet, config.min_engines
+        self._restarts_left, self._deadline_s = config.max_engine_restarts, config.engine_start_timeout_s
+        self._coming: dict[int, tuple[int, float]] = {}  # member that starts -> (the dead one, when it was begun)
+        self._given_up: set[int] = set()  # dead members that have no successor
+        self._joining: set[int] = set()  # members that answer, and wait for weights
+        self.num_deaths = 0
+
+    def tend(self, trainer: Publishes | None) -> Tended:
+        """Notice the dead, begin their successors, and take in those that are up.
+
+        trainer: holds what the fleet does, and may send it now; None: a successor waits for the next sync, unless
+        nobody else serves. Raises EngineError for a dead engine that nobody may replace, if fewer than --min-engines
+        are left.
+        """
+        self._fleet.note_deaths()
+        dead = [one for one in self._fleet.membership.in_state(MemberState.DEAD) if one.index not in self._given_up]
+        notes = [self._after(member.index, EngineError(member.why)) for member in dead]
+        serving_changed = bool(notes)
+        for index in list(self._coming):
+            notes += self._look_at(index)
+        starting = {member.index for member in self._fleet.membership.in_state(MemberState.STARTING)}
+        self._joining &= starting  # a sync takes them in, too
+        if trainer is not None or self._fleet.membership.present is None:
+            for index in sorted(self._joining):
+                self._joining.discard(index)
+                started = time.monotonic()
+                self._fleet.bring_up(index, trainer)
+                serving_changed = True
+                notes.append(f"engine {index} has its weights after {time.monotonic() - started:.1f} s, and serves")
+        enough = self._fleet.num_members >= self._min
+        return Tended(serving_changed, enough, len(self._coming), tuple(notes))
+
+    def _after(self, index: int, error: RunError) -> str:
+        """One has died."""
+        self.num_deaths += 1
+        self._joining.discard(index)
+        logger.error("engine %d died: %s", index, error)
+        left = self._fleet.num_members
+        if self._restarts_left < 1 or not self._fleet.can_replace:
+            if left < self._min and not (self._coming or self._joining):
+                raise error
+            self._given_up.add(index)
+            why = "--max-engine-restarts is used up" if self._fleet.can_replace else "its weights came as deltas"
+            return f"{error}\nengine {index} is not replaced ({why}); {left} serve"
+        self._restarts_left -= 1
+        successor = self._fleet.begin_replacement(index)
+        self._coming[successor] = (index, time.monotonic())
+        return f"{error}\nengine {index} is being replaced by engine {successor}; {left} serve meanwhile"
+
+    def _look_at(self, index: int) -> list[str]:
+        """Whether a successor is up."""
+        dead, since = self._coming[index]
+        try:
+            if not self._fleet.started(index):
+                if time.monotonic() - since <= self._deadline_s:
+                    return []
+                raise WaitTimeout(
+                    who="train.py",
+                    whom=f"engine {index}, in the place of engine {dead}",
+                    phase="start",
+                    seconds=self._deadline_s,
+                    last="it does not answer",
+                )
+        except RunError as error:
+            del self._coming[index]
+            self._fleet.mark_dead(index, f"it could not take the place of engine {dead}: {error}")
+            return []  # the next look finds it dead
+        del self._coming[index]
+        self._joining.add(index)
+        return [f"engine {index} is up after {time.monotonic() - since:.1f} s, and waits for its weights"]

@@ -1,0 +1,63 @@
+"""Engines that die while a run generates or syncs: looked after between two looks at everything else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from slime_like.errors import RunError
+from slime_like.job.protocols import Trainer, Watch
+from slime_like.job.running import Job
+from slime_like.observability.console import ProgressConsole
+
+#: How often engines that start are looked at before a sync, in seconds.
+_LOOK_S = 0.5
+_T = TypeVar("_T")
+
+
+class Tending:
+    """Over a job's `tend`; without one nothing is done, and an engine that dies ends the run.
+
+    after_sending: called when the trainer has sent its weights to an engine that came.
+    """
+
+    def __init__(self, job: Job, console: ProgressConsole, after_sending: Callable[[], None]):
+        self._job, self._console, self._after_sending = job, console, after_sending
+
+    def watch(self, phase: str, sender: Callable[[], Trainer | None]) -> Watch:
+        """What to ask each second while engines generate. sender: the trainer, if it may send what engines serve."""
+        look = self._job.watch(phase)
+
+        def check() -> None:
+            look()
+            self.look(sender())
+
+        return check
+
+    def look(self, trainer: Trainer | None = None) -> bool:
+        """Once; whether a sync can begin: enough serve, or all that will have come. Raises EngineError."""
+        job = self._job
+        if job.tend is None or job.engines is None or job.rollouts is None:
+            return True
+        changes = job.tend(trainer)
+        for note in changes.notes:
+            self._console.note(note)
+        if changes.serving_changed:
+            if trainer is not None:
+                self._after_sending()
+            job.rollouts.engines_changed(job.engines.endpoints, enough=changes.enough)
+        return changes.enough or not changes.num_coming
+
+    def retried(self, sync: Callable[[], _T]) -> _T:
+        """What the sync gives; it is begun again without an engine that died in it, and with those that came."""
+        engines = self._job.engines
+        while True:
+            while not self.look():
+                time.sleep(_LOOK_S)
+            before = engines.num_deaths if engines is not None else 0
+            try:
+                return sync()
+            except RunError:
+                if self._job.tend is None or engines is None or engines.num_deaths == before:
+                    raise

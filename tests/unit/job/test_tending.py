@@ -1,0 +1,93 @@
+"""What a run does between two looks when engines die: over a job whose parts write down what they are told."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from slime_like.cluster.engine_care import Tended
+from slime_like.errors import EngineError
+from slime_like.job import tending
+from slime_like.job.tending import Tending
+
+
+class World:
+    """A job with engines that serve; `looks`: what is noticed at each look."""
+
+    def __init__(self, *looks: Tended, tend: bool = True):
+        self.looks, self.heard, self.sent, self.trainers = list(looks), [], 0, []
+        self.engines = types.SimpleNamespace(endpoints=("one",), num_deaths=0)
+        rollouts = types.SimpleNamespace(
+            engines_changed=lambda serving, enough: self.heard.append((serving, enough)),
+        )
+        self.notes: list[str] = []
+        console = types.SimpleNamespace(note=self.notes.append)
+        self.asked: list[str] = []
+        job = types.SimpleNamespace(
+            tend=self._tend if tend else None,
+            engines=self.engines,
+            rollouts=rollouts,
+            watch=lambda phase: lambda: self.asked.append(phase),
+        )
+        self.tending = Tending(job, console, self._after)
+
+    def _tend(self, trainer):
+        self.trainers.append(trainer)
+        return self.looks.pop(0) if self.looks else Tended()
+
+    def _after(self):
+        self.sent += 1
+
+
+def test_a_watch_looks_at_everything_else_and_then_after_engines():
+    world = World(Tended(serving_changed=True, notes=("engine 0 died",)), Tended())
+    watch = world.tending.watch("generate", lambda: "trainer")
+    watch()
+    watch()
+    assert world.asked == ["generate", "generate"] and world.trainers == ["trainer", "trainer"]
+    assert world.heard == [(("one",), True)] and world.notes == ["engine 0 died"] and world.sent == 1
+
+
+def test_requests_wait_while_too_few_serve():
+    world = World(Tended(serving_changed=True, enough=False, num_coming=1))
+    assert not world.tending.look()
+    assert world.heard == [(("one",), False)] and world.sent == 0, "nothing was sent"
+
+
+def test_a_sync_waits_for_those_that_come_and_is_begun_again_without_the_dead(monkeypatch):
+    monkeypatch.setattr(tending, "_LOOK_S", 0.0)
+    world = World(Tended(enough=False, num_coming=1), Tended(), Tended(enough=False, num_coming=0))
+    tries = []
+
+    def sync():
+        tries.append(len(world.trainers))
+        if len(tries) == 1:
+            world.engines.num_deaths += 1
+            raise EngineError("engine 0 ended with status 137")
+        return "receipt"
+
+    assert world.tending.retried(sync) == "receipt"
+    assert tries == [2, 3]
+
+
+@pytest.mark.parametrize("tend", [True, False])
+def test_a_sync_that_fails_for_another_reason_is_not_begun_again(tend):
+    world = World(tend=tend)
+
+    def sync():
+        raise EngineError("engine 0: model.norm.weight is not what was sent")
+
+    with pytest.raises(EngineError, match="not what was sent"):
+        world.tending.retried(sync)
+
+
+def test_without_care_a_death_ends_the_run():
+    world = World(tend=False)
+
+    def sync():
+        world.engines.num_deaths += 1
+        raise EngineError("engine 0 ended with status 137")
+
+    with pytest.raises(EngineError, match="137"):
+        world.tending.retried(sync)
