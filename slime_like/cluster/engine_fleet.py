@@ -122,7 +122,9 @@ class EngineFleet:
                 " receivers start with the run."
             )
         if self._released:
-            raise EngineError(f"engine {engine.index}: none can join while the others have given their memory back.")
+            raise EngineError(
+                f"engine {engine.index}: no engine can join while the others have given their memory back."
+            )
         if (free := self.membership.next_index) != engine.index:
             raise EngineError(f"engine {engine.index} cannot join under this number: the next one is {free}.")
         try:
@@ -301,8 +303,6 @@ class EngineFleet:
             self.membership = self.membership.take_back(member.index)
             if member.proven == self.membership.present:
                 self._admit(member.index)
-
-    # ------------------------------------------------------------------ members go
 
     def drain(self, index: int, timeout_s: float) -> None:
         """Take a member out of the router and let the requests that it has end.

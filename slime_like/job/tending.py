@@ -52,12 +52,14 @@ class Tending:
     def retried(self, sync: Callable[[], _T]) -> _T:
         """What the sync gives; it is begun again without an engine that died in it, and with those that came."""
         engines = self._job.engines
+        if self._job.tend is None or engines is None:
+            return sync()
         while True:
             while not self.look():
                 time.sleep(_LOOK_S)
-            before = engines.num_deaths if engines is not None else 0
+            before = engines.num_deaths
             try:
                 return sync()
             except RunError:
-                if self._job.tend is None or engines is None or engines.num_deaths == before:
+                if engines.num_deaths == before:
                     raise
