@@ -18,7 +18,7 @@ from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, envir
 pytestmark = pytest.mark.e2e
 
 #: What the first sync of a process measures beside what the others do.
-OF_A_START = ("sync/probe_difference", "sync/probe_tokens")
+OF_A_START = ("sync/probe_logprob_abs_diff", "sync/probe_seconds")
 #: Each a run that is killed again and again: (who, where, rollouts done there).
 CHAINS = {
     # the checkpoint is there, the sync and the evaluation after it are not
