@@ -86,7 +86,8 @@ def faulty(tiny_data_dir, tmp_path):
         order = json.dumps({"version": 2, "rank": rank, "mark": str(mark), "what": what})
         samples = f"{tmp_path}/samples/{{rollout_id}}.npz"
         command = [
-            sys.executable, ROOT / "tests/e2e/faulty_train.py", order, *SMALL_RUN, "--max-engine-restarts", "0", "--hf-checkpoint", model,
+            sys.executable, ROOT / "tests/e2e/faulty_train.py", order, *SMALL_RUN, "--hf-checkpoint", model,
+            "--max-engine-restarts", "0",
             "--prompt-data", f"{tiny_data_dir}/train.jsonl",
             "--update-weight-transport", transport, "--update-weight-timeout-s", DEADLINE_S,
             "--verify-weight-sync-interval", 0,
