@@ -21,12 +21,13 @@ logger = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class Tended:
     """What has changed. notes: a line each, for the console. enough: whether --min-engines serve. num_coming: engines
-    that start.
+    that start; num_waiting: those that are up, and wait for weights.
     """
 
     serving_changed: bool = False
     enough: bool = True
     num_coming: int = 0
+    num_waiting: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -56,13 +57,12 @@ class EngineCare:
         self._coming: dict[int, tuple[int, float]] = {}  # member that starts -> (the dead one, when it was begun)
         self._given_up: set[int] = set()  # dead members that have no successor
         self._joining: set[int] = set()  # members that answer, and wait for weights
-        self.num_deaths = 0
 
     def tend(self, trainer: Publishes | None) -> Tended:
         """Notice the dead, begin their successors, and take in those that are up.
 
-        trainer: holds what the fleet does, and may send it now; None: a successor waits for the next sync, unless
-        nobody else serves. Raises EngineError for a dead engine that nobody may replace, if fewer than --min-engines
+        trainer: holds what the fleet does, and may send it now; None: a successor waits for the next sync. Raises
+        EngineError for a dead engine that nobody may replace, if fewer than --min-engines
         are left.
         """
         self._fleet.note_deaths()
@@ -81,11 +81,10 @@ class EngineCare:
                 serving_changed = True
                 notes.append(f"engine {index} has its weights after {time.monotonic() - started:.1f} s, and serves")
         enough = self._fleet.num_members >= self._min
-        return Tended(serving_changed, enough, len(self._coming), tuple(notes))
+        return Tended(serving_changed, enough, len(self._coming), len(self._joining), tuple(notes))
 
     def _after(self, index: int, error: RunError) -> str:
         """One has died."""
-        self.num_deaths += 1
         self._joining.discard(index)
         logger.error("engine %d died: %s", index, error)
         left = self._fleet.num_members

@@ -104,6 +104,10 @@ class Changes(Protocol):
         """Engines that start, in the places of dead ones."""
 
     @property
+    def num_waiting(self) -> int:
+        """Engines that are up, and wait for weights."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """A line each, for the console."""
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from slime_like.errors import RunError
-from slime_like.job.protocols import Trainer, Watch
+from slime_like.errors import EngineError, RunError
+from slime_like.job.protocols import Changes, Trainer, Watch
 from slime_like.job.running import Job
 from slime_like.observability.console import ProgressConsole
 
@@ -31,15 +31,28 @@ class Tending:
 
         def check() -> None:
             look()
-            self.look(sender())
+            trainer = sender()
+            changes = self._look(trainer)
+            if changes and changes.num_waiting and not (changes.enough or changes.num_coming or trainer):
+                # Requests wait for engines, these for a sync, and the sync for the requests.
+                raise EngineError(
+                    f"{changes.num_waiting} engines are up in the places of dead ones and need weights, which the"
+                    " trainer cannot send while answers are awaited: it has trained since the last sync, or shares"
+                    " their cards. Fewer than --min-engines serve meanwhile. Fix: --resume auto goes on from the last"
+                    " checkpoint; more engines, or a smaller --min-engines, outlive this."
+                )
 
         return check
 
     def look(self, trainer: Trainer | None = None) -> bool:
         """Once; whether a sync can begin: enough serve, or all that will have come. Raises EngineError."""
+        changes = self._look(trainer)
+        return changes is None or changes.enough or not changes.num_coming
+
+    def _look(self, trainer: Trainer | None) -> Changes | None:
         job = self._job
         if job.tend is None or job.engines is None or job.rollouts is None:
-            return True
+            return None
         changes = job.tend(trainer)
         for note in changes.notes:
             self._console.note(note)
@@ -47,7 +60,7 @@ class Tending:
             if trainer is not None:
                 self._after_sending()
             job.rollouts.engines_changed(job.engines.endpoints, enough=changes.enough)
-        return changes.enough or not changes.num_coming
+        return changes
 
     def retried(self, sync: Callable[[], _T]) -> _T:
         """What the sync gives; it is begun again without an engine that died in it, and with those that came."""

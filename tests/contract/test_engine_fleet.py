@@ -262,7 +262,7 @@ def test_one_that_is_gone_is_dead_and_named(world):
     world.engines[1].close()
     with pytest.raises(EngineError, match="external engine 1 at .* does not answer"):
         world.fleet.check()
-    assert world.states() == {0: "serving", 1: "dead"} and world.routed() == [0]
+    assert world.states() == {0: "serving", 1: "dead"} and world.routed() == [0] and world.fleet.num_deaths == 1
     assert world.fleet.membership[1].proven is None and "does not answer" in world.fleet.membership[1].why
     assert world.fleet.sync(SECOND, world.trainer).engines_proven == 1
 

@@ -82,7 +82,6 @@ def test_a_dead_engine_is_replaced_and_gets_the_present_weights():
     fleet.up = {2}
     changes = care.tend(TRAINER)
     assert changes.serving_changed and fleet.brought == [(2, TRAINER)] and fleet.num_members == 2
-    assert care.num_deaths == 1
 
 
 def test_while_the_trainer_may_not_send_a_successor_waits():

@@ -55,6 +55,15 @@ def test_requests_wait_while_too_few_serve():
     assert world.heard == [(("one",), False)] and world.sent == 0, "nothing was sent"
 
 
+def test_requests_that_wait_for_engines_that_wait_for_a_sync_end_the_run():
+    world = World(Tended(enough=False, num_coming=1), Tended(enough=False, num_waiting=1))
+    watch = world.tending.watch("generate", lambda: None)
+    watch()
+    with pytest.raises(EngineError, match="1 engines are up in the places of dead ones and need weights"):
+        watch()
+    World(Tended(num_waiting=1)).tending.watch("generate", lambda: None)()  # enough others serve
+
+
 def test_a_sync_waits_for_those_that_come_and_is_begun_again_without_the_dead(monkeypatch):
     monkeypatch.setattr(tending, "_LOOK_S", 0.0)
     world = World(Tended(enough=False, num_coming=1), Tended(), Tended(enough=False, num_coming=0))
