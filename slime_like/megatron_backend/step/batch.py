@@ -82,7 +82,8 @@ class StepCutter:
         self._reducer, self._plugin_args = load_loss_plugins(config.loss).pg_reducer, config.plugin_args()
         self._replay = replay
         self._shares = shares_prompts(config) and _takes_branches(config)
-        self._flops = forward_flops(config.model) if batch.balance_by_flops else None
+        by_work = batch.use_dynamic_batch_size and batch.balance_by_flops is not False
+        self._flops = forward_flops(config.model) if by_work else None
         padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
         multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
         self._layout = PackLayout(padded=batch.qkv_format == "bshd", multiple=multiple)
