@@ -77,8 +77,9 @@ def packs_first(lengths: list[int], costs: list[int], ranks: int) -> Plan:
 
 def measure(plan: Plan, lengths: list[int], costs: list[int]) -> dict[str, float]:
     """padding: share of computed tokens that belong to no sample, when a pack is padded to the tensor parallel size.
-    beyond_fewest: micro-batches of a rank over the fewest that the tokens of all ranks fill. imbalance: see micro_batches.imbalance.
-    uneven: the same between the k-th micro-batches of the ranks, which wait for each other where they share experts."""
+    beyond_fewest: micro-batches of a rank over the fewest that the tokens of all ranks fill. imbalance: see
+    micro_batches.imbalance. uneven: the same between the k-th micro-batches of the ranks, which wait for each other
+    where they share experts."""
     packs = [[sum(lengths[i] for i in pack) for pack in rank] for rank in plan]
     computed = sum(max(-(-tokens // TENSOR_PARALLEL), 1) * TENSOR_PARALLEL for rank in packs for tokens in rank)
     fewest = -(-sum(min(length, CAP) for length in lengths) // (CAP * len(plan)))

@@ -64,9 +64,7 @@ def imbalance(plan: Plan, costs: Sequence[int]) -> float:
     return max(loads) * len(loads) / max(sum(loads), 1) - 1.0
 
 
-def _plan_by_cost(
-    lengths: Sequence[int], costs: Sequence[int], *, num_shares: int, cap: int, multiple: int
-) -> Plan:
+def _plan_by_cost(lengths: Sequence[int], costs: Sequence[int], *, num_shares: int, cap: int, multiple: int) -> Plan:
     """Ranks with equal work, each cut into micro-batches of nearly equal work; the k-th of every rank are alike, the
     heaviest first.
 
