@@ -48,6 +48,8 @@ class StepBatch:
     #: first step (without them the present ones, detached); reference, teacher: theirs, for the KL loss and to measure
     #: the distillation; values, returns: a critic's.
     columns: Mapping[str, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    #: The reference is still the policy: its log-probs are those of the training pass itself, detached.
+    own_reference: bool = False
 
     def with_columns(self, **columns: Scores) -> StepBatch:
         """The batch with more columns; one that is None, as on stages without logits, is left out."""
