@@ -177,10 +177,9 @@ class PolicyRecipe(Recipe):
         if replays or not self.worker.is_base(REFERENCE):  # a reference chooses its experts itself
             return batches, self._frozen_log_probs(REFERENCE, batches)
         first = self._first_to_score(len(batches))
-        # The first train step's own pass; but what a dropout leaves of an adapter is in no other, and packs of another
-        # size round otherwise.
-        drops = self.config.adapters is not None and self.config.adapters.lora_dropout > 0
-        own = int(first > 0 and not drops and batches[0].scoring_packs is None)
+        # The first train step's own pass; but adapters round otherwise where gradients are wanted, or drop some of what
+        # they see, and packs of another size round otherwise, too.
+        own = int(first > 0 and self.config.adapters is None and batches[0].scoring_packs is None)
         passed = self._frozen_log_probs(REFERENCE, batches[own:first]) if first > own else []
         marked = [dataclasses.replace(batch, own_reference=True) for batch in batches[:own]]
         return [*marked, *batches[own:]], [*([None] * own), *passed, *old[first:]]
