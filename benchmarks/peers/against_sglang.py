@@ -142,10 +142,10 @@ def measure(folder: str, scratch: Path, options: argparse.Namespace) -> dict:
         extra_flags=flags, environment={"OMP_NUM_THREADS": str(options.threads)},
     )  # fmt: skip
     rates: dict[str, list[float]] = {"bare": [], "ours": []}
-    engine = launch_engine(spec, 600.0)
-    router = launch_router(policy="cache_aware", log_path=str(scratch / "router.log"), timeout_s=60)
+    engine = launch_engine(spec, TIMEOUT_S)
+    router = launch_router(policy="cache_aware", log_path=str(scratch / "router.log"), timeout_s=TIMEOUT_S)
     try:
-        router.register(engine.endpoint, timeout_s=60)
+        router.register(engine.endpoint, timeout_s=TIMEOUT_S)
         client = EngineClient(engine.endpoint, timeout_s=TIMEOUT_S)
         sides = {
             "bare": lambda: bare(bodies, engine, options.concurrency),

@@ -69,7 +69,7 @@ def our_steps(folder: str, options: argparse.Namespace, shape: Shape) -> dict:
             "--rollout-temperature", "1.0", "--custom-rm-path", "benchmarks.peers.reward.reward",
             "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--lr", "1e-6", "--lr-decay-style", "constant",
             "--weight-decay", "0", "--clip-grad", "1.0", "--use-dynamic-batch-size",
-            "--max-tokens-per-gpu", str(options.tokens), "--run-dir", f"{scratch}/run",
+            "--max-tokens-per-gpu", str(options.tokens), "--no-bf16", "--run-dir", f"{scratch}/run",
         ]  # fmt: skip
         threads = {"SLIME_LIKE_ENGINE_OMP_THREADS": str(options.threads), "RAY_ADDRESS": "local"}
         _run(command, options, threads)
