@@ -14,6 +14,7 @@ from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.errors import CheckpointError
 from slime_like.job import ahead
 from slime_like.job.phases import Phases
+from slime_like.megatron_backend.checkpoint.folder import file_digest
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.tracing import PhaseTrace
 from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN, Ledger
@@ -39,10 +40,12 @@ def test_it_is_written_before_the_checkpoint_and_read_after_a_resume(tmp_path):
     states = []
     trainer = {"save": lambda done, state: states.append(state) or "folder"}
     first = phases_of(
-        Run(tmp_path, config(**one_step), rollouts={"ahead": rollout_ahead(), "state_dict": {}}, trainer=trainer)
+        Run(tmp_path, config(**one_step), rollouts={"ahead": rollout_ahead(), "snapshot": ({}, None)}, trainer=trainer)
     )
     first.save(2)
-    assert states[0]["ahead"] == {"bytes": (save / "ahead" / "0000002.npz").stat().st_size, "metrics": METRICS}
+    file = save / "ahead" / "0000002.npz"
+    size, digest = file.stat().st_size, file_digest(str(file))
+    assert states[0]["ahead"] == {"bytes": size, "digest": digest, "metrics": METRICS}
 
     taken = []
     resumed = Run(tmp_path, config(**one_step), rollouts={"put_ahead": lambda *args: taken.append(args)})
@@ -52,7 +55,11 @@ def test_it_is_written_before_the_checkpoint_and_read_after_a_resume(tmp_path):
     assert (step, metrics) == (2, METRICS) and [one.prompt.index for one in groups] == [4, 5]
     assert np.array_equal(groups[1].samples[0].engine_logprobs, group(5).samples[0].engine_logprobs)
 
-    (save / "ahead" / "0000002.npz").write_bytes(b"torn")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"0000002.npz is not what was written"):
+        phases_of(resumed).restore()
+    file.write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"0000002.npz is 4 bytes long, but was written with \d+"):
         phases_of(resumed).restore()
 
@@ -60,9 +67,9 @@ def test_it_is_written_before_the_checkpoint_and_read_after_a_resume(tmp_path):
 def test_files_of_checkpoints_that_are_gone_go_too(tmp_path):
     for number in (1, 2, 3):
         (tmp_path / f"iter_{number:07d}").mkdir()
-        ahead.keep(str(tmp_path), number, rollout_ahead())
+        ahead.kept(str(tmp_path), number, rollout_ahead(), None)
     (tmp_path / "iter_0000001").rmdir()
-    ahead.keep(str(tmp_path), 4, rollout_ahead())
+    ahead.kept(str(tmp_path), 4, rollout_ahead(), None)
     assert sorted(path.name for path in (tmp_path / "ahead").iterdir()) == [f"{n:07d}.npz" for n in (2, 3, 4)]
 
 
