@@ -23,6 +23,7 @@ from slime_like.job import build
 from slime_like.job.phases import Phases
 from slime_like.loops import sync_loop
 from slime_like.rollout import service
+from slime_like.rollout.continuing import ContinuingClient
 from slime_like.rollout.generate import GenerationClient
 
 ORDER = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
@@ -38,7 +39,10 @@ KILLED = {
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),
 }
-POINTS = ("build", "start", "generate", "score", "train", "trained", "publish checkpoint", "saved", "sync", "eval")
+POINTS = (
+    *("build", "start", "take", "generate", "score", "train", "trained"),
+    *("publish checkpoint", "saved", "sync", "synced", "eval"),
+)
 
 
 def is_due(point: str, step: int) -> bool:
@@ -79,7 +83,9 @@ class StrikingPhases(Phases):
         return first
 
     def generate(self, step):
-        """As Phases."""
+        """As Phases. At "take" whoever is killed dies while groups are awaited, whether or not requests are sent."""
+        if is_due("take", step):
+            threading.Timer(0.02, strike, ("take", step)).start()
         StrikingClient.watch("generate", step)
         StrikingClient.rewards = 0
         StrikingClient.scored = step
@@ -100,6 +106,14 @@ class StrikingPhases(Phases):
         super().save(num_rollouts_done)
         strike("saved", num_rollouts_done)
 
+    def sync(self, step):
+        """As Phases; at "synced" engines hold the weights, and generate on."""
+        receipt = super().sync(step)
+        if is_due("synced", step):
+            time.sleep(0.3)
+            strike("synced", step)
+        return receipt
+
     def _sync(self, weights, in_use):
         """As Phases; while the weights are on their way."""
         if is_due("sync", self.num_done):
@@ -114,7 +128,7 @@ class StrikingPhases(Phases):
 
 
 class StrikingClient(GenerationClient):
-    """Counts requests."""
+    """Counts requests, of whichever client."""
 
     point: str | None = None
     step = scored = rewards = requests = 0
@@ -130,6 +144,10 @@ class StrikingClient(GenerationClient):
         if StrikingClient.point is not None and StrikingClient.requests == NUMBER:
             strike(StrikingClient.point, StrikingClient.step)
         return await super()._exchange(asked, session)
+
+
+class StrikingContinuingClient(StrikingClient, ContinuingClient):
+    """The same, where answers outlive being ended by us."""
 
 
 class StrikingFleet(build.EngineFleet):
@@ -181,6 +199,6 @@ def even_tokens(args, sample) -> float:
 if __name__ == "__main__":
     train_group.TrainActor = StrickenActor
     sync_loop.Phases = StrikingPhases
-    service.GenerationClient = StrikingClient
+    service.GenerationClient, service.ContinuingClient = StrikingClient, StrikingContinuingClient
     build.EngineFleet = StrikingFleet
     sys.exit(train.main(sys.argv[2:]))
