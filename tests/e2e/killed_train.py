@@ -29,12 +29,12 @@ from slime_like.rollout.generate import GenerationClient
 ORDER = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
 #: The request, or the reward, of a rollout that comes after the blow: some are answered before, some are not.
 NUMBER = 6
-#: Who -> words of the command line of a process of the run.
+#: Who -> what the command line of a process of the run has one of; SGLang and Ray give theirs a title.
 KILLED = {
-    "trainer": ("ray::", "TrainActor"),
+    "trainer": ("ray::StrickenActor",),
     "engine": ("sglang::scheduler",),
     "engine server": ("slime_like.sglang_backend.cpu_server",),
-    "router": ("router_server",),
+    "router": ("router_server", "sglang::router"),
     "reward process": ("slime_like.rollout.rewards.worker",),
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),
@@ -66,7 +66,7 @@ def strike(point: str, step: int) -> None:
     victims = [
         process
         for process in supervisor.children(recursive=True)
-        if all(word in " ".join(process.cmdline()) for word in words)
+        if any(word in " ".join(process.cmdline()) for word in words)
     ]
     assert victims, f"no {ORDER['who']} is running"
     for victim in victims[:1]:

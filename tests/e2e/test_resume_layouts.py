@@ -28,7 +28,11 @@ LAYOUTS = [
         "",
     ),
     ("DP 2, colocated", ("--colocate", "--actor-num-gpus-per-node", "2"), "--tensor-model-parallel-size 2 -> 1"),
-    ("one card, an engine apart", ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"), "--colocate True -> False"),
+    (
+        "one card, an engine apart",
+        ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
+        "--colocate True -> False",
+    ),
     ("one card, colocated, padded", ONE, "--qkv-format thd -> bshd"),
 ]  # fmt: skip
 
@@ -55,7 +59,7 @@ def test_a_run_goes_on_in_another_layout_and_placement(tiny_model_dir, tiny_data
     before, places = our_processes(), (tiny_model_dir, tiny_data_dir)
     straight = run(*places, tmp_path / "straight", {}, *ONE, *PACKED)
     assert straight.returncode == 0, straight.logs()
-    for number, (name, layout, change) in enumerate(LAYOUTS, 1):
+    for number, (_, layout, change) in enumerate(LAYOUTS, 1):
         is_last = number == len(LAYOUTS)
         batches = ("--qkv-format", "bshd", "--micro-batch-size", "4") if is_last else PACKED
         order = {} if is_last else {

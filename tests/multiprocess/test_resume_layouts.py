@@ -1,5 +1,5 @@
-"""One training that changes its layout at every resume: DP 4 -> DP 2 -> TP 2 -> one rank with padded samples. Its losses
-are those of one rank that was never stopped.
+"""One training that changes its layout at every resume: DP 4 -> DP 2 -> TP 2 -> one rank with padded samples. Its
+losses are those of one rank that was never stopped.
 """
 
 from __future__ import annotations
