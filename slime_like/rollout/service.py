@@ -38,6 +38,9 @@ from slime_like.rollout.stock import AheadKeeper, Stock
 from slime_like.rollout.user_rollout import EvalTools, RolloutTools
 from slime_like.utils.files import RunDirectory
 
+#: Of a stock's record: (answers that were gone on with, tokens thrown away) since the last rollout.
+_ENDED = "ended"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutResult:
@@ -229,12 +232,16 @@ class RolloutService:
         stock = None
         if isinstance(self.stream, GroupFlow):
             stock = self._ahead.stock(self.stream, self._trained_on)
+            if isinstance(self._client, ContinuingClient):
+                stock.record[_ENDED] = [self._client.num_continued, self._client.thrown_tokens]
         return self.feed.state_dict(), stock
 
     def load_stock(self, stock: Stock, step: int) -> None:
         """After the feed's state: go on with what a snapshot has, in rollout `step`. Raises CheckpointError."""
         if isinstance(self.stream, GroupFlow):
             self._trained_on |= self._ahead.load(self.stream, stock, step)
+        if isinstance(self._client, ContinuingClient):
+            self._client.num_continued, self._client.thrown_tokens = stock.record.get(_ENDED, (0, 0))
 
     async def close(self) -> None:
         """End what runs, close connections, end the reward processes."""

@@ -136,7 +136,9 @@ def test_groups_that_wait_are_trained_on_next_and_are_not_made_again(world):
     assert again.metrics["async/staleness_max"] == 1  # by the weights of the process before
 
 
-@pytest.mark.parametrize("mode", [{"partial_rollout": True, "over_sampling_batch_size": 3}, {"async_mode": "full"}])
+@pytest.mark.parametrize(
+    "mode", [{"partial_rollout": True, "over_sampling_batch_size": 3}, {"async_mode": "full", "max_staleness": 0}]
+)
 def test_answers_of_a_group_in_the_making_are_gone_on_with(world, tokenizer, mode):
     """Of prompt 0 one answer is there, and the other is half of one (partial) or none (full) when the run is killed."""
     slow: list[tuple] = []
@@ -154,7 +156,7 @@ def test_answers_of_a_group_in_the_making_are_gone_on_with(world, tokenizer, mod
     else:
         future = run.manager.start_generate(0)
         while len(run.engine.requests) < 4 or not run.manager.snapshot()[1].answers:
-            assert not future.done()
+            assert not future.done(), "nothing may be too old: it waits for prompt 0"
         num_done = 0
     state = run.save(num_done)
     kept = load_answers(run.folder / "ahead" / f"{num_done:07d}.answers.npz")
@@ -184,6 +186,24 @@ def test_who_is_preempted_while_a_rollout_is_awaited_keeps_what_is_made(world):
     future.cancel()
     state, stock = run.manager.snapshot()
     assert "ready" in state["data"]["open"].values() and len(stock.groups) >= 1
+
+
+def test_what_a_smaller_bound_forbids_is_dropped_by_name(world):
+    """--max-staleness may change between two starts: what waits is too old then."""
+    run = world(async_mode="full", max_staleness=2)
+    run.begin()
+    run.step(0)
+    run.sync(1)
+    run.step(1)
+    while run.manager._tell(lambda: run.manager._service.stream.num_ready) < 2:
+        pass
+    run.save(2)
+    run._options = {"async_mode": "full", "max_staleness": 0}
+    assert run.begin() == 2
+    result = run.step(2)
+    assert result.metrics["async/staleness_max"] == 0
+    lines = read_json_lines(RunDirectory(str(run.folder)).dropped)
+    assert result.metrics["async/dropped_groups"] == sum(line.get("why") == "stale" for line in lines) >= 2
 
 
 def test_a_file_of_answers_gives_back_what_was_written(tmp_path):
