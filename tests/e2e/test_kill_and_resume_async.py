@@ -32,7 +32,7 @@ CHAINS = {
         (*APART, "--async-mode", "full", "--max-staleness", "2", "--async-save"),
         [
             ("driver", "take", 1), ("trainer", "train", 2), ("trainer", "publish checkpoint", 3),
-            ("engine", "synced", 4), ("SIGTERM", "take", 4), ("gcs", "trained", 4),
+            ("engine", "synced", 4), ("gcs", "trained", 4), ("SIGTERM", "take", 5),
         ],
     ),
     "full, answers ended by syncs": (
