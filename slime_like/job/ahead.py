@@ -39,7 +39,8 @@ def kept(save: str, num_done: int, rollout: Rollout | None, stock: Stock | None)
             return {}, ()
         state: dict = {"record": stock.record, "groups": _groups(save, num_done, stock.groups)}
     except DataError as error:
-        return {}, (f"{error}. After a resume the prompts of what is made ahead are asked again.",)
+        why = f"a label or metadata is no JSON value: {error.__cause__}"
+        return {}, (f"what is generated ahead is not kept: {why}. After a resume its prompts are asked again",)
     if stock.answers:
         state["answers"] = _record(save_answers(_path(save, num_done, ".answers.npz"), stock.answers))
     return {_FLOW: state}, ()
