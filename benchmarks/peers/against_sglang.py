@@ -204,7 +204,9 @@ def main() -> None:
 def tiny_model(scratch: Path) -> Path:
     """models/tiny-qwen3 with weights from a seed."""
     command = [sys.executable, str(ROOT / "scripts/make_tiny_model.py"), str(scratch / "tiny")]
-    subprocess.run([*command, "--model", str(ROOT / "models/tiny-qwen3")], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [*command, "--model", str(ROOT / "models/tiny-qwen3")], check=True, capture_output=True, timeout=TIMEOUT_S
+    )
     return scratch / "tiny"
 
 
