@@ -85,7 +85,7 @@ class Phases:
 
     def begin_step(self, step: int) -> None:
         """Count and trace phases as of `step` from now on."""
-        self.timers = PhaseTimers(self.trace, step)
+        self.timers = PhaseTimers(self.trace, step, progress=self.job.resolved.progress)
 
     def begin_generate(self, step: int) -> None:
         """Generate rollout `step` beside whatever comes next, unless that has begun or there is none."""
@@ -216,6 +216,7 @@ class Phases:
             if self._num_set_aside or self.job.tend is not None:
                 self._rollouts.engines_changed(self._engines.endpoints)
         self.weights, self._is_ahead = weights, False
+        self.job.resolved.progress.serves(weights.version)
         self._num_syncs += 1
         self._rollouts.policy_changed(weights, step)
         self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
