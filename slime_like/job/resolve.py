@@ -43,7 +43,6 @@ def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
     before = last_config(RunDirectory(config.observability.run_dir or "").config) if goes_on else None
     run = RunDirectory.create(config, goes_on=goes_on)
     resume.lock(run)
-    wanted = config.to_json()
     config, ends_only = _filled(config, plan, run, num_rollout), False
     if goes_on:
         num_done = point.num_rollouts_done if point is not None else 0
@@ -55,7 +54,7 @@ def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
         data=source,
         num_rollout=num_rollout,
         ends_only=ends_only,
-        notes=() if point is None else (*config_changes(before, json.loads(wanted)), *point.notes()),
+        notes=() if point is None else (*config_changes(before, json.loads(config.to_json())), *point.notes()),
     )
 
 

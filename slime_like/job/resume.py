@@ -81,6 +81,8 @@ def take_over(run: RunDirectory, num_done: int, num_rollout: int) -> bool:
     if num_done == num_rollout and ends_with_step(run.metrics, num_rollout - 1):
         return False
     forget_from(run.metrics, num_done)
+    if num_done == 0:  # else a ledger says which lines go
+        run.dropped.unlink(missing_ok=True)
     return num_done == num_rollout
 
 

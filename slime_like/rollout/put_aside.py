@@ -60,12 +60,14 @@ class PutAside:
         return {
             "rows": {str(row): error for row, error in self.rows.items()},
             "errors": {str(row): number for row, number in self._num_errors.items()},
+            "recent": [int(failed) for failed in self._recent],
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a state_dict."""
         self.rows = {int(row): str(error) for row, error in state.get("rows", {}).items()}
         self._num_errors = {int(row): int(number) for row, number in state.get("errors", {}).items()}
+        self._recent = collections.deque(map(bool, state.get("recent", ())), maxlen=WINDOW)
 
     def _check_share(self, error: str) -> None:
         number, errors = len(self._recent), sum(self._recent)

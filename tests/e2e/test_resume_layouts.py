@@ -67,6 +67,7 @@ def test_a_run_goes_on_in_another_layout_and_placement(tiny_model_dir, tiny_data
         }  # fmt: skip
         done = run(*places, tmp_path / "run", order, *layout, *batches)
         assert (done.returncode == 0) == is_last, done.logs()
+        assert is_last or Path(order["mark"]).exists(), done.logs()
         assert change in done.output and ("changed since the last start" in done.output) == (number > 1), done.output
         assert_nothing_left(before, seconds=45)
     furthest = 0.0

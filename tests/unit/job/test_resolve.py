@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.job.resolve import resolve
+from slime_like.megatron_backend.checkpoint.folder import Draft
 from slime_like.planning.placement import make_plan
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-qwen3"
@@ -74,3 +76,22 @@ def test_a_mistake_leaves_no_run_directory(tmp_path):
     with pytest.raises(DataError, match="--label-key"):
         resolve(wrong, make_plan(right))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_says_which_flags_changed(tmp_path):
+    """Of the command line: what is filled in at each start is none."""
+    save = tmp_path / "run" / "checkpoints"
+    going_on = config(tmp_path, checkpoint=CheckpointConfig(hf_checkpoint=str(TINY), resume="auto", save=str(save)))
+    first = resolve(going_on, make_plan(going_on))
+    assert first.notes == ()
+    first.run.config.write_text(first.config.to_json())  # as train.py does
+    draft = Draft(folder=str(save), number=1, record={})
+    draft.make()
+    draft.publish()
+    os.unlink(tmp_path / "run" / ".lock")  # that process has ended
+    (same,) = resolve(going_on, make_plan(going_on)).notes
+    assert same == "--resume auto: going on after 1 rollouts"
+    os.unlink(tmp_path / "run" / ".lock")
+    other = dataclasses.replace(going_on, placement=PlacementConfig(actor_num_gpus_per_node=1, colocate=True))
+    changed, _ = resolve(other, make_plan(other)).notes
+    assert "changed since the last start" in changed and "--colocate False -> True" in changed

@@ -92,6 +92,14 @@ def test_what_is_done_again_is_told_once(tmp_path):
     assert not {("train", 2), ("sync", 2), ("eval", 2)} & set(left)  # they come again
 
 
+def test_who_begins_anew_names_no_prompts_of_before(tmp_path):
+    """Killed before its first checkpoint: the same prompts are drawn, and dropped, again."""
+    run = RunDirectory(str(tmp_path))
+    run.dropped.write_text('{"prompt": 3, "why": "stale"}\n')
+    assert resume.take_over(run, 2, 5) is False and run.dropped.exists()
+    assert resume.take_over(run, 0, 5) is False and not run.dropped.exists()
+
+
 def test_a_run_that_was_over_stays_as_it_is(tmp_path):
     run = RunDirectory(str(tmp_path))
     metrics_of(run, 2)

@@ -109,8 +109,11 @@ def test_a_share_of_errors_that_is_too_large_ends_the_run_and_says_the_last():
     for row in range(3):  # of 32: below a tenth
         put_aside.ended(100 + row, f"error {row}")
     put_aside.ended(200, None)
-    with pytest.raises(RewardError, match="4 of the last 33 groups .* --max-reward-error-share 0.1 .* error 3"):
-        put_aside.ended(103, "error 3")
+    resumed = PutAside(DROPS)
+    resumed.load_state_dict(json.loads(json.dumps(put_aside.state_dict())))
+    for one in (put_aside, resumed):  # the window lasts through a resume
+        with pytest.raises(RewardError, match="4 of the last 33 groups .* --max-reward-error-share 0.1 .* error 3"):
+            one.ended(103, "error 3")
 
 
 def test_when_no_row_is_left_that_is_said(tmp_path):
