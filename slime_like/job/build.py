@@ -90,13 +90,12 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
         clock.lap("rollout manager")
     if not in_turn:
         _wait_for_others(job, roles, reward, clock)
-    if fleet is not None and config.engine.max_engine_restarts:
+    if fleet is not None and config.engine.outlives_faults:
         job.tend = EngineCare(fleet, config.engine).tend
     job.watch = _watching(None if job.tend else fleet, [*roles.values(), *([reward] if reward is not None else [])])
 
 
 def _rollouts(resolved: ResolvedRun, fleet: EngineFleet, reward: RewardGroup | None) -> RolloutManager:
-    assert fleet.router is not None, "wait_started() made it"
     access = EngineAccess(
         router_url=fleet.router.url,
         router_api_key=fleet.router.api_key,

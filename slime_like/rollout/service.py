@@ -84,7 +84,7 @@ class RolloutService:
         # On engines set aside no sync concerns an evaluation.
         self._eval_policy = Policy() if config.asynchrony.eval_num_engines else self.policy
         self._eval_client = self._make_eval_client(access)
-        if config.engine.max_engine_restarts:
+        if config.engine.outlives_faults:
             self._client.wait_for_engines(self.policy)
             self._eval_client.wait_for_engines(self._eval_policy)
         self._num_engines = access.num_engines

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -163,9 +164,11 @@ class Router:
             return response.text
 
 
-def start_router(engine: EngineConfig, policy: str, log_path: str, log_level: str) -> Router:
+def start_router(
+    engine: EngineConfig, policy: str, log_path: str, log_level: str, *, successor_of: Router | None = None
+) -> Router:
     """The router of a run: the one at --sglang-router-ip, else one of our own with the policy. As launch_router and
-    attach_router.
+    attach_router. successor_of: one of our own that has ended, whose address and key it takes.
     """
     if engine.sglang_router_ip:
         assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
@@ -176,9 +179,10 @@ def start_router(engine: EngineConfig, policy: str, log_path: str, log_level: st
         )
     return launch_router(
         policy=policy,
-        port=engine.sglang_router_port,
+        port=engine.sglang_router_port if successor_of is None else urlsplit(successor_of.url).port,
         log_path=log_path,
         timeout_s=engine.engine_start_timeout_s,
+        api_key=None if successor_of is None else successor_of.api_key,
         log_level=log_level,
     )
 

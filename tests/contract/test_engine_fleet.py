@@ -1,11 +1,15 @@
 """Engines that join and leave a fleet while it is up: the real router before scripted engines, and a trainer that
 steers them as a real one does.
 """
+# Covers slime_like.cluster.fleet_router too, which is reached by way of the fleet.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,14 +17,18 @@ from types import SimpleNamespace
 import pytest
 import requests
 
+from slime_like.cluster.engine_care import EngineCare
 from slime_like.cluster.engine_fleet import EngineFleet
 from slime_like.config.engine import EngineConfig
 from slime_like.config.placement import PlacementConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.planning.engines import EnginePlan
 from slime_like.records import SyncReceipt, WeightsRef
+from slime_like.rollout.generate import GenerationClient
+from slime_like.rollout.policy import Policy
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
 from slime_like.utils.net import wait_until
 from slime_like.weight_sync.session import PublishOrder, run_session
@@ -265,6 +273,69 @@ def test_one_that_is_gone_is_dead_and_named(world):
     assert world.states() == {0: "serving", 1: "dead"} and world.routed() == [0] and world.fleet.num_deaths == 1
     assert world.fleet.membership[1].proven is None and "does not answer" in world.fleet.membership[1].why
     assert world.fleet.sync(SECOND, world.trainer).engines_proven == 1
+
+
+def killed_router(world) -> None:
+    """It has ended, and that is seen."""
+    router = world.fleet.router._router
+    os.kill(router._process.pid, signal.SIGKILL)
+    wait_until(
+        lambda: None if world.fleet.router.failure() else "it runs",
+        deadline_s=10, who="test", whom="the router", phase="its end",
+    )  # fmt: skip
+
+
+def test_a_router_that_died_is_followed_by_one_of_the_same_address_and_key_with_who_serves_then(world):
+    world.fleet.sync(FIRST, world.trainer)
+    url, key = world.fleet.router.url, world.fleet.router.api_key
+    killed_router(world)
+    with pytest.raises(EngineError, match="(?s)the router at .* ended with status 137. End of .*router-0.log"):
+        world.fleet.check()
+    world.engines[1].close()
+    world.fleet.mark_dead(1, "it does not answer")  # nobody is there to be told
+    assert world.fleet.router.restart() < 20 and world.fleet.router.failure() is None
+    assert (world.fleet.router.url, world.fleet.router.api_key) == (url, key)
+    assert world.routed() == [0] and world.ask([1, 2]).status_code == 200
+
+
+def test_who_joins_finds_a_router_that_died_a_moment_ago_running(world):
+    world.fleet.sync(FIRST, world.trainer)
+    killed_router(world)
+    world.fleet.add(world.third(), world.trainer)
+    assert world.routed() == [0, 1, 2]
+
+
+def test_requests_outlive_the_router(world):
+    """Those that are under way when it is killed, and those that begin while none runs: all are answered."""
+    world.fleet.sync(FIRST, world.trainer)
+    care = EngineCare(world.fleet, world.fleet._config.engine)
+    policy, notes = Policy(), []
+
+    async def look_after() -> None:
+        while True:
+            changes = await asyncio.to_thread(care.tend, world.trainer)
+            notes.extend(changes.notes)
+            if changes.serving_changed:
+                policy.engines_changed(enough=changes.enough)
+            await asyncio.sleep(0.3)
+
+    async def run() -> list:
+        router = world.fleet.router
+        client = GenerationClient(router.url, router.api_key, RolloutConfig(), concurrency=64, weight_version=lambda: 0)
+        client.wait_for_engines(policy)
+        care_task = asyncio.create_task(look_after())
+        before = [asyncio.create_task(client.generate(SLOW, {"max_new_tokens": 4})) for _ in range(4)]
+        await asyncio.sleep(SLOW_S / 2)
+        os.kill(router._router._process.pid, signal.SIGKILL)
+        after = [asyncio.create_task(client.generate([1, number], {"max_new_tokens": 4})) for number in range(4)]
+        try:
+            return await asyncio.gather(*before, *after)
+        finally:
+            care_task.cancel()
+            await client.close()
+
+    assert [answer.tokens for answer in asyncio.run(run())] == [[7]] * 8
+    assert "ended with status 137" in notes[0] and "with 2 engines" in notes[1] and len(notes) == 2
 
 
 def test_what_cannot_join_leaves_the_others_alone(world):

@@ -125,6 +125,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "cluster.engine_actor": ("e2e/test_config_file.py",),
     "cluster.engine_processes": ("multiprocess/test_engine_fleet.py",),
     "cluster.ray_session": ("e2e/test_cluster.py", "multiprocess/test_reward_group.py"),
+    "cluster.fleet_router": ("contract/test_engine_fleet.py",),
     "cluster.receivers": ("unit/config/test_delta.py",),
     "cluster.reward_group": ("multiprocess/test_reward_group.py",),
     "job.command_line": ("unit/config/test_arguments.py",),
