@@ -370,7 +370,7 @@ class Phases:
             return {}
         wait = not self.preemption.is_asked
         with self._explained("generate"):
-            rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
+            rollout = rollouts.ahead(num_done, wait=wait, watch=self._tending.watch("generate", self._sender))
         return {} if rollout is None else {"ahead": ahead.keep(save, num_done, rollout)}
 
     def _data_state(self) -> dict:

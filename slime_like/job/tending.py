@@ -60,6 +60,7 @@ class Tending:
             if trainer is not None:
                 self._after_sending()
             job.rollouts.engines_changed(job.engines.endpoints, enough=changes.enough)
+        job.rollouts.engines_looked_at()
         return changes
 
     def retried(self, sync: Callable[[], _T]) -> _T:

@@ -200,6 +200,11 @@ class RolloutService:
         if isinstance(self._client, ContinuingClient):
             self._client.hold_on(serving)
 
+    def engines_looked_at(self) -> None:
+        """Somebody has looked which engines have died; what came of it was said before."""
+        for policy in {self.policy, self._eval_policy}:
+            policy.engines_looked_at()
+
     def policy_changing(self) -> frozenset[WeightsRef]:
         """Engines are about to get other weights; what they abort now did not fail.
 

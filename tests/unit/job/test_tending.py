@@ -20,7 +20,9 @@ class World:
         self.engines = types.SimpleNamespace(endpoints=("one",), num_deaths=0)
         rollouts = types.SimpleNamespace(
             engines_changed=lambda serving, enough: self.heard.append((serving, enough)),
+            engines_looked_at=self._looked,
         )
+        self.num_looks = 0
         self.notes: list[str] = []
         console = types.SimpleNamespace(note=self.notes.append)
         self.asked: list[str] = []
@@ -36,6 +38,9 @@ class World:
         self.trainers.append(trainer)
         return self.looks.pop(0) if self.looks else Tended()
 
+    def _looked(self):
+        self.num_looks += 1
+
     def _after(self):
         self.sent += 1
 
@@ -47,6 +52,7 @@ def test_a_watch_looks_at_everything_else_and_then_after_engines():
     watch()
     assert world.asked == ["generate", "generate"] and world.trainers == ["trainer", "trainer"]
     assert world.heard == [(("one",), True)] and world.notes == ["engine 0 died"] and world.sent == 1
+    assert world.num_looks == 2, "requests that have failed wait for that"
 
 
 def test_requests_wait_while_too_few_serve():
