@@ -70,6 +70,17 @@ def test_requests_that_wait_for_engines_that_wait_for_a_sync_end_the_run():
     World(Tended(num_waiting=1)).tending.watch("generate", lambda: None)()  # enough others serve
 
 
+def test_where_the_trainer_may_send_newer_weights_it_does_instead():
+    world, syncs = World(Tended(enough=False, num_waiting=1), Tended(), Tended(enough=False, num_waiting=1)), []
+    watch = world.tending.watch("generate", lambda: None, lambda: not syncs.append(world.num_looks))
+    watch()
+    watch()
+    assert syncs == [1], "once: at the second look enough serve"
+    refused = world.tending.watch("generate", lambda: None, lambda: False)
+    with pytest.raises(EngineError, match="need weights"):
+        refused()
+
+
 def test_a_sync_waits_for_those_that_come_and_is_begun_again_without_the_dead(monkeypatch):
     monkeypatch.setattr(tending, "_LOOK_S", 0.0)
     world = World(Tended(enough=False, num_coming=1), Tended(), Tended(enough=False, num_coming=0))
