@@ -117,12 +117,11 @@ class EngineCare:
             raise error
         logger.error("engine %d died: %s", index, error)
         left = self._fleet.num_members
-        if self._restarts_left < 1 or not self._fleet.can_replace:
+        if self._restarts_left < 1:
             if left < self._min and not (self._coming or self._joining):
                 raise error
             self._given_up.add(index)
-            why = "--max-engine-restarts is used up" if self._fleet.can_replace else "its weights came as deltas"
-            return f"{error}\nengine {index} is not replaced ({why}); {left} serve"
+            return f"{error}\nengine {index} is not replaced (--max-engine-restarts is used up); {left} serve"
         self._restarts_left -= 1
         successor = self._fleet.begin_replacement(index)
         self._coming[successor] = (index, time.monotonic())

@@ -116,11 +116,6 @@ class EngineFleet:
         weights, which `trainer` must still hold; without a trainer the next `sync` brings it in. Whatever fails, it
         is taken away again.
         """
-        if self._receivers is not None:
-            raise EngineError(
-                f"engine {engine.index}: with --update-weight-mode delta no engine can join while the run is up;"
-                " receivers start with the run."
-            )
         if self._memory.released:
             raise EngineError(
                 f"engine {engine.index}: no engine can join while the others have given their memory back."
@@ -137,11 +132,6 @@ class EngineFleet:
             self.remove(engine.index)
             raise
         return self.membership[engine.index]
-
-    @property
-    def can_replace(self) -> bool:
-        """Whether engines can join while the run is up: receivers of deltas start with it."""
-        return self._receivers is None
 
     def begin_replacement(self, index: int) -> int:
         """Begin starting an engine in the place of a dead one, which is forgotten, or wait for the same address to
@@ -165,7 +155,7 @@ class EngineFleet:
             endpoint = returned_endpoint(self._config, plan)
         if endpoint is None:
             return False
-        self.membership = self.membership.healthy(endpoint)
+        self._answers([endpoint])
         return True
 
     def bring_up(self, index: int, trainer: Publishes | None) -> None:
@@ -215,9 +205,11 @@ class EngineFleet:
             for index in indices
             if self._plans[index].external_url is not None
         ]
-        if self._receivers is not None:
-            endpoints = list(self._receivers.beside(endpoints))
-        for endpoint in endpoints:
+        self._answers(endpoints)
+
+    def _answers(self, endpoints: Sequence[EngineEndpoint]) -> None:
+        """These have started; each is known with its receiver of deltas, if there is one beside it."""
+        for endpoint in endpoints if self._receivers is None else self._receivers.beside(endpoints):
             self.membership = self.membership.healthy(endpoint)
 
     # ------------------------------------------------------------------ weights
@@ -342,10 +334,12 @@ class EngineFleet:
 
     def note_deaths(self) -> dict[int, RunError]:
         """Engines that have ended since they were asked for last, or hang, and how; they are marked dead. Asks external
-        ones nothing.
+        ones nothing. Raises ReceiverError if a receiver of deltas has ended, which nobody replaces.
         """
         known = {member.index for member in self.membership.in_state(MemberState.DEAD)}
         ended = self._marked(self._vitals.ended(known) | self._vitals.silent())
+        if self._receivers is not None:
+            self._receivers.check()
         return ended | self._end_hanging()
 
     def _end_hanging(self) -> dict[int, RunError]:
@@ -397,3 +391,5 @@ class EngineFleet:
         self.router.close()
         if self._processes is not None:
             self._processes.stop()
+        if self._receivers is not None:
+            self._receivers.close()

@@ -20,6 +20,8 @@ PLACES = {
     "alone": ["--rollout-num-gpus", "1"],
     "one of two": ["--rollout-num-gpus", "2"],
     "colocated": ["--colocate"],
+    "deltas": ["--rollout-num-gpus", "2", "--update-weight-mode", "delta"],
+    "ahead": ["--rollout-num-gpus", "1", "--async-mode", "one-step"],
 }
 #: Of an engine that hangs: silence until it is ended, far longer than a batch of the tiny model takes on a busy host.
 HANG = ["--engine-hang-timeout-s", "20", "--update-weight-timeout-s", "40"]
@@ -78,7 +80,7 @@ def assert_whole(run: Finished, num_engines: int) -> None:
 def test_a_killed_engine_is_replaced_and_the_run_ends_well(disturbed, placement):
     run = disturbed(placement, lambda pid: processes(pid, "cpu_server")[0].kill())
     assert re.search(r"engine [01] is being replaced by engine", run.output)
-    assert_whole(run, 2 if placement == "one of two" else 1)
+    assert_whole(run, 2 if placement in ("one of two", "deltas") else 1)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,6 @@ class Router:
 class Fleet:
     """Engines that serve from the beginning; the test says who dies and whose successor is up."""
 
-    can_replace = True
-
     def __init__(self, count: int):
         self.router = Router()
         endpoints = [EngineEndpoint(index=index, url=f"http://e{index}") for index in range(count)]
@@ -167,14 +165,6 @@ def test_before_the_first_sync_no_trainer_is_needed():
     care.tend(None)
     care.tend(None)
     assert fleet.brought == [(1, None)]
-
-
-def test_with_deltas_nobody_can_join():
-    fleet = Fleet(1)
-    fleet.can_replace = False
-    fleet.dying = {0: killed(0)}
-    with pytest.raises(EngineError, match="status 137"):
-        EngineCare(fleet, EngineConfig()).tend(TRAINER)
 
 
 def test_with_no_restarts_a_dead_engine_ends_the_run_though_others_serve():
