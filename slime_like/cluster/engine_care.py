@@ -10,6 +10,7 @@ import logging
 import time
 
 from slime_like.cluster.engine_fleet import EngineFleet
+from slime_like.cluster.engine_guests import EngineGuests
 from slime_like.cluster.members import MemberState
 from slime_like.config.engine import EngineConfig
 from slime_like.errors import EngineError, RunError, WaitTimeout
@@ -55,7 +56,9 @@ class EngineCare:
     --max-engine-restarts 0 it raises what a dead engine has died of.
     """
 
-    def __init__(self, fleet: EngineFleet, config: EngineConfig):
+    def __init__(self, fleet: EngineFleet, config: EngineConfig, guests: EngineGuests | None = None):
+        """guests: engines that join and leave by a file; None: none do."""
+        self._guests = guests
         self._fleet, self._min, self._replaces = fleet, config.min_engines, config.max_engine_restarts > 0
         self._router_failure: RunError | None = None  # requests wait until another runs
         self._restarts_left, self._deadline_s = config.max_engine_restarts, config.engine_start_timeout_s
@@ -77,18 +80,35 @@ class EngineCare:
         serving_changed = bool(notes)
         for index in list(self._coming):
             notes += self._look_at(index)
+        if self._guests is not None:
+            guests = self._guests.look()
+            notes += guests.notes
+            self._joining.update(guests.joined)
+            serving_changed = serving_changed or guests.serving_changed
         starting = {member.index for member in self._fleet.membership.in_state(MemberState.STARTING)}
         self._joining &= starting  # a sync takes them in, too
         if trainer is not None or self._fleet.membership.present is None:
             for index in sorted(self._joining):
                 self._joining.discard(index)
-                started = time.monotonic()
-                self._fleet.bring_up(index, trainer)
+                notes.append(self._bring_up(index, trainer))
                 serving_changed = True
-                notes.append(f"engine {index} has its weights after {time.monotonic() - started:.1f} s, and serves")
         router_comes = self._router_failure is not None
         enough = self._fleet.num_members >= self._min and not router_comes
         return Tended(serving_changed, enough, len(self._coming) + router_comes, len(self._joining), tuple(notes))
+
+    def _bring_up(self, index: int, trainer: Publishes | None) -> str:
+        """One gets its weights and serves; of those that came by the file, a failure ends only its own part."""
+        started = time.monotonic()
+        try:
+            self._fleet.bring_up(index, trainer)
+        except RunError as error:
+            if self._guests is None or not self._guests.is_guest(index):
+                raise
+            self._guests.forget(index)
+            self._fleet.mark_dead(index, str(error))
+            self._fleet.remove(index)
+            return f"engine {index} cannot join: {error}"
+        return f"engine {index} has its weights after {time.monotonic() - started:.1f} s, and serves"
 
     def _tend_router(self) -> list[str]:
         """Requests wait from the look that notices its end; the next one starts another, which takes seconds."""

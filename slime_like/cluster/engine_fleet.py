@@ -199,7 +199,8 @@ class EngineFleet:
 
     def _wait_healthy(self, indices: Sequence[int]) -> None:
         """Wait for engines that were begun; their endpoints are known afterwards."""
-        endpoints = [] if self._processes is None else self._processes.wait()
+        local = any(self._plans[index].external_url is None for index in indices)
+        endpoints = self._processes.wait() if local and self._processes is not None else []
         endpoints += [
             external_endpoint(self._config, self._plans[index])
             for index in indices
@@ -294,13 +295,17 @@ class EngineFleet:
         member = self.membership[index]
         assert member.endpoint is not None, "it has served"
         self.router.deregister(member.endpoint)
-        client = self._client(member.endpoint)
 
         def busy() -> str | None:
-            count = client.num_requests()
+            count = self.num_requests(index)
             return f"{count} requests are left" if count else None
 
         wait_until(busy, deadline_s=timeout_s, who="train.py", whom=member.name, phase="drain")
+
+    def num_requests(self, index: int) -> int:
+        """Requests that run or wait in a member. Raises EngineError or WaitTimeout."""
+        endpoint = self.membership[index].endpoint
+        return 0 if endpoint is None else self._client(endpoint).num_requests()
 
     def remove(self, index: int) -> None:
         """Forget a member that is dead, drained or never served.

@@ -1,5 +1,5 @@
 """The router of a fleet: who is registered with it, and another of the same address and key in its place when ours
-ends.
+ends, or hangs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from slime_like.config.run import RunConfig
 from slime_like.errors import EngineError, RunError
 from slime_like.records import EngineEndpoint
+from slime_like.sglang_backend.hang_watch import HangWatch
 from slime_like.sglang_backend.router import Router, start_router
 
 logger = logging.getLogger(__name__)
@@ -24,16 +25,36 @@ class FleetRouter:
         self._restarts_left = config.engine.max_router_restarts
         self._router: Router | None = None
         self._registered: dict[str, EngineEndpoint] = {}  # by their addresses
-        self._broken: RunError | None = None  # why the last restart is not complete
+        self._broken: RunError | None = None  # why it was ended, or why the last restart is not complete
+        self._watch: HangWatch | None = None
 
     def start(self) -> None:
         """Our router, or the one at --sglang-router-ip, answers afterwards. Raises EngineError or WaitTimeout."""
         self._router = self._launched()
 
     def _launched(self) -> Router:
-        level = self._config.observability.log_level or "warning"
+        engine, level = self._config.engine, self._config.observability.log_level or "warning"
         policy = self._config.router_policy
-        return start_router(self._config.engine, policy, self._log_path, level, successor_of=self._router)
+        router = start_router(engine, policy, self._log_path, level, successor_of=self._router)
+        if router.is_ours and engine.engine_hang_timeout_s:
+            ask = Router(router.url, router.api_key, None).ask  # with connections of its own: it is another thread
+            self._watch = HangWatch(ask, timeout_s=engine.engine_hang_timeout_s, name=router.url)
+        return router
+
+    def _end_hanging(self) -> None:
+        silence = None if self._watch is None else self._watch.silent_s()
+        if silence is not None:
+            self._broken = EngineError(
+                f"the router at {self.url} hangs: no answer to /workers for {silence:.0f} s (--engine-hang-timeout-s);"
+                " it is ended"
+            )
+            self._close_ours()
+
+    def _close_ours(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._running.close()
 
     @property
     def _running(self) -> Router:
@@ -60,13 +81,16 @@ class FleetRouter:
 
     def failure(self) -> RunError | None:
         """How our router has ended, or why its successor lacks engines; None while all is well, and of one that is not
-        ours.
+        ours. One that hangs is ended.
         """
+        self._end_hanging()
+        if self._broken is not None:
+            return self._broken
         try:
             self._running.check()
         except EngineError as error:
             return error
-        return self._broken
+        return None
 
     @property
     def can_restart(self) -> bool:
@@ -80,7 +104,7 @@ class FleetRouter:
         """
         self._restarts_left -= 1
         started = time.monotonic()
-        self._running.close()
+        self._close_ours()
         try:
             self._router = self._launched()
             for endpoint in list(self._registered.values()):
@@ -123,4 +147,4 @@ class FleetRouter:
                     self.deregister(endpoint)
                 except RunError as error:
                     logger.warning("engine %s stays registered: %s", endpoint.url, error)
-        self._router.close()
+        self._close_ours()

@@ -62,7 +62,7 @@ class EngineConfig:
         300.0,
         help=(
             "An engine of ours whose scheduler answers nothing for so long, in seconds, is ended and counts as one that"
-            " died. Longer than any batch, and than loading weights. 0: nobody asks."
+            " died; so is our router. Longer than any batch, and than loading weights. 0: nobody asks."
         ),
         least=0,
         most=LONGEST_WAIT_S,

@@ -66,6 +66,15 @@ class Router:
         """None while our router runs (always for one that is not ours), else its exit status."""
         return self._process.poll() if self._process else None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether we have started it."""
+        return self._process is not None
+
+    def ask(self, timeout_s: float) -> None:
+        """Raise EngineError unless it answers in time."""
+        self._request("GET", "/workers", timeout_s=timeout_s)
+
     def check(self) -> None:
         """Raise EngineError with the tail of the log if our router has ended."""
         code = self.poll()
@@ -149,10 +158,10 @@ class Router:
     def _find(self, url: str) -> dict | None:
         return next((worker for worker in self._list() if worker.get("url") == url), None)
 
-    def _request(self, method: str, path: str, body: dict | None = None) -> Any:
+    def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float = _REQUEST_TIMEOUT_S) -> Any:
         what = f"router: {method} {self.url}{path}"
         try:
-            response = self._session.request(method, self.url + path, json=body, timeout=_REQUEST_TIMEOUT_S)
+            response = self._session.request(method, self.url + path, json=body, timeout=timeout_s)
         except requests.RequestException as error:
             self.check()  # if it has ended, its log says more than a refused connection
             raise EngineError(f"{what} failed: {error}") from error

@@ -123,6 +123,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.sync": ("unit/config/test_placement.py",),
     "config.tree": ("unit/config/test_run.py",),
     "cluster.engine_actor": ("e2e/test_config_file.py",),
+    "cluster.engine_guests": ("contract/test_engine_fleet.py",),
     "cluster.engine_processes": ("multiprocess/test_engine_fleet.py",),
     "cluster.ray_session": ("e2e/test_cluster.py", "multiprocess/test_reward_group.py"),
     "cluster.fleet_router": ("contract/test_engine_fleet.py",),
