@@ -114,8 +114,8 @@ class EngineCare:
         """Requests wait from the look that notices its end; the next one starts another, which takes seconds."""
         router, failure = self._fleet.router, self._fleet.router.failure()
         if failure is None:
-            self._router_failure = None
-            return []
+            waited, self._router_failure = self._router_failure, None
+            return [] if waited is None else ["the router runs again"]  # whoever joined has found it dead, too
         if not router.can_restart:
             raise EngineError(f"{failure}\nIt is not started again: --max-router-restarts is 0, or used up.")
         if self._router_failure is None:

@@ -189,6 +189,17 @@ def test_requests_wait_from_the_look_that_notices_the_routers_end_until_another_
     assert care.tend(TRAINER).notes == ()
 
 
+def test_requests_go_on_where_somebody_else_has_started_the_router_meanwhile():
+    fleet = Fleet(1)
+    fleet.router = Router(1.0)
+    fleet.router.ended = EngineError("the router ended with status 137")
+    care = EngineCare(fleet, EngineConfig())
+    assert not care.tend(TRAINER).enough
+    fleet.router.restart()
+    changes = care.tend(TRAINER)
+    assert (changes.serving_changed, changes.enough) == (True, True)
+
+
 def test_a_router_that_does_not_start_again_is_tried_again_and_then_ends_the_run_by_name():
     fleet = Fleet(1)
     fleet.router = Router(EngineError("its port is taken"), EngineError("its port is taken still"))
