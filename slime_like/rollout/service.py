@@ -195,9 +195,7 @@ class RolloutService:
         return metrics
 
     def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
-        """These engines take the training's requests from now on, and no others: whatever does not go by way of the
-        router goes to them. enough: whether they may be sent requests; else those wait.
-        """
+        """The training's requests go to these engines only, also past the router; while not `enough` serve they wait."""
         for policy in {self.policy, self._eval_policy}:
             policy.engines_changed(enough=enough)
         if self._client.routing:
@@ -211,9 +209,8 @@ class RolloutService:
             policy.engines_looked_at()
 
     def policy_changing(self) -> frozenset[WeightsRef]:
-        """Engines are about to get other weights; what they abort now did not fail.
-
-        Where requests name their adapters: those that are named by requests under way.
+        """Engines are about to get other weights; what they abort now did not fail. Adapters that requests under way
+        have named.
         """
         self.policy.changing()
         return self.policy.in_use

@@ -1,137 +1,25 @@
 """Engines that join and leave a fleet while it is up: the real router before scripted engines, and a trainer that
 steers them as a real one does.
 """
-# Covers slime_like.cluster.fleet_router and cluster.engine_guests too.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
-import os
-import signal
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
-import requests
 
-from slime_like.cluster.engine_care import EngineCare
-from slime_like.cluster.engine_fleet import EngineFleet
-from slime_like.cluster.engine_guests import EngineGuests
-from slime_like.cluster.fleet_router import FleetRouter
-from slime_like.config.engine import EngineConfig
 from slime_like.config.placement import PlacementConfig
-from slime_like.config.rollout import RolloutConfig
-from slime_like.config.run import RunConfig
-from slime_like.config.sync import SyncConfig
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
-from slime_like.planning.engines import EnginePlan
-from slime_like.records import SyncReceipt, WeightsRef
-from slime_like.rollout.generate import GenerationClient
-from slime_like.rollout.policy import Policy
-from slime_like.testing.scripted_engine import Fault, ScriptedEngine
-from slime_like.utils.net import free_port, wait_until
-from slime_like.weight_sync.session import PublishOrder, run_session
-
-FIRST, SECOND = WeightsRef(version=1), WeightsRef(version=2)
-#: Prompt of a request that the engines think about.
-SLOW = [9, 9, 9]
-SLOW_S = 1.5
-
-
-@dataclasses.dataclass
-class Trainer:
-    """One rank; weights are what their digest says. `during_send` is called between pause and proof."""
-
-    digest: str = "a"
-    proves: bool = True
-    during_send: object = None
-    orders: list[PublishOrder] = dataclasses.field(default_factory=list)
-
-    def publish(self, order, watch=None):
-        self.orders.append(order)
-        return run_session(order, self)
-
-    def on_lead(self, phase, act, *, longest_s):
-        act()
-
-    def connect(self):
-        pass
-
-    def send(self, weights):
-        if self.during_send is not None:
-            self.during_send()
-        return SyncReceipt(
-            weights=weights, transport="broadcast", num_tensors=1, num_bytes=4, seconds=0.1, digest=self.digest
-        )
-
-    def prove(self, endpoints):
-        if not self.proves:
-            raise WeightSyncError("model.norm.weight is not what was sent")
-        return len(endpoints), 0
-
-
-@dataclasses.dataclass
-class World:
-    """Three engines, of which a fleet has the first two."""
-
-    fleet: EngineFleet
-    engines: list[ScriptedEngine]
-    trainer: Trainer = dataclasses.field(default_factory=Trainer)
-
-    def third(self) -> EnginePlan:
-        return EnginePlan(index=self.fleet.membership.next_index, bundles=(), tp=1, external_url=self.engines[2].url)
-
-    def routed(self) -> list[int]:
-        urls = self.fleet.router.engine_urls()
-        return [number for number, engine in enumerate(self.engines) if engine.url in urls]
-
-    def states(self) -> dict[int, str]:
-        return {member.index: str(member.state) for member in self.fleet.members}
-
-    def ask(self, prompt) -> requests.Response:
-        session = requests.Session()
-        session.trust_env = False
-        headers = {"Authorization": f"Bearer {self.fleet.router.api_key}"}
-        return session.post(
-            f"{self.fleet.router.url}/generate",
-            json={"input_ids": prompt, "sampling_params": {}},
-            headers=headers,
-            timeout=30,
-        )
+from slime_like.utils.net import wait_until
+from tests.contract.fleet_world import FIRST, SECOND, SLOW, World, fleet_world
 
 
 @pytest.fixture
 def world(tmp_path) -> Iterator[World]:
-    with contextlib.ExitStack() as stack:
-        engines = [
-            stack.enter_context(
-                ScriptedEngine(
-                    lambda _: ([7], [-0.1]),
-                    fault_for=lambda body: Fault(delay_s=SLOW_S) if body["input_ids"] == SLOW else None,
-                )
-            )
-            for _ in range(3)
-        ]
-        config = RunConfig(
-            placement=PlacementConfig(
-                rollout_external=True, rollout_external_engine_addrs=[engine.url for engine in engines[:2]]
-            ),
-            engine=EngineConfig(engine_start_timeout_s=20.0, sglang_router_policy="round_robin"),
-            sync=SyncConfig(update_weight_timeout_s=10.0),
-        )
-        plans = tuple(
-            EnginePlan(index=i, bundles=(), tp=1, external_url=engine.url) for i, engine in enumerate(engines[:2])
-        )
-        fleet = EngineFleet(
-            config, SimpleNamespace(mode="external", engines=plans, transport="broadcast"), None, str(tmp_path)
-        )
-        stack.callback(fleet.close)
-        fleet.start()
-        fleet.wait_started()
-        yield World(fleet, engines)
+    with fleet_world(tmp_path) as world:
+        yield world
 
 
 def test_before_the_first_sync_one_more_serves_when_it_is_healthy(world):
@@ -275,176 +163,6 @@ def test_one_that_is_gone_is_dead_and_named(world):
     assert world.states() == {0: "serving", 1: "dead"} and world.routed() == [0] and world.fleet.num_deaths == 1
     assert world.fleet.membership[1].proven is None and "does not answer" in world.fleet.membership[1].why
     assert world.fleet.sync(SECOND, world.trainer).engines_proven == 1
-
-
-def killed_router(world) -> None:
-    """It has ended, and that is seen."""
-    router = world.fleet.router._router
-    os.kill(router._process.pid, signal.SIGKILL)
-    wait_until(
-        lambda: None if world.fleet.router.failure() else "it runs",
-        deadline_s=10, who="test", whom="the router", phase="its end",
-    )  # fmt: skip
-
-
-def test_a_router_that_died_is_followed_by_one_of_the_same_address_and_key_with_who_serves_then(world):
-    world.fleet.sync(FIRST, world.trainer)
-    url, key = world.fleet.router.url, world.fleet.router.api_key
-    killed_router(world)
-    with pytest.raises(EngineError, match="(?s)the router at .* ended with status 137. End of .*router-0.log"):
-        world.fleet.check()
-    world.engines[1].close()
-    world.fleet.mark_dead(1, "it does not answer")  # nobody is there to be told
-    assert world.fleet.router.restart() < 20 and world.fleet.router.failure() is None
-    assert (world.fleet.router.url, world.fleet.router.api_key) == (url, key)
-    assert world.routed() == [0] and world.ask([1, 2]).status_code == 200
-
-
-def test_a_router_that_hangs_is_ended_and_started_again(world, tmp_path):
-    engine = dataclasses.replace(world.fleet._config.engine, engine_hang_timeout_s=2.0, max_router_restarts=1)
-    router = FleetRouter(dataclasses.replace(world.fleet._config, engine=engine), str(tmp_path / "other"))
-    router.start()
-    try:
-        router.register(world.fleet.endpoints[0])
-        assert router.failure() is None
-        os.kill(router._router._process.pid, signal.SIGSTOP)
-        wait_until(
-            lambda: None if router.failure() else "it answers",
-            deadline_s=20, who="test", whom="the router", phase="its end",
-        )  # fmt: skip
-        assert "hangs: no answer to /workers for" in str(router.failure())
-        router.restart()
-        assert router.failure() is None and router.engine_urls() == [world.engines[0].url]
-        assert not router.can_restart
-    finally:
-        router.close()
-
-
-def test_who_joins_finds_a_router_that_died_a_moment_ago_running(world):
-    world.fleet.sync(FIRST, world.trainer)
-    killed_router(world)
-    world.fleet.add(world.third(), world.trainer)
-    assert world.routed() == [0, 1, 2]
-
-
-def test_requests_outlive_the_router(world):
-    """Those that are under way when it is killed, and those that begin while none runs: all are answered."""
-    world.fleet.sync(FIRST, world.trainer)
-    care = EngineCare(world.fleet, world.fleet._config.engine)
-    policy, notes = Policy(), []
-
-    async def look_after() -> None:
-        while True:
-            changes = await asyncio.to_thread(care.tend, world.trainer)
-            notes.extend(changes.notes)
-            if changes.serving_changed:
-                policy.engines_changed(enough=changes.enough)
-            await asyncio.sleep(0.3)
-
-    async def run() -> list:
-        router = world.fleet.router
-        client = GenerationClient(router.url, router.api_key, RolloutConfig(), concurrency=64, weight_version=lambda: 0)
-        client.wait_for_engines(policy)
-        care_task = asyncio.create_task(look_after())
-        before = [asyncio.create_task(client.generate(SLOW, {"max_new_tokens": 4})) for _ in range(4)]
-        await asyncio.sleep(SLOW_S / 2)
-        os.kill(router._router._process.pid, signal.SIGKILL)
-        after = [asyncio.create_task(client.generate([1, number], {"max_new_tokens": 4})) for number in range(4)]
-        try:
-            return await asyncio.gather(*before, *after)
-        finally:
-            care_task.cancel()
-            await client.close()
-
-    assert [answer.tokens for answer in asyncio.run(run())] == [[7]] * 8
-    assert "ended with status 137" in notes[0] and "with 2 engines" in notes[1] and len(notes) == 2
-
-
-@pytest.fixture
-def file_of(world, tmp_path):
-    """What is written into the run directory's file, and one look after engines: its notes."""
-    guests = EngineGuests(world.fleet, with_checkpoint(world.fleet._config, tmp_path), str(tmp_path), "broadcast")
-    care = EngineCare(world.fleet, world.fleet._config.engine, guests)
-    path, looks = tmp_path / "engines.txt", []
-
-    def write(text: str | None, trainer=None, mode: int = 0o600):
-        if text is not None:
-            path.write_text(text)
-            path.chmod(mode)
-            os.utime(path, (0, 1 + len(looks)))  # not just now
-        looks.append(care.tend(trainer))
-        return looks[-1]
-
-    return write
-
-
-def with_checkpoint(config: RunConfig, folder) -> RunConfig:
-    """Of a model that a scripted engine, which says nothing of its own, does not contradict."""
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text('{"model_type": "qwen3"}')
-    return dataclasses.replace(
-        config,
-        checkpoint=dataclasses.replace(config.checkpoint, hf_checkpoint=str(folder / "model")),
-        rollout=RolloutConfig(rollout_request_timeout_s=30.0),
-    )
-
-
-def test_an_engine_that_the_file_names_gets_the_present_weights_serves_and_leaves_when_its_line_goes(world, file_of):
-    world.fleet.sync(FIRST, world.trainer)
-    url = world.engines[2].url
-    changes = file_of(f"# more hands\n{url}  # here")
-    assert "engine 2 at" in changes.notes[0] and "joins, and waits for its weights" in changes.notes[0]
-    assert (changes.num_waiting, world.routed()) == (1, [0, 1]), "the trainer may not send now"
-    changes = file_of(None, world.trainer)
-    assert changes.serving_changed and "engine 2 has its weights after" in changes.notes[0]
-    assert world.routed() == [0, 1, 2] and world.fleet.membership[2].proven == FIRST
-    assert file_of(None, world.trainer).notes == ()
-    busy = [threading.Thread(target=world.ask, args=(SLOW,)) for _ in range(3)]  # in turn: one to each
-    for thread in busy:
-        thread.start()
-    wait_until(
-        lambda: None if world.fleet.num_requests(2) else "idle",
-        deadline_s=10, who="test", whom="engine 2", phase="start", interval_s=0.02,
-    )  # fmt: skip
-    changes = file_of("# nobody any more")
-    assert changes.serving_changed and "leaves: it takes no more requests" in changes.notes[0]
-    assert world.states()[2] == "draining" and world.routed() == [0, 1]
-    for thread in busy:
-        thread.join()
-    assert "has left" in file_of(None).notes[0] and world.states() == {0: "serving", 1: "serving"}
-    file_of(url)
-    assert world.states()[3] == "starting", "and it may come again"
-
-
-def test_one_that_cannot_join_is_named_once_and_the_run_goes_on(world, file_of):
-    world.fleet.sync(FIRST, world.trainer)
-    (note,) = file_of(f"{silent_address()}\nnonsense").notes[1:]
-    assert "cannot join" in note and "cannot be reached" in note
-    assert file_of(None).notes == ()
-    world.trainer.proves = False
-    file_of(world.engines[2].url)
-    assert "engine 2 cannot join: model.norm.weight is not what was sent" in file_of(None, world.trainer).notes[0]
-    assert world.states() == {0: "serving", 1: "serving"} and world.routed() == [0, 1]
-
-
-def test_a_file_that_others_may_write_is_not_read(world, file_of):
-    (note,) = file_of(world.engines[2].url, mode=0o620).notes
-    assert "engines.txt is not read: others may write it" in note and len(world.fleet.members) == 2
-
-
-def test_an_engine_that_is_needed_stays(world, file_of):
-    world.fleet.sync(FIRST, world.trainer)
-    file_of(world.engines[2].url)
-    file_of(None, world.trainer)
-    assert world.routed() == [0, 1, 2]
-    world.fleet.drain(0, timeout_s=5.0)
-    world.fleet.drain(1, timeout_s=5.0)
-    assert any("cannot leave: --min-engines 1 are to serve" in note for note in file_of("").notes)
-    assert world.states()[2] == "serving"
-
-
-def silent_address() -> str:
-    return f"127.0.0.1:{free_port('127.0.0.1')}"
 
 
 def test_what_cannot_join_leaves_the_others_alone(world):

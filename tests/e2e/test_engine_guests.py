@@ -1,4 +1,5 @@
 """An engine that somebody else started joins a run while it is up, by a line in its file, and leaves it again."""
+# Covers slime_like.cluster.engine_guests.
 
 from __future__ import annotations
 
