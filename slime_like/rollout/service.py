@@ -195,7 +195,7 @@ class RolloutService:
         return metrics
 
     def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
-        """The training's requests go to these engines only, also past the router; while not `enough` serve they wait."""
+        """The training's requests go to these engines only, also past the router; without `enough` they wait."""
         for policy in {self.policy, self._eval_policy}:
             policy.engines_changed(enough=enough)
         if self._client.routing:
