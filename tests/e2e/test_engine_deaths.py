@@ -80,7 +80,12 @@ def assert_whole(run: Finished, num_engines: int) -> None:
 def test_a_killed_engine_is_replaced_and_the_run_ends_well(disturbed, placement):
     run = disturbed(placement, lambda pid: processes(pid, "cpu_server")[0].kill())
     assert re.search(r"engine [01] is being replaced by engine", run.output)
-    assert_whole(run, 2 if placement in ("one of two", "deltas") else 1)
+    if placement != "ahead":
+        assert_whole(run, 2 if placement in ("one of two", "deltas") else 1)
+        return
+    assert [line["step"] for line in run.metrics("rollout")] == list(range(6))
+    versions = [line["sync/version"] for line in run.metrics("sync")]  # one more where it came before its rollout
+    assert versions == list(range(1, len(versions) + 1)) and len(versions) in (7, 8), versions
 
 
 @pytest.mark.parametrize(
