@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 import time
 
 import ray
@@ -14,7 +13,6 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.launcher import Engine, EngineSpec, host_has_cuda, launch_engine
 from slime_like.utils.logs import start_logging
 from slime_like.utils.net import free_port
-from slime_like.weight_sync.delta.receiver_client import RunningReceiver, start_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +24,6 @@ class EngineActor:
         redirect_output(f"{log_dir}/engine-actor-{name}.log")
         start_logging(log_level)
         self._engine: Engine | None = None
-        self._receiver: RunningReceiver | None = None
-        self._receiver_directory = ""
 
     def address(self) -> tuple[str, int]:
         """(this node's address, a free port there)."""
@@ -44,28 +40,12 @@ class EngineActor:
         logger.info("engine %d (pid %d) is healthy at %s after %.1f s", spec.index, self._engine.pid, place, seconds)
         return self._engine.endpoint
 
-    def start_receiver(
-        self, directory: str, host: str, log_path: str, timeout_s: float, log_level: str | None
-    ) -> tuple[str, str]:
-        """Start this machine's receiver of weight deltas; its URL and key. `directory` is removed at the end."""
-        level = log_level or "info"
-        self._receiver = start_receiver(directory, host=host, log_path=log_path, timeout_s=timeout_s, log_level=level)
-        self._receiver_directory = directory
-        return self._receiver.url, self._receiver.key
-
     def check(self) -> None:
-        """Raise EngineError, or ReceiverError, with the tail of the log if the server, or the receiver beside it, has
-        ended.
-        """
+        """Raise EngineError with the tail of the log if the server has ended."""
         if self._engine is not None:
             self._engine.check()
-        if self._receiver is not None:
-            self._receiver.check()
 
     def stop(self) -> None:
         """End the server."""
         if self._engine is not None:
             self._engine.close()
-        if self._receiver is not None:
-            self._receiver.close()
-            shutil.rmtree(self._receiver_directory, ignore_errors=True)

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slime_like.cluster.engine_memory import EngineMemory
 from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.cluster.engine_vitals import Vitals
 from slime_like.cluster.external_engines import external_endpoint, returned_endpoint
+from slime_like.cluster.fleet_router import FleetRouter
 from slime_like.cluster.members import IN_USE, Member, Membership, MemberState
 from slime_like.cluster.receivers import Receivers
 from slime_like.config.run import RunConfig
@@ -31,7 +33,6 @@ from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint, SyncReceipt, TrainSample, WeightsRef
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.external_server import answers
-from slime_like.sglang_backend.router import Router, start_router
 from slime_like.utils.net import wait_until
 from slime_like.weight_sync.proof.probe import compare_probe
 from slime_like.weight_sync.session import Publishes, PublishOrder, abandon
@@ -59,12 +60,12 @@ class EngineFleet:
         """processes: of our own engines; None where all are external. membership: engines that are up already."""
         self._config, self._plan, self._processes, self._run_dir = config, plan, processes, run_dir
         self.membership = membership or Membership()
-        self.router: Router | None = None
+        self.router = FleetRouter(config, run_dir)
         self._plans: dict[int, EnginePlan] = {}  # of each member that was started or adopted here
         self._clients: dict[EngineEndpoint, EngineClient] = {}
-        self._vitals = Vitals(processes)
+        self._vitals = Vitals(processes, config.engine.engine_hang_timeout_s)
         self._receivers = Receivers(config, run_dir) if config.sync.sends_deltas else None
-        self._released: set[str] = set()  # memory tags that the engines have given back
+        self._memory = EngineMemory()
         self._digest = ""  # of the weights that the fleet holds
         self.num_deaths = 0
 
@@ -99,8 +100,7 @@ class EngineFleet:
     def start(self) -> None:
         """Begin starting every engine and the router; `wait_started` waits."""
         self._begin(self._plan.engines)
-        level, log_path = self._config.observability.log_level or "warning", f"{self._run_dir}/logs/router-0.log"
-        self.router = start_router(self._config.engine, self._config.router_policy, log_path, level)
+        self.router.start()
 
     def wait_started(self) -> None:
         """Wait for every engine, then register each with the router and wait until it is healthy there."""
@@ -116,12 +116,7 @@ class EngineFleet:
         weights, which `trainer` must still hold; without a trainer the next `sync` brings it in. Whatever fails, it
         is taken away again.
         """
-        if self._receivers is not None:
-            raise EngineError(
-                f"engine {engine.index}: with --update-weight-mode delta no engine can join while the run is up;"
-                " receivers start with the run."
-            )
-        if self._released:
+        if self._memory.released:
             raise EngineError(
                 f"engine {engine.index}: no engine can join while the others have given their memory back."
             )
@@ -137,11 +132,6 @@ class EngineFleet:
             self.remove(engine.index)
             raise
         return self.membership[engine.index]
-
-    @property
-    def can_replace(self) -> bool:
-        """Whether engines can join while the run is up: receivers of deltas start with it."""
-        return self._receivers is None
 
     def begin_replacement(self, index: int) -> int:
         """Begin starting an engine in the place of a dead one, which is forgotten, or wait for the same address to
@@ -165,7 +155,7 @@ class EngineFleet:
             endpoint = returned_endpoint(self._config, plan)
         if endpoint is None:
             return False
-        self.membership = self.membership.healthy(endpoint)
+        self._answers([endpoint])
         return True
 
     def bring_up(self, index: int, trainer: Publishes | None) -> None:
@@ -193,7 +183,7 @@ class EngineFleet:
         if endpoint.external:
             # A run that failed inside a sync left it paused: /health would stay 503, and the router never take it.
             self._client(endpoint).continue_generation()
-        self._running_router().register(endpoint, timeout_s=self._config.engine.engine_start_timeout_s)
+        self.router.register(endpoint)
         self._vitals.watch(endpoint)
         self.membership = admitted
 
@@ -209,20 +199,19 @@ class EngineFleet:
 
     def _wait_healthy(self, indices: Sequence[int]) -> None:
         """Wait for engines that were begun; their endpoints are known afterwards."""
-        endpoints = [] if self._processes is None else self._processes.wait()
+        local = any(self._plans[index].external_url is None for index in indices)
+        endpoints = self._processes.wait() if local and self._processes is not None else []
         endpoints += [
             external_endpoint(self._config, self._plans[index])
             for index in indices
             if self._plans[index].external_url is not None
         ]
-        if self._receivers is not None:
-            endpoints = list(self._receivers.beside(endpoints))
-        for endpoint in endpoints:
-            self.membership = self.membership.healthy(endpoint)
+        self._answers(endpoints)
 
-    def _running_router(self) -> Router:
-        assert self.router is not None, "start() first"
-        return self.router
+    def _answers(self, endpoints: Sequence[EngineEndpoint]) -> None:
+        """These have started; each is known with its receiver of deltas, if there is one beside it."""
+        for endpoint in endpoints if self._receivers is None else self._receivers.beside(endpoints):
+            self.membership = self.membership.healthy(endpoint)
 
     # ------------------------------------------------------------------ weights
 
@@ -248,7 +237,7 @@ class EngineFleet:
         cards = cards_of(self._plan, [self._plans.get(endpoint.index) for endpoint in endpoints])
         order = PublishOrder.of(self._config, self._plan.transport, endpoints, weights, cards=cards, in_use=in_use)
         try:
-            return trainer.publish(order, self.check_watch)
+            return trainer.publish(order, self._check_silent)
         except BaseException:
             abandon(order.endpoints)
             raise
@@ -268,18 +257,11 @@ class EngineFleet:
 
     def release_memory(self) -> None:
         """Engines give back KV cache and weights, or what of them the config says."""
-        tags = self._config.released_by_engines
-        for client in self.clients:
-            client.flush_cache()
-            client.release_memory_occupation(list(tags))
-        self._released = set(tags)
+        self._memory.release(self.clients, self._config.released_by_engines)
 
     def resume_memory(self, tag: str) -> None:
         """Engines take back "weights" (before a sync) or "kv_cache" (after it), if they had given it back."""
-        if tag in self._released:
-            for client in self.clients:
-                client.resume_memory_occupation([tag])
-            self._released.discard(tag)
+        self._memory.resume(self.clients, tag)
 
     def set_aside(self, count: int) -> tuple[EngineEndpoint, ...]:
         """Keep the last serving members for an evaluation: out of the router, and no sync reaches them until
@@ -290,7 +272,7 @@ class EngineFleet:
         chosen = self.endpoints[-count:]
         aside = self.membership.set_aside([endpoint.index for endpoint in chosen])  # raises before one is taken out
         for endpoint in chosen:
-            self._running_router().deregister(endpoint)
+            self.router.deregister(endpoint)
         self.membership = aside
         return chosen
 
@@ -312,14 +294,18 @@ class EngineFleet:
         self.membership = self.membership.drain(index)
         member = self.membership[index]
         assert member.endpoint is not None, "it has served"
-        self._running_router().deregister(member.endpoint)
-        client = self._client(member.endpoint)
+        self.router.deregister(member.endpoint)
 
         def busy() -> str | None:
-            count = client.num_requests()
+            count = self.num_requests(index)
             return f"{count} requests are left" if count else None
 
         wait_until(busy, deadline_s=timeout_s, who="train.py", whom=member.name, phase="drain")
+
+    def num_requests(self, index: int) -> int:
+        """Requests that run or wait in a member. Raises EngineError or WaitTimeout."""
+        endpoint = self.membership[index].endpoint
+        return 0 if endpoint is None else self._client(endpoint).num_requests()
 
     def remove(self, index: int) -> None:
         """Forget a member that is dead, drained or never served.
@@ -338,8 +324,8 @@ class EngineFleet:
         self._vitals.forget(index)
         if member.endpoint is not None and member.state in (MemberState.SERVING, MemberState.DRAINING):
             try:
-                self._running_router().deregister(member.endpoint)
-            except RunError as error:  # the router may be what died; it drops silent engines by itself, too
+                self.router.deregister(member.endpoint)
+            except RunError as error:  # it drops silent engines by itself, too
                 logger.warning("%s stays registered: %s", member.name, error)
 
     def check(self) -> None:
@@ -349,14 +335,23 @@ class EngineFleet:
         deaths = self.note_deaths() or self._marked(self._vitals.mute(self._clients_of(*IN_USE)))
         for error in deaths.values():
             raise error
-        self._running_router().check()
+        self.router.check()
 
     def note_deaths(self) -> dict[int, RunError]:
-        """Engines that have ended since they were asked for last, which are marked dead, and how; asks external ones
-        nothing.
+        """Engines that have ended since they were asked for last, or hang, and how; they are marked dead. Asks external
+        ones nothing. Raises ReceiverError if a receiver of deltas has ended, which nobody replaces.
         """
         known = {member.index for member in self.membership.in_state(MemberState.DEAD)}
-        return self._marked(self._vitals.ended(known) | self._vitals.silent())
+        ended = self._marked(self._vitals.ended(known) | self._vitals.silent())
+        if self._receivers is not None:
+            self._receivers.check()
+        return ended | self._end_hanging()
+
+    def _end_hanging(self) -> dict[int, RunError]:
+        hanging = self._marked(self._vitals.hanging())
+        if hanging and self._processes is not None:
+            self._processes.stop(list(hanging))  # with everything that it started, whatever state that is in
+        return hanging
 
     def _marked(self, failures: dict[int, RunError]) -> dict[int, RunError]:
         for index, error in failures.items():
@@ -375,7 +370,17 @@ class EngineFleet:
             time.sleep(0.2)
 
     def check_watch(self) -> None:
-        """Raise EngineError if an external engine has stopped answering; asks nobody itself."""
+        """Raise EngineError if an external engine has stopped answering, or one of ours hangs."""
+        self._check_silent()
+        for error in self._end_hanging().values():
+            raise error
+
+    def _check_silent(self) -> None:
+        """Raise EngineError if an external engine has stopped answering; asks nobody itself.
+
+        Whether one of ours hangs is not asked during a sync, where an engine may have to wait for the trainer: the
+        sync has its own deadlines, and who is silent after it has failed is known then.
+        """
         for error in self._marked(self._vitals.silent()).values():
             raise error
 
@@ -388,13 +393,8 @@ class EngineFleet:
     def close(self) -> None:
         """Deregister external engines, end our router and our engines."""
         self._vitals.close()
-        if self.router is not None:
-            for endpoint in self.endpoints:
-                if endpoint.external:
-                    try:
-                        self.router.deregister(endpoint)
-                    except RunError as error:
-                        logger.warning("engine %s stays registered: %s", endpoint.url, error)
-            self.router.close()
+        self.router.close()
         if self._processes is not None:
             self._processes.stop()
+        if self._receivers is not None:
+            self._receivers.close()

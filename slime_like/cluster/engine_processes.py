@@ -76,7 +76,8 @@ class EngineProcesses:
             if spec.nnodes > 1:
                 spec = dataclasses.replace(spec, dist_init_addr=host_port(*addresses[_part_name(engine, 0)]))
             if receivers is not None:
-                receivers.add(engine.index, self._bundles.gpus[here[0]].node_id, host, actor)
+                node_id = self._bundles.gpus[here[0]].node_id
+                receivers.add(engine.index, node_id, host, self._bundles.options(here[0], 0.0))
             self._starting.setdefault(engine.index, {})[_part_name(engine, rank)] = actor.start.remote(
                 spec, self._timeout_s
             )

@@ -67,6 +67,21 @@ def with_servers(config: RunConfig, plan: PlacementPlan, data: DataSource | None
     )
 
 
+def joining_plan(config: RunConfig, url: str, index: int) -> EnginePlan:
+    """An external engine that is to join a run that is up, as number `index`, with the sizes that it tells.
+
+    Raises EngineError with everything that disagrees, or if it cannot be reached or refuses the key.
+    """
+    key_variable = config.placement.rollout_external_api_key_env
+    server = inspect_server(url, os.environ.get(key_variable), _ASK_TIMEOUT_S, key_variable=key_variable)
+    problems = _problems(config, server, None)
+    if problems:
+        raise EngineError(" ".join(problems))
+    return EnginePlan(
+        index=index, bundles=(), tp=server.tp_size, pp=server.pp_size, dp=server.dp_size, external_url=url
+    )
+
+
 def external_endpoint(config: RunConfig, engine: EnginePlan) -> EngineEndpoint:
     """Where an external engine answers, with the sizes that it told before the start."""
     assert engine.external_url is not None, "it runs elsewhere"

@@ -58,7 +58,29 @@ class EngineConfig:
         ),
         least=1,
     )
+    engine_hang_timeout_s: float = flag(
+        300.0,
+        help=(
+            "An engine of ours whose scheduler answers nothing for so long, in seconds, is ended and counts as one that"
+            " died; so is our router. Longer than any batch, and than loading weights. 0: nobody asks."
+        ),
+        least=0,
+        most=LONGEST_WAIT_S,
+    )
+    max_router_restarts: int = flag(
+        3,
+        help=(
+            "How often in a run our router is started again at its address when it ends, with the engines that serve."
+            " 0: its end is that of the run."
+        ),
+        least=0,
+    )
     sglang: dict = dataclasses.field(default_factory=dict)  # --sglang-<name>: name -> value, list, or True for a switch
+
+    @property
+    def outlives_faults(self) -> bool:
+        """Whether requests wait for another engine, or router, where theirs has died."""
+        return bool(self.max_engine_restarts or self.max_router_restarts)
 
     @property
     def pp_size(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from slime_like.cluster.bundles import reserve
 from slime_like.cluster.engine_care import EngineCare
 from slime_like.cluster.engine_fleet import EngineFleet
+from slime_like.cluster.engine_guests import EngineGuests
 from slime_like.cluster.engine_processes import EngineProcesses
 from slime_like.cluster.ray_session import LifeWatch, connect, disconnect
 from slime_like.cluster.reward_group import RewardGroup
@@ -91,13 +92,13 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
         clock.lap("rollout manager")
     if not in_turn:
         _wait_for_others(job, roles, reward, clock)
-    if fleet is not None and config.engine.max_engine_restarts:
-        job.tend = EngineCare(fleet, config.engine).tend
+    if fleet is not None and config.engine.outlives_faults:
+        guests = EngineGuests(fleet, config, resolved.run.path, plan.transport)
+        job.tend = EngineCare(fleet, config.engine, guests).tend
     job.watch = _watching(None if job.tend else fleet, [*roles.values(), *([reward] if reward is not None else [])])
 
 
 def _rollouts(resolved: ResolvedRun, fleet: EngineFleet, reward: RewardGroup | None) -> RolloutManager:
-    assert fleet.router is not None, "wait_started() made it"
     access = EngineAccess(
         router_url=fleet.router.url,
         router_api_key=fleet.router.api_key,

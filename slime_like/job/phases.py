@@ -95,7 +95,17 @@ class Phases:
     def settle_generation(self) -> None:
         """Wait until nothing is being generated: weights may change then."""
         with self._explained("generate"):
-            self._rollouts.settle(self._tending.watch("generate", self._sender))
+            self._rollouts.settle(self._tending.watch("generate", self._sender, self._sync_early))
+
+    def _sync_early(self) -> bool:
+        """Engines that came, and all others, get what the trainer holds before the rollout ahead is there, whose rest
+        newer weights then answer. False where an evaluation is under way, or engines on the trainer's cards serve.
+        """
+        if self.evaluating is not None or self.job.config.offload_rollout:
+            return False
+        self.console.note("engines get the trainer's weights now: too few serve for the rollout that they wait for")
+        self.sync(self.num_done)
+        return True
 
     def _sender(self) -> Trainer | None:
         """The trainer, if it holds what the engines serve and has the room to send it: beside engines on its own cards
@@ -382,7 +392,7 @@ class Phases:
             rollout = None
             if one_step:  # a run that is to end waits for none
                 wait = not self.preemption.is_asked
-                rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
+                rollout = rollouts.ahead(num_done, wait=wait, watch=self._tending.watch("generate", self._sender))
             data, stock = rollouts.snapshot()
         state, notes = ahead.kept(save, num_done, rollout, stock)
         for note in notes:

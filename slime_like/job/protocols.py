@@ -71,6 +71,9 @@ class Rollouts(Protocol):
         requests; else those wait.
         """
 
+    def engines_looked_at(self) -> None:
+        """Somebody has looked which engines have died; what came of it was said before."""
+
     def policy_changing(self) -> frozenset[WeightsRef]:
         """Engines are about to get other weights: what they abort now did not fail. Adapters that requests under way
         have named, which engines must serve on.

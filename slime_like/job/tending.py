@@ -25,8 +25,12 @@ class Tending:
     def __init__(self, job: Job, console: ProgressConsole, after_sending: Callable[[], None]):
         self._job, self._console, self._after_sending = job, console, after_sending
 
-    def watch(self, phase: str, sender: Callable[[], Trainer | None]) -> Watch:
-        """What to ask each second while engines generate. sender: the trainer, if it may send what engines serve."""
+    def watch(
+        self, phase: str, sender: Callable[[], Trainer | None], sync_early: Callable[[], bool] = lambda: False
+    ) -> Watch:
+        """What to ask each second while engines generate. sender: the trainer, if it may send what engines serve.
+        sync_early: sends engines what the trainer holds by now, though answers are awaited; False: that cannot be.
+        """
         look = self._job.watch(phase)
 
         def check() -> None:
@@ -35,11 +39,14 @@ class Tending:
             changes = self._look(trainer)
             if changes and changes.num_waiting and not (changes.enough or changes.num_coming or trainer):
                 # Requests wait for engines, these for a sync, and the sync for the requests.
+                if sync_early():
+                    return
                 raise EngineError(
                     f"{changes.num_waiting} engines are up in the places of dead ones and need weights, which the"
-                    " trainer cannot send while answers are awaited: it has trained since the last sync, or shares"
-                    " their cards. Fewer than --min-engines serve meanwhile. Fix: --resume auto goes on from the last"
-                    " checkpoint; more engines, or a smaller --min-engines, outlive this."
+                    " trainer cannot send while answers are awaited: it shares the cards of engines that serve, or has"
+                    " trained since the last sync and an evaluation needs the weights before. Fewer than --min-engines"
+                    " serve meanwhile. Fix: --resume auto goes on from the last checkpoint; more engines, or a smaller"
+                    " --min-engines, outlive this."
                 )
 
         return check
@@ -60,6 +67,7 @@ class Tending:
             if trainer is not None:
                 self._after_sending()
             job.rollouts.engines_changed(job.engines.endpoints, enough=changes.enough)
+        job.rollouts.engines_looked_at()
         return changes
 
     def retried(self, sync: Callable[[], _T]) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from typing import AnyStr
 
@@ -10,8 +11,8 @@ import aiohttp
 import tenacity
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-#: HTTP statuses below 500 that may pass: request timeout, too early, too many requests. And every 5xx.
-_RETRIED_HTTP = (408, 425, 429)
+#: What a server says that is busy: request timeout, too early, too many requests.
+BUSY = frozenset({408, 425, 429})
 
 
 class NoAnswer(Exception):
@@ -34,24 +35,30 @@ def unlimited_session(**options) -> aiohttp.ClientSession:
 
 
 async def ask(
-    exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], *, slots: asyncio.Semaphore, tries: int, timeout_s: float
+    exchange: Callable[[], Awaitable[tuple[AnyStr, int]]],
+    *,
+    slots: asyncio.Semaphore,
+    tries: int,
+    timeout_s: float,
+    passing: frozenset[int] = frozenset(),
 ) -> AnyStr:
     """The body of a 200 answer. exchange: asks once; (body, HTTP status). Raises NoAnswer.
 
-    The deadline counts from when a slot is free, over all tries.
+    Asked again, after pauses that are drawn: broken connections, every 5xx, and the statuses in `passing`. The deadline
+    counts from when a slot is free, over all tries.
     """
     last = ["nothing"]
     async with slots:
         try:
             async with asyncio.timeout(timeout_s):
-                return await _until_answered(exchange, tries, last)
+                return await _until_answered(functools.partial(_once, exchange, last, passing), tries, last)
         except TimeoutError:
             raise NoAnswer("deadline", last[0]) from None
 
 
-async def _until_answered(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], tries: int, last: list[str]) -> AnyStr:
+async def _until_answered(once: Callable[[], Awaitable[AnyStr]], tries: int, last: list[str]) -> AnyStr:
     try:
-        return await _once(exchange, last)
+        return await once()
     except _Passing as error:
         failure = error  # most requests are done by now: tenacity's bookkeeping is for those that are not
     retrying = tenacity.AsyncRetrying(
@@ -65,13 +72,15 @@ async def _until_answered(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]],
             with attempt:
                 if attempt.retry_state.attempt_number == 1:
                     raise failure
-                return await _once(exchange, last)
+                return await once()
     except _Passing as error:
         raise NoAnswer("tries", last[0]) from error
     raise AssertionError("unreachable: the retry loop returns or raises")
 
 
-async def _once(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], last: list[str]) -> AnyStr:
+async def _once(
+    exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], last: list[str], passing: frozenset[int]
+) -> AnyStr:
     try:
         body, status = await exchange()
     except (aiohttp.ClientError, OSError) as error:
@@ -81,6 +90,6 @@ async def _once(exchange: Callable[[], Awaitable[tuple[AnyStr, int]]], last: lis
         return body
     text = body.decode(errors="replace") if isinstance(body, bytes) else body
     last[0] = f"HTTP {status}: {text[:300]}"
-    if status >= 500 or status in _RETRIED_HTTP:
+    if status >= 500 or status in passing:
         raise _Passing(last[0])
     raise NoAnswer("refused", last[0])

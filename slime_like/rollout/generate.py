@@ -240,7 +240,9 @@ class GenerationClient:
             try:
                 return await ask(exchange, slots=self._slots, tries=self._tries, timeout_s=self._timeout_s)
             except NoAnswer as error:
-                if self._serving is None or error.kind != "tries" or not await self._serving.changes_after(changes):
+                if self._serving is None or error.kind != "tries":
+                    raise
+                if not await self._serving.changes_after(changes, SERVED_S):
                     raise
 
     async def _exchange(self, asked: _Asked, session: str | None) -> tuple[bytes, int]:

@@ -116,6 +116,12 @@ class RolloutManager:
         """
         self._tell(lambda: self._running().engines_changed(serving, enough=enough))
 
+    def engines_looked_at(self) -> None:
+        """Somebody has looked which engines have died; what came of it was said before. Waits for nothing."""
+        service, loop = self._running(), self._loop
+        assert loop is not None, "it is running"
+        loop.call_soon_threadsafe(service.engines_looked_at)
+
     def policy_changing(self) -> frozenset[WeightsRef]:
         """Engines are about to get other weights; what they abort now did not fail. Adapters that requests under way
         have named.

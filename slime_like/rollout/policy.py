@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from slime_like.errors import WaitTimeout
 from slime_like.records import WeightsRef
 
-#: train.py looks each second which engines have died; how long a request that failed waits for what it says.
+#: What train.py needs at least to notice that an engine has died: its server may go on for a moment without it.
 _NOTICED_S, _LOOK_S = 3.0, 0.1
+#: Looks that a request which failed waits for: one may have begun before it did.
+_LOOKS = 2
 
 
 class Policy:
@@ -25,6 +27,7 @@ class Policy:
         self.num_changes = 0  # begun or ended
         self._in_use: collections.Counter[WeightsRef] = collections.Counter()
         self.num_engine_changes = 0
+        self.num_looks = 0  # of train.py, each second but in a train step or a save, at which engines have died
         self._settled, self._going_on, self._served = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._served.set()
         self._settled.set()
@@ -67,15 +70,23 @@ class Policy:
                 last="fewer than --min-engines serve",
             ) from None
 
-    async def changes_after(self, before: int) -> bool:
-        """Whether other engines serve than when `num_engine_changes` had this value, or will within the time that it
-        takes to notice that one has died.
+    def engines_looked_at(self) -> None:
+        """Whoever has died until a moment ago is known, or will be at the next look."""
+        self.num_looks += 1
+
+    async def changes_after(self, before: int, timeout_s: float) -> bool:
+        """Whether other engines serve than when `num_engine_changes` had this value, or will when somebody has looked
+        which have died: within seconds, but in a train step beside generation. Never after timeout_s.
         """
-        for _ in range(round(_NOTICED_S / _LOOK_S)):
-            if self.num_engine_changes != before:
-                return True
+        clock, looks = asyncio.get_running_loop().time, self.num_looks
+        begin = clock()
+        while self.num_engine_changes == before:
+            waited = clock() - begin
+            known = self.num_looks >= looks + _LOOKS or not self.num_looks  # where nobody ever looks nothing comes
+            if waited >= timeout_s or (known and waited >= _NOTICED_S):
+                return False
             await asyncio.sleep(_LOOK_S)
-        return self.num_engine_changes != before
+        return True
 
     def changing(self) -> None:
         """Engines are about to get other weights: what runs may be aborted."""

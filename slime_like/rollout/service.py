@@ -88,7 +88,7 @@ class RolloutService:
         # On engines set aside no sync concerns an evaluation.
         self._eval_policy = Policy() if config.asynchrony.eval_num_engines else self.policy
         self._eval_client = self._make_eval_client(access)
-        if config.engine.max_engine_restarts:
+        if config.engine.outlives_faults:
             self._client.wait_for_engines(self.policy)
             self._eval_client.wait_for_engines(self._eval_policy)
         self._num_engines = access.num_engines
@@ -195,9 +195,7 @@ class RolloutService:
         return metrics
 
     def engines_changed(self, serving: Sequence[EngineEndpoint], *, enough: bool = True) -> None:
-        """These engines take the training's requests from now on, and no others: whatever does not go by way of the
-        router goes to them. enough: whether they may be sent requests; else those wait.
-        """
+        """The training's requests go to these engines only, also past the router; without `enough` they wait."""
         for policy in {self.policy, self._eval_policy}:
             policy.engines_changed(enough=enough)
         if self._client.routing:
@@ -205,10 +203,14 @@ class RolloutService:
         if isinstance(self._client, ContinuingClient):
             self._client.hold_on(serving)
 
-    def policy_changing(self) -> frozenset[WeightsRef]:
-        """Engines are about to get other weights; what they abort now did not fail.
+    def engines_looked_at(self) -> None:
+        """Somebody has looked which engines have died; what came of it was said before."""
+        for policy in {self.policy, self._eval_policy}:
+            policy.engines_looked_at()
 
-        Where requests name their adapters: those that are named by requests under way.
+    def policy_changing(self) -> frozenset[WeightsRef]:
+        """Engines are about to get other weights; what they abort now did not fail. Adapters that requests under way
+        have named.
         """
         self.policy.changing()
         return self.policy.in_use

@@ -75,9 +75,9 @@ class EngineClient:
             return False
         return True
 
-    def server_info(self) -> dict:
-        """What the server was started with (`tp_size`, `version`, …)."""
-        return self._first_found("GET", ("/server_info", "/get_server_info"))
+    def server_info(self, timeout_s: float | None = None) -> dict:
+        """What the server was started with (`tp_size`, `version`, …); the scheduler is asked for its part."""
+        return self._first_found("GET", ("/server_info", "/get_server_info"), timeout_s)
 
     def model_info(self) -> dict:
         """`model_path`, `weight_version`, …"""
@@ -315,15 +315,15 @@ class EngineClient:
             raise
         return True
 
-    def _first_found(self, method: str, paths: tuple[str, ...]) -> dict:
+    def _first_found(self, method: str, paths: tuple[str, ...], timeout_s: float | None = None) -> dict:
         """The answer of the first path that this SGLang knows: names have changed between versions."""
         for path in paths[:-1]:
             try:
-                return self._request(method, path)
+                return self._request(method, path, timeout_s=timeout_s)
             except EngineHttpError as error:
                 if error.status != 404:
                     raise
-        return self._request(method, paths[-1])
+        return self._request(method, paths[-1], timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def _http(self) -> Iterator[httpx.Client]:

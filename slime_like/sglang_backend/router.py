@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -64,6 +65,15 @@ class Router:
     def poll(self) -> int | None:
         """None while our router runs (always for one that is not ours), else its exit status."""
         return self._process.poll() if self._process else None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether we have started it."""
+        return self._process is not None
+
+    def ask(self, timeout_s: float) -> None:
+        """Raise EngineError unless it answers in time."""
+        self._request("GET", "/workers", timeout_s=timeout_s)
 
     def check(self) -> None:
         """Raise EngineError with the tail of the log if our router has ended."""
@@ -148,10 +158,10 @@ class Router:
     def _find(self, url: str) -> dict | None:
         return next((worker for worker in self._list() if worker.get("url") == url), None)
 
-    def _request(self, method: str, path: str, body: dict | None = None) -> Any:
+    def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float = _REQUEST_TIMEOUT_S) -> Any:
         what = f"router: {method} {self.url}{path}"
         try:
-            response = self._session.request(method, self.url + path, json=body, timeout=_REQUEST_TIMEOUT_S)
+            response = self._session.request(method, self.url + path, json=body, timeout=timeout_s)
         except requests.RequestException as error:
             self.check()  # if it has ended, its log says more than a refused connection
             raise EngineError(f"{what} failed: {error}") from error
@@ -163,9 +173,11 @@ class Router:
             return response.text
 
 
-def start_router(engine: EngineConfig, policy: str, log_path: str, log_level: str) -> Router:
+def start_router(
+    engine: EngineConfig, policy: str, log_path: str, log_level: str, *, successor_of: Router | None = None
+) -> Router:
     """The router of a run: the one at --sglang-router-ip, else one of our own with the policy. As launch_router and
-    attach_router.
+    attach_router. successor_of: one of our own that has ended, whose address and key it takes.
     """
     if engine.sglang_router_ip:
         assert engine.sglang_router_port is not None, "--sglang-router-ip is refused without it"
@@ -176,9 +188,10 @@ def start_router(engine: EngineConfig, policy: str, log_path: str, log_level: st
         )
     return launch_router(
         policy=policy,
-        port=engine.sglang_router_port,
+        port=engine.sglang_router_port if successor_of is None else urlsplit(successor_of.url).port,
         log_path=log_path,
         timeout_s=engine.engine_start_timeout_s,
+        api_key=None if successor_of is None else successor_of.api_key,
         log_level=log_level,
     )
 

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from slime_like.config.reward import RewardConfig
-from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
+from slime_like.rollout.asking import BUSY, NoAnswer, ask, unlimited_session
 
 
 class RemoteFailure(Exception):
@@ -41,7 +41,7 @@ class RemoteReward:
         try:
             text = await ask(
                 functools.partial(self._exchange, {"prompt": prompt, "response": response, "label": label}),
-                slots=self._slots, tries=config.rm_retries, timeout_s=config.reward_timeout_s,
+                slots=self._slots, tries=config.rm_retries, timeout_s=config.reward_timeout_s, passing=BUSY,
             )  # fmt: skip
         except NoAnswer as error:
             why = {

@@ -13,12 +13,33 @@ from slime_like.records import EngineEndpoint, WeightsRef
 PRESENT, TRAINER = WeightsRef(version=3), object()
 
 
+class Router:
+    """Runs until the test says how it ended; `restarts`: what becomes of each try."""
+
+    def __init__(self, *restarts: float | EngineError):
+        self.ended: EngineError | None = None
+        self.restarts = list(restarts)
+
+    @property
+    def can_restart(self) -> bool:
+        return bool(self.restarts)
+
+    def failure(self):
+        return self.ended
+
+    def restart(self) -> float:
+        outcome = self.restarts.pop(0)
+        if isinstance(outcome, EngineError):
+            raise outcome
+        self.ended = None
+        return outcome
+
+
 class Fleet:
     """Engines that serve from the beginning; the test says who dies and whose successor is up."""
 
-    can_replace = True
-
     def __init__(self, count: int):
+        self.router = Router()
         endpoints = [EngineEndpoint(index=index, url=f"http://e{index}") for index in range(count)]
         self.membership = Membership.of_serving(endpoints).prove(range(count), PRESENT)
         self.dying: dict[int, EngineError] = {}
@@ -146,9 +167,46 @@ def test_before_the_first_sync_no_trainer_is_needed():
     assert fleet.brought == [(1, None)]
 
 
-def test_with_deltas_nobody_can_join():
-    fleet = Fleet(1)
-    fleet.can_replace = False
+def test_with_no_restarts_a_dead_engine_ends_the_run_though_others_serve():
+    fleet = Fleet(2)
     fleet.dying = {0: killed(0)}
     with pytest.raises(EngineError, match="status 137"):
-        EngineCare(fleet, EngineConfig()).tend(TRAINER)
+        EngineCare(fleet, EngineConfig(max_engine_restarts=0)).tend(TRAINER)
+
+
+def test_requests_wait_from_the_look_that_notices_the_routers_end_until_another_runs():
+    fleet = Fleet(2)
+    fleet.router = Router(2.5)
+    care = EngineCare(fleet, EngineConfig())
+    assert care.tend(TRAINER).enough
+    fleet.router.ended = EngineError("the router ended with status 137")
+    changes = care.tend(TRAINER)
+    assert (changes.serving_changed, changes.enough, changes.num_coming) == (True, False, 1)
+    assert "status 137" in changes.notes[0]
+    changes = care.tend(TRAINER)
+    assert (changes.serving_changed, changes.enough, changes.num_coming) == (True, True, 0)
+    assert changes.notes == ("the router runs again after 2.5 s, with 2 engines",)
+    assert care.tend(TRAINER).notes == ()
+
+
+def test_requests_go_on_where_somebody_else_has_started_the_router_meanwhile():
+    fleet = Fleet(1)
+    fleet.router = Router(1.0)
+    fleet.router.ended = EngineError("the router ended with status 137")
+    care = EngineCare(fleet, EngineConfig())
+    assert not care.tend(TRAINER).enough
+    fleet.router.restart()
+    changes = care.tend(TRAINER)
+    assert (changes.serving_changed, changes.enough) == (True, True)
+
+
+def test_a_router_that_does_not_start_again_is_tried_again_and_then_ends_the_run_by_name():
+    fleet = Fleet(1)
+    fleet.router = Router(EngineError("its port is taken"), EngineError("its port is taken still"))
+    fleet.router.ended = EngineError("the router ended with status 137")
+    care = EngineCare(fleet, EngineConfig())
+    assert not care.tend(TRAINER).enough
+    assert "could not be started again: its port is taken" in care.tend(TRAINER).notes[0]
+    assert not care.tend(TRAINER).enough
+    with pytest.raises(EngineError, match="(?s)status 137.*--max-router-restarts is 0, or used up"):
+        care.tend(TRAINER)

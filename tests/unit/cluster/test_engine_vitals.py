@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from slime_like.cluster.engine_vitals import Vitals
 from slime_like.errors import EngineError
 from slime_like.records import EngineEndpoint
@@ -35,11 +37,32 @@ def test_an_external_engine_that_does_not_answer_is_named_and_ours_are_not_asked
     assert list(failures) == [1] and f"external engine 1 at {silent} does not answer" in str(failures[1])
 
 
-def test_only_external_engines_are_watched_and_a_watch_ends():
+def test_external_engines_are_watched_and_a_watch_ends():
     vitals = Vitals(None)
     with ScriptedEngine(lambda request: []) as engine:
         vitals.watch(EngineEndpoint(index=0, url=engine.url, external=True))
-        vitals.watch(EngineEndpoint(index=1, url=engine.url))
         assert vitals.silent() == {}
         vitals.close()
         assert vitals.silent() == {}
+
+
+def test_an_engine_of_ours_that_is_silent_hangs_and_is_not_told_of_after_it_is_forgotten():
+    vitals = Vitals(Processes(), hang_timeout_s=0.4)
+    with ScriptedEngine(lambda request: []) as well:
+        vitals.watch(EngineEndpoint(index=0, url=f"http://127.0.0.1:{free_port('127.0.0.1')}"))
+        vitals.watch(EngineEndpoint(index=2, url=well.url))
+        deadline = time.monotonic() + 10
+        while not (hanging := vitals.hanging()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(hanging) == [0] and "hangs: no answer to /server_info" in str(hanging[0])
+        assert vitals.hanging({0}) == {}
+        vitals.forget(0)
+        assert vitals.hanging() == {}
+        vitals.close()
+
+
+def test_without_a_deadline_nobody_hangs():
+    vitals = Vitals(Processes())
+    vitals.watch(EngineEndpoint(index=0, url=f"http://127.0.0.1:{free_port('127.0.0.1')}"))
+    time.sleep(0.3)
+    assert vitals.hanging() == {}

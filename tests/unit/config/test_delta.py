@@ -6,7 +6,7 @@ import pytest
 
 from arguments import parse_args
 from slime_like.cluster.receivers import Receivers
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, EngineError
 from slime_like.planning.placement import cannot_run_yet, make_plan
 from slime_like.records import EngineEndpoint
 
@@ -89,3 +89,7 @@ def test_external_engines_have_their_own_receivers(monkeypatch):
         ("https://b", "k" * 20),
     ]
     assert "k" * 20 not in repr(addressed)
+    (again,) = Receivers(config, "/run").beside([EngineEndpoint(index=2, url="http://b:2", external=True)])
+    assert again.receiver_url == "https://b", "one that came back, under another number"
+    with pytest.raises(EngineError, match="engine 3 at http://c:3 has no receiver beside it"):
+        Receivers(config, "/run").beside([EngineEndpoint(index=3, url="http://c:3", external=True)])

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from slime_like.cluster.engine_care import Tended
 from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.evaluation import EvalConfig
@@ -218,6 +219,29 @@ def test_a_dead_engine_is_named_instead_of_what_it_led_to(tmp_path):
     with pytest.raises(EngineError, match="engine 0 has ended"):
         sending.go()
     assert "rollouts.policy_changed base@1" not in sending.calls  # nobody may generate with half of the weights
+
+
+def test_one_step_ahead_engines_that_wait_for_weights_get_them_before_the_rollout_that_waits_for_engines(tmp_path):
+    """The trainer has gone on, the only engine was replaced: the rollout ahead ends with the newer weights."""
+    run = Run(tmp_path, config(asynchrony=AsyncConfig(async_mode="one-step")))
+    looks = []
+
+    def tend(trainer):
+        looks.append(trainer)
+        return Tended() if "rollouts.policy_changed base@2" in run.calls else Tended(enough=False, num_waiting=1)
+
+    def settle(watch):
+        run.job.tend = tend
+        watch()
+        run.job.tend = None
+
+    run.job.rollouts.answers["settle"] = settle
+    run.job.engines.num_deaths = 0
+    calls = run.go()
+    first = calls.index("rollouts.settle")
+    assert calls[first : first + 2] == ["rollouts.settle", "rollouts.engines_looked_at"]
+    assert calls.index("engines.sync base@2") < calls.index("engines.sync base@3"), "and the sync comes as always"
+    assert looks[0] is None, "it cannot send what the engines served: it has trained since"
 
 
 def test_a_resumed_run_goes_on_with_the_next_version(tmp_path):

@@ -20,7 +20,9 @@ class World:
         self.engines = types.SimpleNamespace(endpoints=("one",), num_deaths=0)
         rollouts = types.SimpleNamespace(
             engines_changed=lambda serving, enough: self.heard.append((serving, enough)),
+            engines_looked_at=self._looked,
         )
+        self.num_looks = 0
         self.notes: list[str] = []
         console = types.SimpleNamespace(note=self.notes.append)
         self.asked: list[str] = []
@@ -36,6 +38,9 @@ class World:
         self.trainers.append(trainer)
         return self.looks.pop(0) if self.looks else Tended()
 
+    def _looked(self):
+        self.num_looks += 1
+
     def _after(self):
         self.sent += 1
 
@@ -47,6 +52,7 @@ def test_a_watch_looks_at_everything_else_and_then_after_engines():
     watch()
     assert world.asked == ["generate", "generate"] and world.trainers == ["trainer", "trainer"]
     assert world.heard == [(("one",), True)] and world.notes == ["engine 0 died"] and world.sent == 1
+    assert world.num_looks == 2, "requests that have failed wait for that"
 
 
 def test_requests_wait_while_too_few_serve():
@@ -62,6 +68,17 @@ def test_requests_that_wait_for_engines_that_wait_for_a_sync_end_the_run():
     with pytest.raises(EngineError, match="1 engines are up in the places of dead ones and need weights"):
         watch()
     World(Tended(num_waiting=1)).tending.watch("generate", lambda: None)()  # enough others serve
+
+
+def test_where_the_trainer_may_send_newer_weights_it_does_instead():
+    world, syncs = World(Tended(enough=False, num_waiting=1), Tended(), Tended(enough=False, num_waiting=1)), []
+    watch = world.tending.watch("generate", lambda: None, lambda: not syncs.append(world.num_looks))
+    watch()
+    watch()
+    assert syncs == [1], "once: at the second look enough serve"
+    refused = world.tending.watch("generate", lambda: None, lambda: False)
+    with pytest.raises(EngineError, match="need weights"):
+        refused()
 
 
 def test_a_sync_waits_for_those_that_come_and_is_begun_again_without_the_dead(monkeypatch):
