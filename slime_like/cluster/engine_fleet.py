@@ -267,12 +267,13 @@ class EngineFleet:
         )
 
     def release_memory(self) -> None:
-        """Engines give back KV cache and weights, or what of them the config says."""
-        tags = self._config.released_by_engines
-        for client in self.clients:
-            client.flush_cache()
-            client.release_memory_occupation(list(tags))
-        self._released = set(tags)
+        """Engines give back KV cache and weights, or what of them the config says, where they have not yet."""
+        tags = [tag for tag in self._config.released_by_engines if tag not in self._released]
+        for client in self.clients if tags else ():
+            if "kv_cache" not in self._released:  # else nothing is left to forget
+                client.flush_cache()
+            client.release_memory_occupation(tags)
+        self._released |= set(tags)
 
     def resume_memory(self, tag: str) -> None:
         """Engines take back "weights" (before a sync) or "kv_cache" (after it), if they had given it back."""
@@ -316,8 +317,7 @@ class EngineFleet:
         client = self._client(member.endpoint)
 
         def busy() -> str | None:
-            count = client.num_requests()
-            return f"{count} requests are left" if count else None
+            return f"{count} requests are left" if (count := client.num_requests()) else None
 
         wait_until(busy, deadline_s=timeout_s, who="train.py", whom=member.name, phase="drain")
 

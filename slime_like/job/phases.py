@@ -326,6 +326,7 @@ class Phases:
             state |= {"rollout": self._data_state(), "weight_version": self.weights.version}
             folder = self._trainer.save(num_rollouts_done, state)
             self.num_saved = num_rollouts_done
+            self.job.saved.add(num_rollouts_done)
             self.saving = folder if in_background else None
             self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
 

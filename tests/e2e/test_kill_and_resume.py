@@ -45,7 +45,7 @@ def command(model: Path, data: Path, run_dir: Path, order: dict) -> list[str]:
     return [
         sys.executable, str(ROOT / "tests/e2e/killed_train.py"), json.dumps(order), *flags,
         "--deterministic", "--resume", "auto", "--save-interval", "1", "--save-total-limit", "2",
-        "--colocate", "--actor-num-gpus-per-node", "1", "--hf-checkpoint", str(model),
+        "--max-trainer-restarts", "0", "--colocate", "--actor-num-gpus-per-node", "1", "--hf-checkpoint", str(model),
         "--prompt-data", f"{data}/train.jsonl", "--eval-prompt-data", "sort", f"{data}/train.jsonl@[0:8]",
         "--eval-interval", "1", "--run-dir", str(run_dir), *same_runs.flags(run_dir),
     ]  # fmt: skip
