@@ -127,13 +127,13 @@ class Parts:
             self.rollouts.close()
         if self.fleet is not None:
             self.fleet.note_deaths()  # before they are asked for anything; who tends them comes to it
+            if self.job.config.asynchrony.eval_num_engines:
+                self.fleet.take_back()
             for client in self.fleet.clients:
                 try:
                     client.abort_all()
                 except RunError as error:  # whoever tends engines finds out whether it has died
                     logger.warning("engine %d: %s", client.endpoint.index, error)
-            if self.job.config.asynchrony.eval_num_engines:
-                self.fleet.take_back()
             if self.job.config.offload_rollout:
                 self.fleet.release_memory()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -76,12 +77,13 @@ class TrainerRestarts:
             self._num_done += 1
             names = ", ".join(lost)
             logger.error("%s: %s", names, error)
+            started_at = time.monotonic()
             try:
                 point = self._again()
             except RunError as another:
                 lost, error = self._parts.lost_ranks(), another
                 continue
-            seconds = sum(self._job.start_seconds.values())
+            seconds = time.monotonic() - started_at
             where = "the start" if point is None else f"the checkpoint after {self._job.num_rollouts_done} rollouts"
             how_often = f"restart {self._num_done} of --max-trainer-restarts {self._most}"
             started = f"all training ranks were started anew from {where} in {seconds:.1f} s"
