@@ -178,7 +178,7 @@ def test_every_prompt_is_trained_on_once_whenever_the_trainer_is_lost(tmp_path, 
         try:
             with open(tmp_path / "console.txt", "w") as console:
                 sync_loop.run(job, MetricsLog(run, tensorboard=False), ProgressConsole(NUM_ROLLOUTS, console))
-            ledger = job.rollouts.state_dict()["data"]
+            ledger = job.rollouts.snapshot()[0]["data"]
         finally:
             job.close()
     assert blows.left == [] and (tmp_path / "console.txt").read_text().count("engines stayed") == num_blows
