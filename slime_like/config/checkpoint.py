@@ -86,7 +86,7 @@ class CheckpointConfig:
         most=MOST_PREEMPTION_S,
     )
     max_trainer_restarts: int = flag(
-        2,
+        0,
         help=(
             "How often in a run all training ranks are started anew, from its newest checkpoint, when one of them is"
             " killed; engines stay. 0: a lost rank ends the run."
