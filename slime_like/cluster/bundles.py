@@ -65,6 +65,11 @@ class Bundles:
         """Whether these are real GPUs."""
         return any(gpu.has_cuda for gpu in self.gpus)
 
+    def lost_machines(self) -> list[str]:
+        """Addresses of machines with a bundle that Ray has given up."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return sorted({gpu.address for gpu in self.gpus if gpu.node_id not in alive})
+
     def close(self) -> None:
         """Give the GPUs back."""
         remove_placement_group(self.group)

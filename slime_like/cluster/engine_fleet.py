@@ -256,7 +256,7 @@ class EngineFleet:
         )
 
     def release_memory(self) -> None:
-        """Engines give back KV cache and weights, or what of them the config says."""
+        """Engines give back KV cache and weights, or what of them the config says, where they have not yet."""
         self._memory.release(self.clients, self._config.released_by_engines)
 
     def resume_memory(self, tag: str) -> None:

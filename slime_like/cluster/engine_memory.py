@@ -14,11 +14,13 @@ class EngineMemory:
         self.released: frozenset[str] = frozenset()
 
     def release(self, clients: Iterable[EngineClient], tags: Iterable[str]) -> None:
-        """Engines, which must be idle, give it back."""
-        for client in clients:
-            client.flush_cache()
-            client.release_memory_occupation(list(tags))
-        self.released = frozenset(tags)
+        """Engines, which must be idle, give it back, where they have not yet."""
+        still = [tag for tag in tags if tag not in self.released]
+        for client in clients if still else ():
+            if "kv_cache" not in self.released:  # else nothing is left to forget
+                client.flush_cache()
+            client.release_memory_occupation(still)
+        self.released |= set(still)
 
     def resume(self, clients: Iterable[EngineClient], tag: str) -> None:
         """Engines take it again, if they had given it back."""

@@ -212,6 +212,20 @@ def call_error(error: RayTaskError | RayActorError | OutOfMemoryError, name: str
     return meaning
 
 
+def deaths(pings: dict[str, ray.ObjectRef], phase: str) -> dict[str, RunError]:
+    """Of calls to actors, by name, those whose process has ended, killed or by itself; waits a moment for news."""
+    done = ray.wait(list(pings.values()), num_returns=len(pings), timeout=_ECHO_S)[0] if pings else []
+    lost: dict[str, RunError] = {}
+    for name, ref in pings.items():
+        if ref in done:
+            try:
+                ray.get(ref)
+            except _DEATHS as error:
+                if isinstance(death := call_error(error, name, phase), ProcessLost):
+                    lost[name] = death
+    return lost
+
+
 class LifeWatch:
     """Notices the death of actors that nobody is calling: each is asked for a sign of life, and again once it has given
     one.

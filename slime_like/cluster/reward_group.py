@@ -137,7 +137,7 @@ class RewardGroup:
 
         Raises RewardError naming the sample, RunError or WaitTimeout naming the copy that died or hangs.
         """
-        if self._queue is None:
+        if self._queue is None or all(task.done() for task in self._tasks):  # the loop before this one has ended
             self._queue = asyncio.Queue()
             self._tasks = [asyncio.create_task(self._serve(rank)) for rank in range(len(self.actors))]
         name = f"prompt {sample.prompt_index}, sample {sample.sample_index}"

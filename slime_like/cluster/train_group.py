@@ -19,7 +19,7 @@ import ray
 
 from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.gpu_environment import device_number, nccl_environment
-from slime_like.cluster.ray_session import Wait, kill_actors
+from slime_like.cluster.ray_session import Wait, deaths, kill_actors
 from slime_like.cluster.sample_batch import SampleBatch, merged
 from slime_like.config.run import RunConfig
 from slime_like.config.tree import TENANTS
@@ -274,6 +274,10 @@ class TrainGroup:
     def pings(self) -> dict[str, ray.ObjectRef]:
         """A call to each rank that answers when it is free; it fails if the rank is dead."""
         return {f"{self._who} rank {i}": actor.pid.remote() for i, actor in enumerate(self.actors)}
+
+    def lost_ranks(self) -> dict[str, RunError]:
+        """Ranks whose process has ended without an error of its own, by name; waits a moment for the news."""
+        return deaths(self.pings(), "check")
 
     def close(self) -> None:
         """End every rank; those that are not in the middle of something first give back what would outlive them."""

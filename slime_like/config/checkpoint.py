@@ -85,6 +85,14 @@ class CheckpointConfig:
         above=0,
         most=MOST_PREEMPTION_S,
     )
+    max_trainer_restarts: int = flag(
+        0,
+        help=(
+            "How often in a run all training ranks are started anew, from its newest checkpoint, when one of them is"
+            " killed; engines stay. 0: a lost rank ends the run."
+        ),
+        least=0,
+    )
     ckpt_step: int | None = flag(None, help="Take this checkpoint of --load (rollouts done), not the newest.", least=0)
     ref_ckpt_step: int | None = flag(None, help="Take this checkpoint of --ref-load, not the newest.", least=0)
     verify_checkpoint: bool = flag(

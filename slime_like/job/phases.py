@@ -340,6 +340,7 @@ class Phases:
                 state["evaluating"] = self.evaluating
             folder = self._trainer.save(num_rollouts_done, state)
             self.num_saved = num_rollouts_done
+            self.job.saved.add(num_rollouts_done)
             self.saving = folder if in_background else None
             self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
 

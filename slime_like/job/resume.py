@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+from collections.abc import Collection
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, UserError
@@ -35,15 +36,17 @@ class ResumePoint:
         return (*skipped, f"--resume auto: going on after {self.num_rollouts_done} rollouts")
 
 
-def resume_point(config: RunConfig) -> ResumePoint | None:
+def resume_point(config: RunConfig, among: Collection[int] | None = None) -> ResumePoint | None:
     """The newest checkpoint in --save that is whole, of the policy and of its critic; None: there is none.
 
-    Raises CheckpointError if there are checkpoints and none is whole.
+    among: only these; None: any. Raises CheckpointError if there are checkpoints and none is whole.
     """
     folder = config.checkpoint.save or ""
     numbers = set(iterations(folder))
     if config.needs_critic:
         numbers &= set(iterations(os.path.join(folder, CRITIC)))
+    if among is not None:
+        numbers &= set(among)
     skipped: list[str] = []
     for number in sorted(numbers, reverse=True):
         try:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from slime_like.config.run import RunConfig
+from slime_like.errors import RunError
 from slime_like.job.protocols import Closes, Engines, Rollouts, Tend, Trainer, Watch
 from slime_like.observability.progress import Progress
 from slime_like.planning.placement import PlacementPlan
@@ -52,6 +53,10 @@ class Job:
     bf16: bool = False  # whether the trainer's weights are
     watch: Callable[[str], Watch] = _nobody  # for a phase: raises RunError if a process of the run has died
     tend: Tend | None = None  # asked each second while engines generate; None: an engine that dies ends the run
+    #: after a failure: puts the job back to its newest checkpoint, with new training ranks, and gives lines for the
+    #: console; raises the failure where that is impossible. None: a rank that dies ends the run
+    restart_trainer: Callable[[RunError], Sequence[str]] | None = None
+    saved: set[int] = dataclasses.field(default_factory=set)  # checkpoints that are this run's own
     #: everything that was started, in the order in which it must end
     closing: list[Closes] = dataclasses.field(default_factory=list)
 
@@ -72,6 +77,19 @@ class Job:
     def num_rollout(self) -> int:
         """Rollout steps of the whole run."""
         return self.resolved.num_rollout
+
+    def closes(self, part: Closes, *, in_place_of: Closes | None = None) -> None:
+        """Something was started that must end: before what was started before it, or instead of one that has ended."""
+        if in_place_of is not None and in_place_of in self.closing:
+            self.closing[self.closing.index(in_place_of)] = part
+        else:
+            self.closing.insert(0, part)
+
+    def begins_anew(self) -> None:
+        """Forget what a checkpoint said, where the data stood, and how long the start took."""
+        self.num_rollouts_done, self.client_state = 0, {}
+        self.start_seconds.clear()
+        self.feed = PromptFeed(self.resolved.data)
 
     def close(self) -> None:
         """End everything, in the order that lets each part end cleanly."""

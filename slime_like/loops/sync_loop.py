@@ -6,6 +6,7 @@ never stops, so that its groups are only taken here, and weights change under it
 
 from __future__ import annotations
 
+from slime_like.errors import RunError
 from slime_like.job.phases import Phases
 from slime_like.job.preemption import STATUS, Preempted
 from slime_like.job.running import Job
@@ -16,11 +17,23 @@ from slime_like.observability.tracing import PhaseTrace
 
 
 def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
-    """All rollout steps of a job, from where its checkpoint stopped.
+    """All rollout steps of a job, from where its checkpoint stopped, and again from there when a training rank is lost.
 
     Raises SystemExit(143) when the run was preempted and has saved.
     """
-    phases = Phases(job, log, console, PhaseTrace(job.run.trace))
+    while True:
+        phases = Phases(job, log, console, PhaseTrace(job.run.trace))
+        try:
+            _run_preemptible(job, phases)
+            return
+        except RunError as error:
+            if job.restart_trainer is None or phases.preemption.is_asked:
+                raise
+            for note in job.restart_trainer(error):
+                console.note(note)
+
+
+def _run_preemptible(job: Job, phases: Phases) -> None:
     if not job.config.checkpoint.save or job.trainer is None:
         _run(job, phases)
         return

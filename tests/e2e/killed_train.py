@@ -1,8 +1,8 @@
 """train.py in which somebody is killed (SIGKILL) at one point of a step: python tests/e2e/killed_train.py JSON <flags>.
 
 JSON: {"who": one of KILLED, or a signal that train.py gets, "at": one of POINTS, "step": rollouts done at that point,
-"mark": a file that comes to be just before}. Where the mark is there already nothing happens: the same command line is
-the one that resumes.
+"mark": a file that comes to be just before, "which": of several processes, by age}, or a list of these. Where the mark
+is there already nothing happens: the same command line is the one that resumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from slime_like.rollout import service
 from slime_like.rollout.continuing import ContinuingClient
 from slime_like.rollout.generate import GenerationClient
 
-ORDER = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
+GIVEN = json.loads(sys.argv[1]) if __name__ == "__main__" else []
+ORDERS: list[dict] = GIVEN if isinstance(GIVEN, list) else [GIVEN]
 #: The request, or the reward, of a rollout that comes after the blow: some are answered before, some are not.
 NUMBER = 6
 #: Who -> what the command line of a process of the run has one of; SGLang and Ray give theirs a title.
@@ -45,32 +46,40 @@ POINTS = (
 )
 
 
+def due(orders: list[dict], point: str, step: int) -> dict | None:
+    """The order whose time is now."""
+    for order in orders:
+        if (point, step) == (order.get("at"), order.get("step")) and not os.path.exists(order["mark"]):
+            return order
+    return None
+
+
 def is_due(point: str, step: int) -> bool:
     """Whether now is the time."""
-    return (point, step) == (ORDER.get("at"), ORDER.get("step")) and not os.path.exists(ORDER["mark"])
+    return due(ORDERS, point, step) is not None
 
 
 def strike(point: str, step: int) -> None:
     """Kill whoever is to be killed at this point; nothing at another one."""
-    if not is_due(point, step):
+    order = due(ORDERS, point, step)
+    if order is None:
         return
-    Path(ORDER["mark"]).write_text(str(time.time()))
-    supervisor = psutil.Process(os.getppid())
-    if ORDER["who"] in ("driver", "supervisor"):
-        os.kill(os.getpid() if ORDER["who"] == "driver" else supervisor.pid, signal.SIGKILL)
+    Path(order["mark"]).write_text(str(time.time()))
+    supervisor, who = psutil.Process(os.getppid()), order["who"]
+    if who in ("driver", "supervisor"):
+        os.kill(os.getpid() if who == "driver" else supervisor.pid, signal.SIGKILL)
         time.sleep(30)
-    if ORDER["who"].startswith("SIG"):
-        os.kill(supervisor.pid, signal.Signals[ORDER["who"]])
+    if who.startswith("SIG"):
+        os.kill(supervisor.pid, signal.Signals[who])
         return
-    words = KILLED[ORDER["who"]]
+    words = KILLED[who]
     victims = [
         process
         for process in supervisor.children(recursive=True)
         if any(word in " ".join(process.cmdline()) for word in words)
     ]
-    assert victims, f"no {ORDER['who']} is running"
-    for victim in victims[:1]:
-        victim.kill()
+    assert victims, f"no {who} is running"
+    sorted(victims, key=lambda victim: victim.create_time())[order.get("which", 0)].kill()
 
 
 class StrikingPhases(Phases):
@@ -163,20 +172,22 @@ class StrikingFleet(build.EngineFleet):
 class StrickenActor(train_group.TrainActor):
     """A trainer rank that is killed when its checkpoint is written and has no name yet; goes to Ray by value."""
 
-    order: dict = ORDER
+    orders: list[dict] = ORDERS
 
     def build(self, *meeting) -> dict:
         """As TrainActor."""
         report = super().build(*meeting)
-        if self.order.get("at") == "publish checkpoint":
+        orders = [order for order in self.orders if order.get("at") == "publish checkpoint"]
+        if orders:
             from slime_like.megatron_backend.checkpoint import folder
 
-            order, publish = self.order, folder.Draft.publish
+            publish = folder.Draft.publish
 
             def stricken(draft):
-                if draft.number == order["step"] and not os.path.exists(order["mark"]):
-                    Path(order["mark"]).write_text(str(time.time()))
-                    os.kill(os.getpid(), signal.SIGKILL)
+                for order in orders:
+                    if draft.number == order["step"] and not os.path.exists(order["mark"]):
+                        Path(order["mark"]).write_text(str(time.time()))
+                        os.kill(os.getpid(), signal.SIGKILL)
                 publish(draft)
 
             folder.Draft.publish = stricken

@@ -24,7 +24,7 @@ SCRIPT = """
 import dataclasses, json, os, signal, subprocess, sys, time
 import ray
 from slime_like.cluster.bundles import reserve
-from slime_like.cluster.ray_session import Wait, connect
+from slime_like.cluster.ray_session import Wait, connect, deaths
 from slime_like.config.run import RunConfig
 from slime_like.config.placement import PlacementConfig
 from slime_like.errors import DataError
@@ -78,6 +78,9 @@ outcomes["in order"] = Wait(20, whom="x", phase="y").gather(refs)
 for what in ("user error", "bug", "death"):
     refs = {"rank 1": waiting, "rank 0": actors[0].work.remote(what)}
     attempt(what, lambda: Wait(20, whom="the trainer", phase="train").gather(refs))
+lost = deaths({f"rank {number}": actors[number].work.remote("fine") for number in (0, 1)}, "check")
+outcomes["lost"] = {name: [type(error).__name__, error.pid] for name, error in lost.items()}
+outcomes["lost machines"] = again.lost_machines()
 refs = {"rank 0": actors[1].work.remote("fine"), "rank 7": waiting}
 attempt("late", lambda: Wait(5, whom="the trainer", phase="train").gather(refs))
 stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -130,7 +133,12 @@ def test_first_failure_wins_over_a_rank_that_hangs(outcomes):
         and "rank 0 during train" in outcomes["user error"]
     )
     assert "RunError" in outcomes["bug"] and "rank 0 failed during train: KeyError: 'missing'" in outcomes["bug"]
-    assert "RunError" in outcomes["death"] and "rank 0 died during train" in outcomes["death"]
+    assert "ProcessLost" in outcomes["death"] and "rank 0 died during train" in outcomes["death"]
+
+
+def test_those_whose_process_has_ended_are_known_and_their_machines_are_there(outcomes):
+    ((name, (kind, pid)),) = outcomes["lost"].items()
+    assert (name, kind, pid > 1) == ("rank 0", "ProcessLost", True) and outcomes["lost machines"] == []
 
 
 def test_timeout_names_who_is_missing(outcomes):

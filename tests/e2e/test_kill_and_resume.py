@@ -45,7 +45,7 @@ def command(model: Path, data: Path, run_dir: Path, order: dict) -> list[str]:
     flags[flags.index("--custom-rm-path") + 1] = "tests.e2e.killed_train.even_tokens"
     return [
         sys.executable, str(ROOT / "tests/e2e/killed_train.py"), json.dumps(order), *flags,
-        "--deterministic", "--max-engine-restarts", "0", "--resume", "auto",
+        "--deterministic", "--max-engine-restarts", "0", "--max-trainer-restarts", "0", "--resume", "auto",
         "--save-interval", "1", "--save-total-limit", "2",
         "--colocate", "--actor-num-gpus-per-node", "1", "--hf-checkpoint", str(model),
         "--prompt-data", f"{data}/train.jsonl", "--eval-prompt-data", "sort", f"{data}/train.jsonl@[0:8]",

@@ -63,8 +63,8 @@ def run(model: Path, data: Path, run_dir: Path, order: dict, mode: tuple[str, ..
     """One process of the run."""
     line = [
         sys.executable, str(ROOT / "tests/e2e/killed_train.py"), json.dumps(order), *common(model, data), *mode,
-        "--max-engine-restarts", "0", "--resume", "auto", "--save-interval", "1", "--save-total-limit", "2",
-        "--run-dir", str(run_dir), *same_runs.flags(run_dir),
+        "--max-engine-restarts", "0", "--max-trainer-restarts", "0", "--resume", "auto",
+        "--save-interval", "1", "--save-total-limit", "2", "--run-dir", str(run_dir), *same_runs.flags(run_dir),
     ]  # fmt: skip
     environ = environment(PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     done = subprocess.run(

@@ -131,7 +131,7 @@ def test_a_rank_that_dies_while_training_is_named_at_once(tiny_model_dir, saved_
     flags = [
         *SMALL_RUN, "--debug-train-only", "--load-debug-rollout-data", tmp_path / "rollouts/{rollout_id}.npz",
         "--hf-checkpoint", tiny_model_dir,
-        "--actor-num-gpus-per-node", "2", "--num-rollout", "1000",
+        "--actor-num-gpus-per-node", "2", "--num-rollout", "1000", "--max-trainer-restarts", "0",
     ]  # fmt: skip
     process = start_train(*flags, run_dir=tmp_path / "run")
     try:

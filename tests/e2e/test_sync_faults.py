@@ -87,7 +87,7 @@ def faulty(tiny_data_dir, tmp_path):
         samples = f"{tmp_path}/samples/{{rollout_id}}.npz"
         command = [
             sys.executable, ROOT / "tests/e2e/faulty_train.py", order, *SMALL_RUN, "--hf-checkpoint", model,
-            "--max-engine-restarts", "0",
+            "--max-engine-restarts", "0", "--max-trainer-restarts", "0",
             "--prompt-data", f"{tiny_data_dir}/train.jsonl",
             "--update-weight-transport", transport, "--update-weight-timeout-s", DEADLINE_S,
             "--verify-weight-sync-interval", 0,

@@ -46,3 +46,14 @@ def test_a_part_that_cannot_end_does_not_keep_the_others():
     with pytest.raises(ValueError, match="stuck"):
         job.close()
     assert ended == ["rollouts", "engines", "trainer"]
+
+
+def test_a_part_that_is_started_anew_ends_where_the_one_before_would():
+    ended: list[str] = []
+    job = job_of()
+    trainer, again = Part("trainer", ended), Part("trainer again", ended)
+    job.closes(trainer)
+    job.closes(Part("rollouts", ended))
+    job.closes(again, in_place_of=trainer)
+    job.close()
+    assert ended == ["rollouts", "trainer again"]
