@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from slime_like.errors import CheckpointError, DataError
+from slime_like.errors import CheckpointError, DataError, SaveError
 from slime_like.job.protocols import Rollout
 from slime_like.records import SampleGroup
 from slime_like.rollout.debug_data import load_rollout, save_rollout
@@ -18,14 +18,18 @@ FOLDER = "ahead"
 
 def keep(save: str, num_done: int, rollout: Rollout) -> dict:
     """Write the groups; what a checkpoint's client_state says of them, as JSON. Files of checkpoints that are gone go
-    too.
+    too. Raises SaveError.
     """
     folder = Path(save) / FOLDER
     kept = {path.name.removeprefix("iter_") for path in Path(save).glob("iter_*")}
     for path in folder.glob("*.npz"):
         if path.stem not in kept:
             path.unlink()
-    path = save_rollout(str(folder / f"{num_done:07d}.npz"), num_done, rollout.groups)
+    target = str(folder / f"{num_done:07d}.npz")
+    try:
+        path = save_rollout(target, num_done, rollout.groups)
+    except OSError as error:
+        raise SaveError(f"the rollout ahead, {target}, could not be written: {error.strerror}") from error
     return {"bytes": path.stat().st_size, "metrics": rollout.metrics}
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_like.errors import RunError
+from slime_like.errors import RunError, SaveError
 from slime_like.job import ahead
 from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
+from slime_like.job.saving import FailedSaves
 from slime_like.job.tending import Tending
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
@@ -25,6 +26,7 @@ from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.sample_log import SampleLog
 from slime_like.rollout.supervised import supervised_samples
 from slime_like.rollout.train_samples import train_samples_of
+from slime_like.utils.full_disk import LOST_WRITES
 from slime_like.weight_sync.proof.probe import probe_samples
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Phases:
     weights: WeightsRef = WeightsRef()
     saving: str | None = None  # the checkpoint that is being written in the background
     preemption: Preemption = dataclasses.field(init=False)
+    failed_saves: FailedSaves = dataclasses.field(init=False)
     num_done: int = 0  # rollouts that the trainer's weights have been trained on
     num_saved: int = 0  # of those, what the newest checkpoint has
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
@@ -64,6 +67,7 @@ class Phases:
 
     def __post_init__(self) -> None:
         self.preemption = Preemption(self.job.config.checkpoint.preemption_timeout_s)
+        self.failed_saves = FailedSaves(self.job, self.console)
         self._tending = Tending(self.job, self.console, self._trainers_release)
         if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
             self.weights = POLICY
@@ -123,7 +127,8 @@ class Phases:
                 self.trace.add("engines generate", start, end, step)
         path = self.job.config.observability.save_debug_rollout_data
         if path:
-            save_rollout(path, step, rollout.groups)
+            with LOST_WRITES.going_on(path):
+                save_rollout(path, step, rollout.groups)
         self.log.log("rollout", step, rollout.metrics)
         self._show_samples(step, rollout.groups)
         self._taken = tuple(group.prompt.index for group in rollout.groups)
@@ -309,43 +314,61 @@ class Phases:
     def save(self, num_rollouts_done: int) -> None:
         """A Megatron checkpoint with the data position in it, and an HF folder if asked for.
 
-        With --async-save the former is only begun.
+        With --async-save the former is only begun. Where one cannot be written the run goes on (job/saving.py).
         """
         self.finish_save(wait=True)
-        in_background = self.job.config.checkpoint.async_save
-        with self.timers.phase("save"):
-            if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
-                self.job.critic.save(num_rollouts_done, {})
-            save_hf = self.job.config.checkpoint.save_hf
-            if save_hf:  # before the checkpoint, after which a resumed run would not come here again
-                folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
-                self._trainer.save_hf(folder)
-                self.console.note(f"saved {folder} (HF)")
-            state = self._ahead_state(num_rollouts_done)  # waits for it, so the rest comes after
-            state |= {"rollout": self._data_state(), "weight_version": self.weights.version}
-            folder = self._trainer.save(num_rollouts_done, state)
-            self.num_saved = num_rollouts_done
-            self.saving = folder if in_background else None
-            self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
+        with self.timers.phase("save"), self._save_may_fail(num_rollouts_done):
+            self._save(num_rollouts_done)
+
+    def _save(self, num_rollouts_done: int) -> None:
+        if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
+            self.job.critic.save(num_rollouts_done, {})
+            self.failed_saves.critic_saved = num_rollouts_done
+        self.failed_saves.save_hf(num_rollouts_done)  # first: a resumed run would not come here again
+        state = self._ahead_state(num_rollouts_done)  # waits for it, so the rest comes after
+        state |= {"rollout": self._data_state(), "weight_version": self.weights.version}
+        folder = self._trainer.save(num_rollouts_done, state)
+        self.num_saved = num_rollouts_done
+        if self.job.config.checkpoint.async_save:
+            self.saving = folder
+            self.console.note(f"saving {folder} while the run goes on")
+        else:
+            self._saved(folder)
+
+    def _saved(self, folder: str) -> None:
+        self.console.note(f"saved {folder}")
+        self.failed_saves.succeeded(self.num_saved, folder)
+        self.saving = None
+
+    @contextlib.contextmanager
+    def _save_may_fail(self, num_rollouts_done: int) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            self.saving = None
+            self.num_saved = self.failed_saves.failed(error, num_rollouts_done)
 
     def finish_save(self, *, wait: bool) -> None:
         """Let a checkpoint that is written in the background count, once it is whole; wait: until it is."""
         if self.saving is None:
             return
-        with self.timers.phase("save"):
+        with self.timers.phase("save"), self._save_may_fail(self.num_saved):
             for role in (self.job.critic, self.job.trainer):  # the critic's first, as in save()
                 if role is not None and not role.finish_save(wait=wait):
                     return
-        self.console.note(f"saved {self.saving}")
-        self.saving = None
+            self._saved(self.saving)
 
     def save_before_end(self, asked_by: str) -> None:
         """Leave a checkpoint of everything that was trained, however the run's last phase was left."""
+        self.finish_save(wait=True)
         if self.num_done > self.num_saved:
             if self.job.engines is not None:
                 self.release()
             self.save(self.num_done)
         self.finish_save(wait=True)
+        if self.num_done > self.num_saved:
+            newest = f"the newest checkpoint is that after {self.num_saved}"
+            raise SaveError(f"{asked_by}: preempted after {self.num_done} rollouts, which could not be saved; {newest}")
         self.console.note(f"{asked_by}: preempted after {self.num_done} rollouts, which are saved")
 
     def restore(self) -> int:
