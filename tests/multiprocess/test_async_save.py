@@ -170,7 +170,8 @@ def full_at_once(place, ports, folder, saves, full_rank):
     recipe, number = recipe_of(worker), begun["num_rollouts_done"] + 1
     messages = []
     for attempt in (lambda: recipe.save(number, {}), lambda: recipe.save_hf(os.path.join(saves, "hf"))):
-        limit = largest_file(40_000) if place["rank"] == full_rank else contextlib.nullcontext()
+        largest = 40_000 if full_rank == 0 else 500  # rank 1 writes little
+        limit = largest_file(largest) if place["rank"] == full_rank else contextlib.nullcontext()
         try:
             with limit:
                 attempt()

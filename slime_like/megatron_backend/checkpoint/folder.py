@@ -25,7 +25,7 @@ STATE_FILE = "client_state.json"
 #: Megatron's word for weights that belong to no training run: they count as zero rollouts done.
 RELEASE = "release"
 _READ_BYTES = 8 * 1024**2
-#: In a draft: keeps room on the disk for the files of one rank, and at least so much.
+#: Keeps room on the disk for the files of one rank, and at least so much.
 _ROOM = ".room"
 _OF_ONE_RANK = ("common.pt", ".metadata", "metadata.json", STATE_FILE)
 _LEAST_ROOM_BYTES = 256 * 1024
@@ -83,8 +83,8 @@ class Draft:
         return f"the checkpoint {self.final_path}"
 
     def make(self) -> None:
-        """Make the hidden folder, with nothing in it but room for what this rank writes while the others wait for it
-        in a collective of Megatron's (`release_room`). For one rank.
+        """Make the hidden folder, and beside it keep room for what this rank writes while the others wait for it in a
+        collective of Megatron's (`release_room`). For one rank.
 
         Raises OSError if the disk has no room for a checkpoint as large as the newest, where that is of the same kind.
         """
@@ -97,7 +97,7 @@ class Draft:
             why = f"it takes about {needed} bytes, as the newest one did, and {free} are free"
             raise OSError(errno.ENOSPC, why, self.folder)
         size = max(_LEAST_ROOM_BYTES, 2 * sum(newest.get("files", {}).get(name, 0) for name in _OF_ONE_RANK))
-        descriptor = os.open(os.path.join(self.path, _ROOM), os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(self._room, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, 2 * size)  # half for what comes before the shards, and is free at once
             os.ftruncate(descriptor, size)
@@ -107,11 +107,16 @@ class Draft:
     def release_room(self) -> None:
         """Give back what `make` keeps: every rank has written its shards. For the rank that made it."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.path, _ROOM))
+            os.unlink(self._room)
 
     def discard(self) -> None:
         """Remove what was written of it. For the rank that made it, after a failure."""
+        self.release_room()
         shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def _room(self) -> str:
+        return os.path.join(self.folder, _ROOM)  # not in the draft: Megatron warns of a folder that is not empty
 
     def _newest_of_the_kind(self) -> dict:
         """The record of the newest checkpoint beside it, if that has the same parts; else {}."""
