@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_like.errors import RunError, SaveError
+from slime_like.errors import RunError
 from slime_like.job import ahead
 from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
-from slime_like.job.saving import FailedSaves
+from slime_like.job.saving import Saves
 from slime_like.job.tending import Tending
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
@@ -55,11 +55,9 @@ class Phases:
     trace: PhaseTrace
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     weights: WeightsRef = WeightsRef()
-    saving: str | None = None  # the checkpoint that is being written in the background
     preemption: Preemption = dataclasses.field(init=False)
-    failed_saves: FailedSaves = dataclasses.field(init=False)
+    saves: Saves = dataclasses.field(init=False)
     num_done: int = 0  # rollouts that the trainer's weights have been trained on
-    num_saved: int = 0  # of those, what the newest checkpoint has
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _is_ahead: bool = False  # whether the trainer has trained since the last sync
@@ -67,7 +65,7 @@ class Phases:
 
     def __post_init__(self) -> None:
         self.preemption = Preemption(self.job.config.checkpoint.preemption_timeout_s)
-        self.failed_saves = FailedSaves(self.job, self.console)
+        self.saves = Saves(self.job, self.console)
         self._tending = Tending(self.job, self.console, self._trainers_release)
         if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
             self.weights = POLICY
@@ -89,7 +87,7 @@ class Phases:
 
     def begin_step(self, step: int) -> None:
         """Count and trace phases as of `step` from now on."""
-        self.timers = PhaseTimers(self.trace, step)
+        self.timers = PhaseTimers(self.trace, step, progress=self.job.resolved.progress)
 
     def begin_generate(self, step: int) -> None:
         """Generate rollout `step` beside whatever comes next, unless that has begun or there is none."""
@@ -221,6 +219,7 @@ class Phases:
             if self._num_set_aside or self.job.tend is not None:
                 self._rollouts.engines_changed(self._engines.endpoints)
         self.weights, self._is_ahead = weights, False
+        self.job.resolved.progress.serves(weights.version)
         self._num_syncs += 1
         self._rollouts.policy_changed(weights, step)
         self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
@@ -311,90 +310,87 @@ class Phases:
         self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
 
-    def save(self, num_rollouts_done: int) -> None:
+    def save(self, num_rollouts_done: int, state: dict | None = None) -> None:
         """A Megatron checkpoint with the data position in it, and an HF folder if asked for.
 
-        With --async-save the former is only begun. Where one cannot be written the run goes on (job/saving.py).
+        With --async-save the former is only begun. state: what rollout_state() gave; None: it is asked now. Where one
+        cannot be written the run goes on (job/saving.py).
         """
         self.finish_save(wait=True)
-        with self.timers.phase("save"), self._save_may_fail(num_rollouts_done):
-            self._save(num_rollouts_done)
+        if not self.preemption.is_asked:  # a run that goes on has other weights by then
+            self.finish_evaluate(wait=not self._num_set_aside)
+        with self.timers.phase("save"), self.saves.may_fail(num_rollouts_done):
+            self._save(num_rollouts_done, state)
 
-    def _save(self, num_rollouts_done: int) -> None:
+    def _save(self, num_rollouts_done: int, state: dict | None) -> None:
         if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
             self.job.critic.save(num_rollouts_done, {})
-            self.failed_saves.critic_saved = num_rollouts_done
-        self.failed_saves.save_hf(num_rollouts_done)  # first: a resumed run would not come here again
-        state = self._ahead_state(num_rollouts_done)  # waits for it, so the rest comes after
-        state |= {"rollout": self._data_state(), "weight_version": self.weights.version}
+            self.saves.critic_saved = num_rollouts_done
+        self.saves.save_hf(num_rollouts_done)  # first: a resumed run would not come here again
+        state = state or self.rollout_state(num_rollouts_done)
+        state |= {"weight_version": self.weights.version}
+        if self.evaluating is not None:
+            state["evaluating"] = self.evaluating
         folder = self._trainer.save(num_rollouts_done, state)
-        self.num_saved = num_rollouts_done
         if self.job.config.checkpoint.async_save:
-            self.saving = folder
-            self.console.note(f"saving {folder} while the run goes on")
+            self.saves.begun(num_rollouts_done, folder)
         else:
-            self._saved(folder)
-
-    def _saved(self, folder: str) -> None:
-        self.console.note(f"saved {folder}")
-        self.failed_saves.succeeded(self.num_saved, folder)
-        self.saving = None
-
-    @contextlib.contextmanager
-    def _save_may_fail(self, num_rollouts_done: int) -> Iterator[None]:
-        try:
-            yield
-        except SaveError as error:
-            self.saving = None
-            self.num_saved = self.failed_saves.failed(error, num_rollouts_done)
+            self.saves.succeeded(num_rollouts_done, folder)
 
     def finish_save(self, *, wait: bool) -> None:
         """Let a checkpoint that is written in the background count, once it is whole; wait: until it is."""
-        if self.saving is None:
+        folder, number = self.saves.saving, self.saves.num_saved
+        if folder is None:
             return
-        with self.timers.phase("save"), self._save_may_fail(self.num_saved):
+        with self.timers.phase("save"), self.saves.may_fail(number):
             for role in (self.job.critic, self.job.trainer):  # the critic's first, as in save()
                 if role is not None and not role.finish_save(wait=wait):
                     return
-            self._saved(self.saving)
+            self.saves.succeeded(number, folder)
 
     def save_before_end(self, asked_by: str) -> None:
         """Leave a checkpoint of everything that was trained, however the run's last phase was left."""
         self.finish_save(wait=True)
-        if self.num_done > self.num_saved:
+        if self.num_done > self.saves.num_saved:
+            state = self.rollout_state(self.num_done)  # nothing runs on cards that are given back
             if self.job.engines is not None:
                 self.release()
-            self.save(self.num_done)
+            self.save(self.num_done, state)
         self.finish_save(wait=True)
-        if self.num_done > self.num_saved:
-            newest = f"the newest checkpoint is that after {self.num_saved}"
-            raise SaveError(f"{asked_by}: preempted after {self.num_done} rollouts, which could not be saved; {newest}")
+        self.saves.check_saved(self.num_done, asked_by)
         self.console.note(f"{asked_by}: preempted after {self.num_done} rollouts, which are saved")
 
     def restore(self) -> int:
         """Continue where the loaded checkpoint stopped; returns the first step to do."""
         job, state = self.job, self.job.client_state
-        self.num_done = self.num_saved = job.num_rollouts_done
+        self.num_done = self.saves.num_saved = job.num_rollouts_done
         if state:
             (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])
-            if (record := state.get("ahead")) and job.rollouts is not None:
-                groups = ahead.read(job.config.checkpoint.load or "", job.num_rollouts_done, record)
-                job.rollouts.put_ahead(job.num_rollouts_done, groups, record["metrics"])
+            if (lost := state.get("evaluating")) is not None:
+                self.console.note(
+                    f"the evaluation after {lost} rollouts was under way and has no result: its weights are gone"
+                )
+            if job.rollouts is not None:
+                ahead.restore(job.rollouts, job.config.checkpoint.load or "", job.num_rollouts_done, state)
         if job.reference is not None and job.config.loss.ref_update_interval and job.num_rollouts_done:
             job.config.loss.check_resume(job.num_rollouts_done)
             self._update_reference(job.reference)
         return job.num_rollouts_done
 
-    def _ahead_state(self, num_done: int) -> dict:
-        """The rollout that is trained on next, where it is generated already; a run that is to end waits for none."""
+    def rollout_state(self, num_done: int) -> dict:
+        """What a checkpoint after `num_done` rollouts holds of the rollout side; what is made ahead goes to files."""
         rollouts, save = self.job.rollouts, self.job.config.checkpoint.save
-        if rollouts is None or save is None or self.job.config.asynchrony.async_mode != "one-step":
-            return {}
-        wait = not self.preemption.is_asked
+        if rollouts is None or save is None:
+            return {"rollout": rollouts.snapshot()[0] if rollouts else self.job.feed.state_dict()}
+        one_step = self.job.config.asynchrony.async_mode == "one-step"
         with self._explained("generate"):
-            rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
-        return {} if rollout is None else {"ahead": ahead.keep(save, num_done, rollout)}
-
-    def _data_state(self) -> dict:
-        return (self.job.rollouts or self.job.feed).state_dict()
+            rollout = None
+            if one_step:  # a run that is to end waits for none
+                wait = not self.preemption.is_asked
+                rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
+            data, stock = rollouts.snapshot()
+        state, notes = ahead.kept(save, num_done, rollout, stock)
+        for note in notes:
+            self.console.note(note)
+        return {"rollout": data} | state

@@ -85,7 +85,7 @@ def _step(job: Job, phases: Phases, step: int) -> None:
     seconds = phases.timers.finish_step()
     if job.config.asynchrony.is_async:
         seconds["async/trainer_idle_seconds"] = seconds["step/generate_seconds"]
-    lost = {"step/failed_saves": phases.failed_saves.total, "step/lost_writes": LOST_WRITES.total}
+    lost = {"step/failed_saves": phases.saves.num_failed, "step/lost_writes": LOST_WRITES.total}
     seconds |= {name: float(count) for name, count in lost.items() if count}
     phases.log.log("step", step, seconds)
     phases.console.step(step, metrics | seconds)

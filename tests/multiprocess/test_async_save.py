@@ -164,6 +164,8 @@ def failures(place, ports, folder, saves):
 
 def full_at_once(place, ports, folder, saves, full_rank):
     """A save that is waited for, and an HF folder, where one rank's files cannot grow; then it trains and saves."""
+    import torch
+
     from slime_like.errors import SaveError
 
     worker, begun = start(place, ports, folder, load=saves, save=saves)
@@ -177,6 +179,7 @@ def full_at_once(place, ports, folder, saves, full_rank):
                 attempt()
         except SaveError as error:
             messages.append(str(error))
+    torch.distributed.barrier()  # rank 0 removes what is left
     left = sorted(os.listdir(saves))
     recipe.train(3, ROLLOUTS[3])
     recipe.save(number, {})

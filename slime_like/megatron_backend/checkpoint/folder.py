@@ -31,6 +31,8 @@ _OF_ONE_RANK = ("common.pt", ".metadata", "metadata.json", STATE_FILE)
 _LEAST_ROOM_BYTES = 256 * 1024
 #: What checkpoints that take the same bytes have in common, of their records.
 _SAME_SIZE = ("architecture", "dtype", "has_optimizer", "weights_only", "value_head", "lora")
+#: Of the record: numbers of checkpoints that go when this one is there.
+_OUTDATED = "outdated"
 #: What the record's keys are.
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "num_rollouts_done": int,
@@ -42,6 +44,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "weights_only": bool,
     "value_head": bool,
     "lora": (dict, type(None)),
+    _OUTDATED: list,
 }
 
 
@@ -83,12 +86,12 @@ class Draft:
         return f"the checkpoint {self.final_path}"
 
     def make(self) -> None:
-        """Make the hidden folder, and beside it keep room for what this rank writes while the others wait for it in a
-        collective of Megatron's (`release_room`). For one rank.
+        """Make the hidden folder, when what a killed run has left is gone, and beside it keep room for what this rank
+        writes while the others wait for it in a collective of Megatron's (`release_room`). For one rank.
 
         Raises OSError if the disk has no room for a checkpoint as large as the newest, where that is of the same kind.
         """
-        shutil.rmtree(self.path, ignore_errors=True)
+        _tidy(self.folder, self.number)
         os.makedirs(self.path)
         newest = self._newest_of_the_kind()
         needed = sum(newest.get("files", {}).values())
@@ -137,16 +140,25 @@ class Draft:
         record = self.record | {
             "files": files,
             "digests": {name: known.get(name) or file_digest(os.path.join(self.path, name)) for name in sorted(files)},
+            _OUTDATED: self._outdated(),
         }
         record["digest"] = _record_digest(record)
         write_atomic(os.path.join(self.path, STATE_FILE), json.dumps(record, indent=1))
         tracker = os.path.join(self.folder, TRACKER)
         with written_beside(tracker, RELEASE if self.number is None else str(self.number)):
             swap_in(self.path, self.final_path)  # from here on nothing needs room
-        if self.retain_interval and self.number is not None:
-            _delete_before(self.folder, self.number, interval=self.retain_interval, num_spared=self.num_spared)
+        for old in record[_OUTDATED]:
+            _delete(self.folder, old)
         if self.total_limit is not None and self.number is not None:
             _delete_oldest(self.folder, self.number, num_kept=self.total_limit + self.num_spared)
+
+    def _outdated(self) -> list[int]:
+        """The checkpoint before, the newest that need not be spared, unless its number divides by the interval."""
+        if not self.retain_interval or self.number is None:
+            return []
+        number = self.number
+        earlier = sorted((n for n in iterations(self.folder) if n < number), reverse=True)[self.num_spared :]
+        return earlier[:1] if earlier and earlier[0] % self.retain_interval else []
 
 
 def file_digest(path: str) -> str:
@@ -266,15 +278,6 @@ def discard(folder: str, number: int) -> None:
         os.unlink(os.path.join(folder, TRACKER))
 
 
-def room_for_another(path: str) -> str | None:
-    """Why the disk will not take another checkpoint like this one; None: it will, or this host does not see it."""
-    if not os.path.isdir(path):
-        return None
-    needed = sum(entry.stat().st_size for entry in os.scandir(path))
-    free = shutil.disk_usage(path).free
-    return f"it takes {needed} bytes, and {free} are free" if needed > free else None
-
-
 def refuse_existing(folder: str) -> None:
     """Raise CheckpointError if the folder holds anything: a conversion never overwrites."""
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
@@ -305,13 +308,22 @@ def _folder_name(number: int) -> str:
     return f"iter_{number:07d}"
 
 
-def _delete_before(folder: str, number: int, *, interval: int, num_spared: int) -> None:
-    """Delete one checkpoint before `number`, the newest that need not be spared, if its own number does not divide by
-    `interval`.
+def _tidy(folder: str, number: int | None) -> None:
+    """End what a run that was killed in a save has begun: drafts, what makes way, and what the checkpoint before
+    `number` says is outdated.
     """
-    earlier = sorted((n for n in iterations(folder) if n < number), reverse=True)[num_spared:]
-    if earlier and earlier[0] % interval:
-        _delete(folder, earlier[0])
+    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+        if entry.is_dir() and re.fullmatch(rf"\.(iter_[0-9]+|{RELEASE})\.(tmp|tmp\.old|deleted)", entry.name):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        elif entry.name.startswith(f".{TRACKER}."):
+            os.unlink(entry.path)
+    before = max((one for one in iterations(folder) if number is not None and one < number), default=None)
+    if before is None:
+        return
+    with contextlib.suppress(CheckpointError):  # a torn one says nothing
+        for old in read_client_state(os.path.join(folder, _folder_name(before))).get(_OUTDATED, ()):
+            if old in iterations(folder):
+                _delete(folder, old)
 
 
 def _delete_oldest(folder: str, number: int, *, num_kept: int) -> None:
