@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that running and testing needs. Run again at will: seconds when nothing is to do.
-#   bash scripts/setup.sh [--set NAME | --cpu | --gpu] [--choice]
+#   bash scripts/setup.sh [--set NAME | --cpu | --gpu] [--choice] [--no-digests]
 # Which packages: one of the sets in scripts/requirements/sets.toml, chosen by what the host has (scripts/lib/choose_set.py) and printed with its
 # reason; a .venv keeps its set. --set NAME takes that one, --cpu and --gpu one of that kind; --choice only prints the choice.
+# On a CPU host packages are taken by their digests, where there are some for its Python and processor; --no-digests: by version, for an index with other builds.
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or 3.12). docs/install.md tells more.
 set -euo pipefail
 
@@ -18,14 +19,15 @@ PYTHONS=(3.11 3.12)
 
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-WISH=() ONLY_CHOICE=no
+WISH=() ONLY_CHOICE=no DIGESTS=yes
 while (($#)); do
   case "$1" in
     --cpu) WISH=(--kind cpu) ;;
     --gpu) WISH=(--kind gpu) ;;
     --set) [[ -n "${2:-}" ]] || die "--set needs the name of a set, see ${REQUIREMENTS}/sets.toml"; WISH=(--set "$2"); shift ;;
     --choice) ONLY_CHOICE=yes ;;
-    *) die "unknown option $1. Known: --set NAME, --cpu, --gpu, --choice." ;;
+    --no-digests) DIGESTS=no ;;
+    *) die "unknown option $1. Known: --set NAME, --cpu, --gpu, --choice, --no-digests." ;;
   esac
   shift
 done
@@ -98,7 +100,7 @@ pip_install() { "${VENV}/bin/python" -m pip --disable-pip-version-check install 
 
 install_torch_cpu() {
   # Where the configured index has the CPU build, take it; PyPI has only the CUDA build under this version.
-  pip_install "torch==${TORCH}" || pip_install --index-url "${TORCH_CPU_INDEX}" "torch==${TORCH}"
+  pip_install "$@" "torch==${TORCH}" || pip_install "$@" --index-url "${TORCH_CPU_INDEX}" "torch==${TORCH}"
 }
 
 check_packages() {
@@ -143,10 +145,18 @@ install_environments() {
 }
 
 install_cpu() {
-  local constraints="${REQUIREMENTS}/${CONSTRAINTS}"
-  stage "torch (CPU)" install_torch_cpu
-  stage "packages" pip_install -c "${constraints}" -r "${REQUIREMENTS}/cpu.txt"
-  stage "sglang (no dependencies)" pip_install --no-deps -r "${REQUIREMENTS}/cpu-nodeps.txt"
+  local constraints="${REQUIREMENTS}/${CONSTRAINTS}" digests
+  digests=$("${VENV}/bin/python" -c 'import platform, sys; print("hashes-cpu-cp%d%d-" % sys.version_info[:2] + platform.machine())').txt
+  if [[ "${DIGESTS}" == yes && -f "${REQUIREMENTS}/${digests}" ]]; then
+    # All of them first: what torch brought along would not be compared any more.
+    stage "packages (by digest)" pip_install --no-deps --require-hashes -r "${REQUIREMENTS}/${digests}"
+    stage "torch (CPU)" install_torch_cpu --no-deps
+  else
+    printf 'setup: packages are taken by version, not by digest (%s)\n' "$([[ "${DIGESTS}" == no ]] && echo --no-digests || echo "no ${REQUIREMENTS}/${digests}")"
+    stage "torch (CPU)" install_torch_cpu
+    stage "packages" pip_install -c "${constraints}" -r "${REQUIREMENTS}/cpu.txt"
+    stage "sglang (no dependencies)" pip_install --no-deps -r "${REQUIREMENTS}/cpu-nodeps.txt"
+  fi
   install_environments
   stage "slime_like (editable)" pip_install --no-deps --no-build-isolation -e .
   stage "package check" check_packages

@@ -218,6 +218,10 @@ class TrainGroup:
         """Whether no save is under way any more; wait: until there is none, or its failure is raised."""
         return all(self._all("finish_save", "save", wait))
 
+    def discard_save(self, num_rollouts_done: int) -> None:
+        """Remove a checkpoint that was written: what it belongs to could not be."""
+        self._follow("discard_save", "save", num_rollouts_done)
+
     def save_hf(self, folder: str) -> None:
         """Write an HF folder."""
         self._follow("save_hf", "save", folder)

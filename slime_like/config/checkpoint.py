@@ -76,6 +76,14 @@ class CheckpointConfig:
         help="Most checkpoints that are kept: each save deletes the oldest beyond them. Default: no limit.",
         least=1,
     )
+    max_failed_saves: int = flag(
+        3,
+        help=(
+            "End the run at so many saves in a row that could not be written (a full disk); until then it goes on, and"
+            " the checkpoint before them stays the newest. The last rollout's must succeed."
+        ),
+        least=1,
+    )
     preemption_timeout_s: float = flag(
         60.0,
         help=(

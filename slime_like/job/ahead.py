@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from slime_like.errors import CheckpointError, DataError
+from slime_like.errors import CheckpointError, DataError, SaveError
 from slime_like.job.protocols import Rollout, Rollouts
 from slime_like.records import SampleGroup
 from slime_like.rollout.debug_data import load_rollout, save_rollout
@@ -28,9 +28,17 @@ def kept(save: str, num_done: int, rollout: Rollout | None, stock: Stock | None)
     """Write the files; (what a checkpoint's client_state says of them, as JSON; what to tell the user).
 
     Groups that no file can hold are left out: their prompts are asked again after a resume. Files of checkpoints that
-    are gone go too.
+    are gone go too. Raises SaveError where a file cannot be written.
     """
     _forget_others(Path(save))
+    try:
+        return _kept(save, num_done, rollout, stock)
+    except OSError as error:
+        where = Path(save) / FOLDER
+        raise SaveError(f"what is generated ahead could not be written to {where}: {error.strerror}") from error
+
+
+def _kept(save: str, num_done: int, rollout: Rollout | None, stock: Stock | None) -> tuple[dict, tuple[str, ...]]:
     try:
         if rollout is not None:
             record = _groups(save, num_done, rollout.groups)

@@ -68,11 +68,11 @@ def _start(job: Job, resolved: ResolvedRun) -> None:
         clock.lap("engines")
         parts.start_rollouts()
         clock.lap("rollout manager")
-        if config.engine.outlives_faults:
-            guests = EngineGuests(fleet, config, resolved.run.path, plan.transport)
-            job.tend = EngineCare(fleet, config.engine, guests).tend
     if not in_turn:
         _wait_for_others(parts, clock)
+    if parts.fleet is not None and config.engine.outlives_faults:
+        guests = EngineGuests(parts.fleet, config, resolved.run.path, plan.transport)
+        job.tend = EngineCare(parts.fleet, config.engine, guests).tend
     parts.watch()
     if parts.roles:
         job.restart_trainer = TrainerRestarts(job, parts).after

@@ -16,6 +16,7 @@ from slime_like.job import ahead
 from slime_like.job.preemption import Preemption
 from slime_like.job.protocols import Engines, Rollouts, Trainer
 from slime_like.job.running import Job
+from slime_like.job.saving import Saves
 from slime_like.job.tending import Tending
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog, PhaseTimers
@@ -25,6 +26,7 @@ from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.sample_log import SampleLog
 from slime_like.rollout.supervised import supervised_samples
 from slime_like.rollout.train_samples import train_samples_of
+from slime_like.utils.full_disk import LOST_WRITES
 from slime_like.weight_sync.proof.probe import probe_samples
 
 if TYPE_CHECKING:
@@ -53,10 +55,9 @@ class Phases:
     trace: PhaseTrace
     timers: PhaseTimers = dataclasses.field(default_factory=PhaseTimers)
     weights: WeightsRef = WeightsRef()
-    saving: str | None = None  # the checkpoint that is being written in the background
     preemption: Preemption = dataclasses.field(init=False)
+    saves: Saves = dataclasses.field(init=False)
     num_done: int = 0  # rollouts that the trainer's weights have been trained on
-    num_saved: int = 0  # of those, what the newest checkpoint has
     evaluating: int | None = None  # rollouts that were done when the evaluation that is under way began
     _taken: tuple[int, ...] = ()  # prompts of the samples that are trained on next
     _is_ahead: bool = False  # whether the trainer has trained since the last sync
@@ -64,6 +65,7 @@ class Phases:
 
     def __post_init__(self) -> None:
         self.preemption = Preemption(self.job.config.checkpoint.preemption_timeout_s)
+        self.saves = Saves(self.job, self.console)
         self._tending = Tending(self.job, self.console, self._trainers_release)
         if self.job.config.sync.sends_adapters and self.weights == WeightsRef():
             self.weights = POLICY
@@ -133,7 +135,8 @@ class Phases:
                 self.trace.add("engines generate", start, end, step)
         path = self.job.config.observability.save_debug_rollout_data
         if path:
-            save_rollout(path, step, rollout.groups)
+            with LOST_WRITES.going_on(path):
+                save_rollout(path, step, rollout.groups)
         self.log.log("rollout", step, rollout.metrics)
         self._show_samples(step, rollout.groups)
         self._taken = tuple(group.prompt.index for group in rollout.groups)
@@ -320,55 +323,52 @@ class Phases:
     def save(self, num_rollouts_done: int, state: dict | None = None) -> None:
         """A Megatron checkpoint with the data position in it, and an HF folder if asked for.
 
-        With --async-save the former is only begun. state: what rollout_state() gave; None: it is asked now.
+        With --async-save the former is only begun. state: what rollout_state() gave; None: it is asked now. Where one
+        cannot be written the run goes on (job/saving.py).
         """
         self.finish_save(wait=True)
         if not self.preemption.is_asked:  # a run that goes on has other weights by then
             self.finish_evaluate(wait=not self._num_set_aside)
-        in_background = self.job.config.checkpoint.async_save
-        with self.timers.phase("save"):
-            if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
-                self.job.critic.save(num_rollouts_done, {})
-            save_hf = self.job.config.checkpoint.save_hf
-            if save_hf:  # before the checkpoint, after which a resumed run would not come here again
-                folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
-                self._trainer.save_hf(folder)
-                self.console.note(f"saved {folder} (HF)")
-            state = state or self.rollout_state(num_rollouts_done)
-            state |= {"weight_version": self.weights.version}
-            if self.evaluating is not None:
-                state["evaluating"] = self.evaluating
-            folder = self._trainer.save(num_rollouts_done, state)
-            self.num_saved = num_rollouts_done
-            self.job.saved.add(num_rollouts_done)
-            self.saving = folder if in_background else None
-            self.console.note(f"saving {folder} while the run goes on" if in_background else f"saved {folder}")
+        with self.timers.phase("save"), self.saves.may_fail(num_rollouts_done):
+            self._save(num_rollouts_done, state)
+
+    def _save(self, num_rollouts_done: int, state: dict | None) -> None:
+        if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
+            self.job.critic.save(num_rollouts_done, {})
+            self.saves.critic_saved = num_rollouts_done
+        self.saves.save_hf(num_rollouts_done)  # first: a resumed run would not come here again
+        state = state or self.rollout_state(num_rollouts_done)
+        state |= {"weight_version": self.weights.version, "evaluating": self.evaluating}
+        went_well = self.saves.begun if self.job.config.checkpoint.async_save else self.saves.succeeded
+        went_well(num_rollouts_done, self._trainer.save(num_rollouts_done, state))
 
     def finish_save(self, *, wait: bool) -> None:
         """Let a checkpoint that is written in the background count, once it is whole; wait: until it is."""
-        if self.saving is None:
+        folder, number = self.saves.saving, self.saves.num_saved
+        if folder is None:
             return
-        with self.timers.phase("save"):
+        with self.timers.phase("save"), self.saves.may_fail(number):
             for role in (self.job.critic, self.job.trainer):  # the critic's first, as in save()
                 if role is not None and not role.finish_save(wait=wait):
                     return
-        self.console.note(f"saved {self.saving}")
-        self.saving = None
+            self.saves.succeeded(number, folder)
 
     def save_before_end(self, asked_by: str) -> None:
         """Leave a checkpoint of everything that was trained, however the run's last phase was left."""
-        if self.num_done > self.num_saved:
+        self.finish_save(wait=True)
+        if self.num_done > self.saves.num_saved:
             state = self.rollout_state(self.num_done)  # nothing runs on cards that are given back
             if self.job.engines is not None:
                 self.release()
             self.save(self.num_done, state)
         self.finish_save(wait=True)
+        self.saves.check_saved(self.num_done, asked_by)
         self.console.note(f"{asked_by}: preempted after {self.num_done} rollouts, which are saved")
 
     def restore(self) -> int:
         """Continue where the loaded checkpoint stopped; returns the first step to do."""
         job, state = self.job, self.job.client_state
-        self.num_done = self.num_saved = job.num_rollouts_done
+        self.num_done = self.saves.num_saved = job.num_rollouts_done
         if state:
             (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])

@@ -190,13 +190,19 @@ class Trainer(Protocol):
         """Log-probs [T] of each sample at temperature 1."""
 
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
-        """Write a checkpoint, or begin to (--async-save); its folder."""
+        """Write a checkpoint, or begin to (--async-save); its folder. Raises SaveError."""
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether no save is under way any more."""
+        """Whether no save is under way any more. Raises SaveError."""
+
+    def discard_save(self, num_rollouts_done: int) -> None:
+        """Remove a checkpoint that was written: what it belongs to could not be."""
+
+    def in_step(self) -> bool:
+        """Whether every rank lives and does nothing: then an error that one raised was the same on all."""
 
     def save_hf(self, folder: str) -> None:
-        """Write an HF folder."""
+        """Write an HF folder. Raises SaveError."""
 
     def take_weights(self, folder: str) -> None:
         """Score with the weights of an HF folder from now on."""

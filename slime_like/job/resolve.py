@@ -16,6 +16,7 @@ from slime_like.errors import ConfigError
 from slime_like.job import resume
 from slime_like.job.config_changes import config_changes, last_config
 from slime_like.job.running import ResolvedRun
+from slime_like.job.saving import room_at_start
 from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.check_data import check_data
 from slime_like.rollout.data_source import DataSource
@@ -54,7 +55,10 @@ def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
         data=source,
         num_rollout=num_rollout,
         ends_only=ends_only,
-        notes=() if point is None else (*config_changes(before, json.loads(config.to_json())), *point.notes()),
+        notes=(
+            *(() if point is None else (*config_changes(before, json.loads(config.to_json())), *point.notes())),
+            *room_at_start(config),
+        ),
     )
 
 

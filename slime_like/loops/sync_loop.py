@@ -14,6 +14,7 @@ from slime_like.loops.schedule import evaluates_after, evaluates_before, saves_a
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog
 from slime_like.observability.tracing import PhaseTrace
+from slime_like.utils.full_disk import LOST_WRITES
 
 
 def run(job: Job, log: MetricsLog, console: ProgressConsole) -> None:
@@ -97,5 +98,7 @@ def _step(job: Job, phases: Phases, step: int) -> None:
     seconds = phases.timers.finish_step()
     if job.config.asynchrony.is_async:
         seconds["async/trainer_idle_seconds"] = seconds["step/generate_seconds"]
+    lost = {"step/failed_saves": phases.saves.num_failed, "step/lost_writes": LOST_WRITES.total}
+    seconds |= {name: float(count) for name, count in lost.items() if count}
     phases.log.log("step", step, seconds)
     phases.console.step(step, metrics | seconds)

@@ -25,6 +25,7 @@ from slime_like.config.optimizer import OptimizerConfig
 from slime_like.config.parallel import ParallelConfig
 from slime_like.errors import CheckpointError, ConfigError, RunError, SlimeLikeError, UserError, WaitTimeout
 from slime_like.megatron_backend.checkpoint import state as checkpoint
+from slime_like.megatron_backend.checkpoint.async_save import Saver
 from slime_like.megatron_backend.checkpoint.folder import find, read_client_state, refuse_existing
 from slime_like.megatron_backend.hf.files import HfReader
 from slime_like.megatron_backend.hf.names_and_shards import export_hf, load_hf
@@ -103,9 +104,8 @@ def convert(job: Conversion, place: Place) -> str:
         state = checkpoint.TrainState(model=stage, model_config=model, with_rng=False)
         if to_megatron:
             load_hf(unwrap(stage), model, job.input)
-            return checkpoint.save(
-                checkpoint.draft_of(job.output, state, num_rollouts_done=None, client_state={}), state
-            )
+            draft = checkpoint.draft_of(job.output, state, num_rollouts_done=None, client_state={})
+            return Saver(in_background=False, seconds=_DEADLINE_S).save(draft, state)
         checkpoint.load(find(job.input, job.ckpt_step), state)
         assert job.origin_hf_dir, "there is a template when the result is an HF folder"
         save_hf_folder(

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from slime_like.errors import DataError, RunError
+from slime_like.megatron_backend.checkpoint.agreement import agreed
+from slime_like.megatron_backend.checkpoint.folder import discard
 from slime_like.megatron_backend.hf.save import save_hf_folder
 from slime_like.megatron_backend.model.provider import trains_in_bf16
 from slime_like.megatron_backend.reference import brought_log_probs, checked_row
@@ -45,6 +47,12 @@ class Recipe:
         return self.worker.save_state(
             folder, weights=BASE, num_rollouts_done=num_rollouts_done, client_state=client_state
         )
+
+    def discard_save(self, num_rollouts_done: int) -> None:
+        """Remove a checkpoint that was written: what it belongs to could not be."""
+        folder = self.config.checkpoint.save
+        assert folder, "there was a save"
+        agreed(f"{folder} without {num_rollouts_done}", lambda: discard(folder, num_rollouts_done))
 
     def save_hf(self, folder: str) -> None:
         """Write an HF folder: weights, and config and tokenizer files of --hf-checkpoint.

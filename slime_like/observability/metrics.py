@@ -14,6 +14,7 @@ from typing import Any
 from slime_like.observability.progress import Progress
 from slime_like.observability.tracing import PhaseTrace
 from slime_like.utils.files import RunDirectory, append_json_line, read_json_lines, write_atomic
+from slime_like.utils.full_disk import LOST_WRITES
 
 KINDS = ("start", "rollout", "train", "sync", "eval", "step")
 
@@ -63,17 +64,20 @@ class MetricsLog:
         if kind not in KINDS:
             raise ValueError(f"kind {kind!r} is unknown. Known: {', '.join(KINDS)}")
         now = time.time()
-        append_json_line(self.run_dir.metrics, {"kind": kind, "step": step, "time": now} | json_metrics(metrics))
+        line = {"kind": kind, "step": step, "time": now} | json_metrics(metrics)
+        with LOST_WRITES.going_on(str(self.run_dir.metrics)):
+            append_json_line(self.run_dir.metrics, line)
         if self._tensorboard:
-            self._write_events(
-                step, now, {name: value for name, value in metrics.items() if not isinstance(value, str)}
-            )
+            numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+            with LOST_WRITES.going_on(str(self.run_dir.tensorboard)):
+                self._write_events(step, now, numbers)
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            writer, self._writer = self._writer, None
+            with LOST_WRITES.going_on(str(self.run_dir.tensorboard)):
+                writer.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -90,8 +94,12 @@ class MetricsLog:
         if self._writer is None:
             self._writer = EventFileWriter(str(self.run_dir.tensorboard))
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
-        self._writer.flush()
+        try:
+            self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+            self._writer.flush()
+        except OSError:
+            self._writer = None  # its thread has ended; the next event begins another file
+            raise
 
 
 @contextlib.contextmanager

@@ -8,6 +8,9 @@ import os
 import time
 from pathlib import Path
 
+from slime_like.utils.files import append_text
+from slime_like.utils.full_disk import LOST_WRITES
+
 
 class PhaseTrace:
     """Appends one complete event a phase; its args hold the step, and when it began in unix seconds.
@@ -26,7 +29,8 @@ class PhaseTrace:
             self._zero -= self._unix_zero - began
             self._unix_zero = began
         else:
-            self._path.write_text("[\n", encoding="utf-8")
+            with LOST_WRITES.going_on(str(self._path)):
+                self._path.write_text("[\n", encoding="utf-8")
 
     def add(self, name: str, start: float, end: float, step: int) -> None:
         """One event; start and end are of time.monotonic()."""
@@ -39,8 +43,8 @@ class PhaseTrace:
             "tid": self._lines.setdefault(name, len(self._lines)),
             "args": {"step": step, "time": round(self._unix_zero + start - self._zero, 3)},
         }
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + ",\n")
+        with LOST_WRITES.going_on(str(self._path)):
+            append_text(self._path, json.dumps(event) + ",\n")
 
 
 def _began(path: Path) -> float | None:

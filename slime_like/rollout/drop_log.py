@@ -15,7 +15,8 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from slime_like.utils.files import read_json_lines, write_atomic
+from slime_like.utils.files import append_text, read_json_lines, write_atomic
+from slime_like.utils.full_disk import LOST_WRITES
 
 
 class DropLog:
@@ -45,11 +46,12 @@ class DropLog:
                     for number, line in enumerate(lines)
                     if number not in later and line.get("put_aside", None) in (None, *rows)
                 ]
-                write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+                with LOST_WRITES.going_on(str(self._path)):
+                    write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in kept))
                 return
         self._write({"resumed": dict(dropped), "position": position})
 
     def _write(self, record: dict) -> None:
         if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with LOST_WRITES.going_on(str(self._path)):
+                append_text(self._path, json.dumps(record) + "\n")

@@ -11,6 +11,7 @@ import numpy as np
 
 from slime_like.records import Sample, SampleGroup
 from slime_like.utils.files import write_atomic
+from slime_like.utils.full_disk import LOST_WRITES
 
 #: Characters of a prompt's end and of an answer that a console line shows.
 _PROMPT_SHOWN, _ANSWER_SHOWN = 60, 160
@@ -28,7 +29,7 @@ class SampleLog:
         self.folder, self._tokenizer, self._count = folder, tokenizer, count
 
     def write(self, step: int, groups: Sequence[SampleGroup]) -> Path | None:
-        """One line a sample, the best answers first; the file, or None if nothing is to be written."""
+        """One line a sample, the best answers first; its file, or None if nothing is to be written."""
         chosen = pick(groups, self._count)
         if not chosen:
             return None
@@ -36,7 +37,8 @@ class SampleLog:
             json.dumps(self._line(step, group, sample), default=str) for group, samples in chosen for sample in samples
         ]
         path = self.folder / f"rollout-{step}.jsonl"
-        write_atomic(path, "".join(line + "\n" for line in lines))
+        with LOST_WRITES.going_on(str(self.folder)):
+            write_atomic(path, "".join(line + "\n" for line in lines))
         return path
 
     def best_and_worst(self, groups: Sequence[SampleGroup]) -> list[str]:

@@ -10,6 +10,7 @@ import os
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.errors import UserError
@@ -20,6 +21,15 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    with written_beside(path, content):
+        pass
+
+
+@contextlib.contextmanager
+def written_beside(path: str | os.PathLike, content: str | bytes) -> Iterator[None]:
+    """As write_atomic, in two steps: what needs room on the disk is done when the block begins, and the file takes its
+    place when it ends without an error.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
@@ -30,6 +40,7 @@ def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         give_usual_mode(temporary)
+        yield
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -72,14 +83,25 @@ def private_folder(path: str | os.PathLike, *, share: bool = False) -> None:
         os.chmod(path, 0o700)
 
 
+def append_text(path: str | os.PathLike, text: str) -> None:
+    """Add text to a file's end, whole or not at all: what a full disk took of it is cut off again. For one writer."""
+    rest = memoryview(text.encode())
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 def append_json_line(path: str | os.PathLike, record: dict) -> None:
-    """Add one JSON object as a line, in a single write, so that lines of several writers do not mix.
+    """Add one JSON object as a line, whole or not at all.
 
     Raises ValueError for NaN and infinity, which JSON does not have.
     """
-    line = json.dumps(record, allow_nan=False) + "\n"
-    with open(path, "ab", buffering=0) as file:
-        file.write(line.encode())
+    append_text(path, json.dumps(record, allow_nan=False) + "\n")
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict]:
@@ -117,9 +139,14 @@ class RunDirectory:
         else:
             path = _make_new(Path(root) / f"{time.strftime('%Y%m%d-%H%M%S')}-{options.run_name}")
         run = cls(str(path.resolve()))
-        for folder in (run.samples, run.checkpoints, run.logs):
-            folder.mkdir(exist_ok=True)
-        write_atomic(run.config, config.to_json() + "\n")
+        try:
+            for folder in (run.samples, run.checkpoints, run.logs):
+                folder.mkdir(exist_ok=True)
+            write_atomic(run.config, config.to_json() + "\n")
+        except OSError as error:
+            raise UserError(
+                f"the run directory {path} cannot be written: {error.strerror}. Fix: room there, or another --run-dir."
+            ) from None
         return run
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from slime_like.records import BASE
+from tests.helpers.full_disks import largest_file
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import free_ports, make_config, make_samples, recipe_of, run_ranks
 
@@ -157,6 +158,33 @@ def failures(place, ports, folder, saves):
     worker.finish_save(wait=True)
     observed["latest after another try"] = latest_name(saves)
     worker.close()
+    observed["at once"] = [full_at_once(place, ports, folder, saves, rank) for rank in (0, 1)]
+    return observed
+
+
+def full_at_once(place, ports, folder, saves, full_rank):
+    """A save that is waited for, and an HF folder, where one rank's files cannot grow; then it trains and saves."""
+    import torch
+
+    from slime_like.errors import SaveError
+
+    worker, begun = start(place, ports, folder, load=saves, save=saves)
+    recipe, number = recipe_of(worker), begun["num_rollouts_done"] + 1
+    messages = []
+    for attempt in (lambda: recipe.save(number, {}), lambda: recipe.save_hf(os.path.join(saves, "hf"))):
+        largest = 40_000 if full_rank == 0 else 500  # rank 1 writes little
+        limit = largest_file(largest) if place["rank"] == full_rank else contextlib.nullcontext()
+        try:
+            with limit:
+                attempt()
+        except SaveError as error:
+            messages.append(str(error))
+    torch.distributed.barrier()  # rank 0 removes what is left
+    left = sorted(os.listdir(saves))
+    recipe.train(3, ROLLOUTS[3])
+    recipe.save(number, {})
+    observed = {"messages": messages, "left": left, "number": number, "latest": latest_name(saves)}
+    worker.close()
     return observed
 
 
@@ -275,6 +303,19 @@ def test_a_failed_write_ends_every_rank_by_name(world):
         )
     assert world["failures"]["latest after the failure"] == "iter_0000002"
     assert world["failures"]["latest after another try"] == "iter_0000003"
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_save_without_room_fails_on_every_rank_and_the_next_one_succeeds(world, full_rank):
+    seen = world["failures"]["at once"][full_rank]
+    assert seen == world["second"]["failures"]["at once"][full_rank]
+    # An HF folder is written by the first rank of each stage alone.
+    assert len(seen["messages"]) == (2 if full_rank == 0 else 1)
+    for message in seen["messages"]:
+        assert f"could not be written by 1 of 2 ranks. rank {full_rank}: " in message and "File too large" in message
+    iterations = [f"iter_{number:07d}" for number in range(1, seen["number"])]
+    assert seen["left"] == [*(["hf"] if full_rank else []), *iterations, "latest_checkpointed_iteration.txt"]
+    assert seen["latest"] == f"iter_{seen['number']:07d}"
 
 
 @pytest.mark.parametrize("change", ["experts split", "experts joined"])

@@ -133,6 +133,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "job.build": ("e2e/test_placements.py",),
     "job.parts": ("unit/loops/test_sync_loop_lost_trainer.py",),
     "megatron_backend.step.advantages": ("multiprocess/test_algorithms.py",),
+    "megatron_backend.checkpoint.agreement": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint.async_save": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint.state": ("multiprocess/test_async_save.py", "multiprocess/test_checkpoint.py"),
     "megatron_backend.compat.buffers": ("multiprocess/test_interleaved.py",),

@@ -1,5 +1,5 @@
-"""A checkpoint that is written while training goes on: copied at once, written by a thread, and made the latest when
-all ranks are done.
+"""A checkpoint that is written by a thread of each rank, and made the latest when all are done: while training goes
+on, from a copy, or waited for.
 
 Megatron's own callers do not serve here (0.16.1): the forking one would leave the results of the write in the child and
 may deadlock beside gloo's threads, the persistent one dies without CUDA (`rank % device_count`). A thread needs
@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from slime_like.errors import SaveError, WaitTimeout
 from slime_like.megatron_backend.checkpoint.folder import Draft, shard_digests
-from slime_like.megatron_backend.checkpoint.state import WRITE_FAILURES, TrainState, finish_writing, save, start_writing
+from slime_like.megatron_backend.checkpoint.state import WRITE_FAILURES, TrainState, finish_writing, start_writing
 
 #: How long the result of an ended thread may take to arrive: none, but where Megatron's queue lives in another process.
 _RESULT_S = 10.0
@@ -31,23 +31,26 @@ class PendingSave:
     Until finish() says True the checkpoint before it is the latest, whatever happens.
     """
 
-    def __init__(self, draft: Draft, state: TrainState, *, seconds: float):
-        """Copy the state and start to write it. Collective. seconds: how long finish() waits at most.
+    def __init__(self, draft: Draft, state: TrainState, *, seconds: float, copies: bool = True):
+        """Start to write the state, or, copies, a copy of it. Collective. seconds: how long finish() waits at most.
 
         Raises SaveError.
         """
-        self._draft, self._seconds = draft, seconds
+        self._draft, self._seconds, self._copies = draft, seconds, copies
         self._thread: threading.Thread | None = None  # none where this rank has nothing to write
         self._results: Any = None  # Megatron's queue for what the thread found
         self._digests: dict[str, str] = {}  # of what the thread has written
         self._unreadable: str | None = None
         self._who = f"trainer rank {torch.distributed.get_rank()}"
         try:
-            request = start_writing(draft, state, in_background=True)
-            assert request is not None, "Megatron makes a request when it is asked to write later"
+            request = start_writing(draft, state)
             self._finalize = request.finalize_fns
             self._start(request)
+        except SaveError:  # every rank has it
+            self._discard()
+            raise
         except WRITE_FAILURES as error:
+            self._discard()
             raise self._failure(error) from error
 
     @property
@@ -58,7 +61,8 @@ class PendingSave:
     def finish(self, *, wait: bool) -> bool:
         """Make the checkpoint the latest if every rank has written its part; False: not yet. Collective.
 
-        Raises SaveError on every rank if one could not write, WaitTimeout if, with wait, this one does not end.
+        Raises SaveError on every rank if one could not write, WaitTimeout if, with wait, this one does not end. After
+        a SaveError nothing is left of it.
         """
         started = time.monotonic()
         if wait and self._thread is not None:
@@ -78,18 +82,31 @@ class PendingSave:
         if any(is_writing for is_writing, _ in states):
             return False
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error]
-        if errors:  # Megatron would tell only rank 0 what happened
-            raise SaveError(
-                f"the checkpoint {self.path} could not be written by {len(errors)} of {len(states)} ranks."
-                f" {'; '.join(errors)}"
-            )
         try:
+            if errors:  # Megatron would tell only rank 0 what happened
+                raise SaveError(
+                    f"{self._draft.what} could not be written by {len(errors)} of {len(states)} ranks."
+                    f" {'; '.join(errors)}"
+                )
+            self._publish()
+        except SaveError:
+            self._discard()
+            raise
+        return True
+
+    def _publish(self) -> None:
+        try:
+            if torch.distributed.get_rank() == 0:
+                self._draft.release_room()
             for function in self._finalize:
                 function()
         except WRITE_FAILURES as error:
             raise self._failure(error) from error
         finish_writing(self._draft, self._digests)
-        return True
+
+    def _discard(self) -> None:
+        if torch.distributed.get_rank() == 0:
+            self._draft.discard()
 
     def _start(self, request: AsyncRequest) -> None:
         if request.async_fn is None:  # this rank has nothing to write
@@ -97,7 +114,10 @@ class PendingSave:
         _, buckets, self._results = arguments = list(request.async_fn_args)
         staged = request.preload_fn() if request.preload_fn is not None else buckets
         # In place: Megatron counts the buckets in the end, and its own references would keep a second copy alive.
-        buckets[:] = [_own_bucket(ours, theirs) for ours, theirs in zip(staged, list(buckets), strict=True)]
+        if self._copies:
+            buckets[:] = [_own_bucket(ours, theirs) for ours, theirs in zip(staged, list(buckets), strict=True)]
+        else:
+            buckets[:] = staged
         self._thread = threading.Thread(
             target=self._write, args=(request.async_fn, arguments), name="checkpoint writer", daemon=True
         )
@@ -140,12 +160,13 @@ class Saver:
         self._pending: PendingSave | None = None
 
     def save(self, draft: Draft, state: TrainState) -> str:
-        """Write a checkpoint, or begin to; its path. Waits for the one before it."""
+        """Write a checkpoint, or begin to; its path. Waits for the one before it. Raises SaveError."""
         self.finish(wait=True)
+        self._pending = PendingSave(draft, state, seconds=self._seconds, copies=self._in_background)
+        path = self._pending.path
         if not self._in_background:
-            return save(draft, state)
-        self._pending = PendingSave(draft, state, seconds=self._seconds)
-        return self._pending.path
+            self.finish(wait=True)
+        return path
 
     def finish(self, *, wait: bool) -> bool:
         """Whether no save is under way any more; wait: until there is none.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -17,13 +18,19 @@ from collections.abc import Mapping
 import xxhash
 
 from slime_like.errors import CheckpointError
-from slime_like.utils.files import write_atomic
+from slime_like.utils.files import write_atomic, written_beside
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "client_state.json"
 #: Megatron's word for weights that belong to no training run: they count as zero rollouts done.
 RELEASE = "release"
 _READ_BYTES = 8 * 1024**2
+#: Keeps room on the disk for the files of one rank, and at least so much.
+_ROOM = ".room"
+_OF_ONE_RANK = ("common.pt", ".metadata", "metadata.json", STATE_FILE)
+_LEAST_ROOM_BYTES = 256 * 1024
+#: What checkpoints that take the same bytes have in common, of their records.
+_SAME_SIZE = ("architecture", "dtype", "has_optimizer", "weights_only", "value_head", "lora")
 #: Of the record: numbers of checkpoints that go when this one is there.
 _OUTDATED = "outdated"
 #: What the record's keys are.
@@ -73,16 +80,61 @@ class Draft:
         """Where it will lie."""
         return os.path.join(self.folder, self.name)
 
+    @property
+    def what(self) -> str:
+        """Its name in messages."""
+        return f"the checkpoint {self.final_path}"
+
     def make(self) -> None:
-        """Make the hidden folder, empty, when what a killed run has left is gone. For one rank."""
+        """Make the hidden folder, when what a killed run has left is gone, and beside it keep room for what this rank
+        writes while the others wait for it in a collective of Megatron's (`release_room`). For one rank.
+
+        Raises OSError if the disk has no room for a checkpoint as large as the newest, where that is of the same kind.
+        """
         _tidy(self.folder, self.number)
         os.makedirs(self.path)
+        newest = self._newest_of_the_kind()
+        needed = sum(newest.get("files", {}).values())
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            why = f"it takes about {needed} bytes, as the newest one did, and {free} are free"
+            raise OSError(errno.ENOSPC, why, self.folder)
+        size = max(_LEAST_ROOM_BYTES, 2 * sum(newest.get("files", {}).get(name, 0) for name in _OF_ONE_RANK))
+        descriptor = os.open(self._room, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, 2 * size)  # half for what comes before the shards, and is free at once
+            os.ftruncate(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def release_room(self) -> None:
+        """Give back what `make` keeps: every rank has written its shards. For the rank that made it."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._room)
+
+    def discard(self) -> None:
+        """Remove what was written of it. For the rank that made it, after a failure."""
+        self.release_room()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def _room(self) -> str:
+        return os.path.join(self.folder, _ROOM)  # not in the draft: Megatron warns of a folder that is not empty
+
+    def _newest_of_the_kind(self) -> dict:
+        """The record of the newest checkpoint beside it, if that has the same parts; else {}."""
+        try:
+            record = read_client_state(find(self.folder))
+        except CheckpointError:
+            return {}
+        return record if all(record.get(key) == self.record.get(key) for key in _SAME_SIZE) else {}
 
     def publish(self, digests: Mapping[str, str] | None = None) -> None:
         """Give what was written its name, and the tracker its number. For one rank, after all have written.
 
         digests: of files that their writers have digested; the others are digested here.
         """
+        self.release_room()
         files = {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
         known = digests or {}
         record = self.record | {
@@ -92,8 +144,9 @@ class Draft:
         }
         record["digest"] = _record_digest(record)
         write_atomic(os.path.join(self.path, STATE_FILE), json.dumps(record, indent=1))
-        swap_in(self.path, self.final_path)
-        write_atomic(os.path.join(self.folder, TRACKER), RELEASE if self.number is None else str(self.number))
+        tracker = os.path.join(self.folder, TRACKER)
+        with written_beside(tracker, RELEASE if self.number is None else str(self.number)):
+            swap_in(self.path, self.final_path)  # from here on nothing needs room
         for old in record[_OUTDATED]:
             _delete(self.folder, old)
         if self.total_limit is not None and self.number is not None:
@@ -213,6 +266,16 @@ def swap_in(draft: str, final: str) -> None:
         os.rename(final, old)
     os.rename(draft, final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(folder: str, number: int) -> None:
+    """Remove one checkpoint, and let the newest of the others be the latest."""
+    _delete(folder, number)
+    others = iterations(folder)
+    if others:
+        write_atomic(os.path.join(folder, TRACKER), str(max(others)))
+    else:
+        os.unlink(os.path.join(folder, TRACKER))
 
 
 def refuse_existing(folder: str) -> None:

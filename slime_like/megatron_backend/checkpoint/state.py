@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.lora import LoraConfig
 from slime_like.config.model import ModelConfig
-from slime_like.errors import CheckpointError, SaveError
-from slime_like.megatron_backend.checkpoint.folder import Draft, damage, read_client_state, shard_digests
+from slime_like.errors import CheckpointError
+from slime_like.megatron_backend.checkpoint.agreement import agreed
+from slime_like.megatron_backend.checkpoint.folder import Draft, damage, read_client_state
 from slime_like.megatron_backend.checkpoint.layer_state import load_weights, without_absent_layer_state
 from slime_like.megatron_backend.checkpoint.reader import checked_copy
 from slime_like.megatron_backend.lora.peft_files import save_adapters
@@ -121,32 +122,16 @@ def draft_of(
     )
 
 
-def save(draft: Draft, state: TrainState) -> str:
-    """Write one checkpoint and make it the latest; returns its path. Collective. Raises SaveError.
-
-    Everything is written into a hidden folder first; the rename makes it a checkpoint.
+def start_writing(draft: Draft, state: TrainState) -> AsyncRequest:
+    """Make the hidden folder, and Megatron's request to write into it. Collective. Raises SaveError on every rank if
+    there is no room.
     """
-    try:
-        start_writing(draft, state, in_background=False)
-    except WRITE_FAILURES as error:
-        raise SaveError(
-            f"the checkpoint {draft.final_path} could not be written: {type(error).__name__}: {error}"
-        ) from error
-    finish_writing(draft, shard_digests(draft.path, torch.distributed.get_rank()))
-    return draft.final_path
-
-
-def start_writing(draft: Draft, state: TrainState, *, in_background: bool) -> AsyncRequest | None:
-    """Make the hidden folder and write into it, or, in_background, return Megatron's request to do so. Collective."""
-    if torch.distributed.get_rank() == 0:
-        draft.make()
-    torch.distributed.barrier()
-    request = dist_checkpointing.save(
-        _sharded_state(state, is_loading=False), draft.path, async_sharded_save=in_background
-    )
+    agreed(draft.what, draft.make)
+    request = dist_checkpointing.save(_sharded_state(state, is_loading=False), draft.path, async_sharded_save=True)
     if state.lora is not None:
         save_adapters(unwrap(state.model), draft.path, lora=state.lora, model=state.model_config, base=state.base)
     torch.distributed.barrier()
+    assert request is not None, "Megatron makes a request when it is asked to write later"
     return request
 
 
@@ -154,9 +139,7 @@ def finish_writing(draft: Draft, digests: dict[str, str]) -> None:
     """Turn what all ranks have written into the latest checkpoint. Collective. digests: of this rank's shards."""
     of_ranks: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, digests)
-    if torch.distributed.get_rank() == 0:
-        draft.publish({name: digest for one in of_ranks for name, digest in one.items()})
-    torch.distributed.barrier()
+    agreed(draft.what, lambda: draft.publish({name: digest for one in of_ranks for name, digest in one.items()}))
 
 
 def load(path: str, state: TrainState) -> dict:

@@ -18,6 +18,7 @@ from slime_like.config.lora_targets import OUTPUT, expert_of, of_expert, target_
 from slime_like.config.model import ModelConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError
+from slime_like.megatron_backend.checkpoint.agreement import agreed
 from slime_like.megatron_backend.lora.adapter import AdapterPart, LoraAdapter
 from slime_like.megatron_backend.lora.build import gathered, parts, put_whole, start_adapters
 
@@ -84,7 +85,7 @@ def adapter_names(lora: LoraConfig, model: ModelConfig) -> frozenset[str]:
 def save_adapters(
     stage: Iterable[torch.nn.Module], folder: str, *, lora: LoraConfig, model: ModelConfig, base: str | None
 ) -> None:
-    """Write the adapters of all stages as a PEFT folder, which must be there. Collective.
+    """Write the adapters of all stages as a PEFT folder, which must be there. Collective. Raises SaveError.
 
     base: the folder of the model that they are for.
     """
@@ -94,10 +95,12 @@ def save_adapters(
     is_writer = torch.distributed.get_rank() == 0
     every: list = [None] * torch.distributed.get_world_size()
     torch.distributed.gather_object(tensors if is_export_source() else {}, every if is_writer else None, dst=0)
-    if is_writer:
+
+    def write() -> None:
         whole = {name: tensor for part in every for name, tensor in part.items()}
         write_folder(whole, folder, lora=lora, model=model, base=base)
-    torch.distributed.barrier()
+
+    agreed(f"the adapters in {folder}", write)
 
 
 def write_folder(

@@ -13,6 +13,8 @@ import pytest
 
 from slime_like.observability.metrics import MetricsLog, PhaseTimers, covered_seconds, json_metrics, timed
 from slime_like.utils.files import RunDirectory, read_json_lines
+from slime_like.utils.full_disk import LOST_WRITES
+from tests.helpers.full_disks import largest_file
 
 
 def test_one_line_each_time(tmp_path):
@@ -121,3 +123,15 @@ def test_a_part_is_timed_also_when_it_fails():
         time.sleep(0.02)
         raise ValueError("inside")
     assert seconds["short"] < 0.02 <= seconds["failed"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
+    run, before = RunDirectory(str(tmp_path)), LOST_WRITES.total
+    with MetricsLog(run, tensorboard=True) as log:
+        log.log("train", 0, {"train/loss": 0.5})
+        with largest_file(run.metrics.stat().st_size + 5):
+            log.log("train", 1, {"train/loss": 0.4})
+        log.log("train", 2, {"train/loss": 0.3})
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [0, 2]
+    assert LOST_WRITES.total == before + 2  # metrics.jsonl and TensorBoard's file

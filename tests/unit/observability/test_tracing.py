@@ -6,6 +6,7 @@ import pytest
 
 from slime_like.observability.metrics import PhaseTimers
 from slime_like.observability.tracing import PhaseTrace
+from tests.helpers.full_disks import largest_file
 
 
 def read(path):
@@ -26,3 +27,11 @@ def test_each_phase_is_one_event_with_its_step(tmp_path):
 def test_empty_trace_is_readable(tmp_path):
     PhaseTrace(tmp_path / "trace.json")
     assert read(tmp_path / "trace.json") == []
+
+
+def test_a_full_disk_costs_events_and_leaves_the_rest_readable(tmp_path):
+    trace = PhaseTrace(tmp_path / "trace.json")
+    with largest_file(20):
+        trace.add("generate", 0.0, 1.0, 0)
+    trace.add("train", 1.0, 2.0, 0)
+    assert [event["name"] for event in read(tmp_path / "trace.json")] == ["train"]

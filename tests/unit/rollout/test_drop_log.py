@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime_like.rollout.drop_log import DropLog
 from slime_like.utils.files import RunDirectory, read_json_lines
+from tests.helpers.full_disks import largest_file
 
 
 def test_each_prompt_is_named_at_once(tmp_path):
@@ -41,3 +42,12 @@ def test_without_a_run_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     DropLog(None)(1, "stale")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_costs_names(tmp_path):
+    path = RunDirectory(str(tmp_path)).dropped
+    log = DropLog(path)
+    with largest_file(10):
+        log(17, "stale")
+    log(18, "stale")
+    assert read_json_lines(path) == [{"prompt": 18, "why": "stale"}]

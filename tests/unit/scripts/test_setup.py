@@ -19,6 +19,7 @@ if [[ -n "${FAIL:-}" && "$*" == *"${FAIL}"* ]]; then echo "ERROR: the registry i
 version=${0##*/python}
 if [[ -f "${0%/bin/*}/version" ]]; then read -r version <"${0%/bin/*}/version"; fi
 case "$*" in
+  *platform.machine*) echo "${DIGESTS_OF:-}" ;;
   *version_info*) echo "${version:-3.11}" ;;
   *'find_spec("torch")'*) if [[ -n "${TORCH:-}" ]]; then echo "${TORCH}"; fi ;;
   scripts/lib/choose_set.py*) exec "${REAL_PYTHON}" "$@" ;;
@@ -169,6 +170,17 @@ def test_stages_run_in_order(tree: Tree):
     assert "--no-deps -r scripts/requirements/cpu-nodeps.txt" in sglang
     assert "--no-deps --no-build-isolation -r scripts/requirements/envs.txt" in environments
     assert "--no-deps --no-build-isolation -e ." in project
+
+
+def test_where_there_are_digests_packages_are_taken_by_them(tree: Tree):
+    assert tree.setup(DIGESTS_OF="hashes-cpu-cp311-x86_64").returncode == 0
+    packages, torch, *_ = tree.installs()
+    assert packages.endswith("--no-deps --require-hashes -r scripts/requirements/hashes-cpu-cp311-x86_64.txt")
+    assert torch.endswith("--no-deps torch==2.13.0+cpu")  # what it would bring is here, and compared
+    (tree.folder / ".venv/setup.stamp").unlink()
+    done = tree.setup("--no-digests", DIGESTS_OF="hashes-cpu-cp311-x86_64")
+    assert "by version, not by digest (--no-digests)" in done.stdout
+    assert "-r scripts/requirements/cpu.txt" in tree.installs()[1]
 
 
 def test_without_a_compiler_the_libraries_of_environments_are_left_out(tree: Tree):

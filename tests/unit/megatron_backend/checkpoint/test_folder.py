@@ -1,4 +1,5 @@
 import json
+import os
 import random
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from slime_like.megatron_backend.checkpoint.folder import (
     TRACKER,
     Draft,
     damage,
+    discard,
     file_digest,
     find,
     is_megatron_folder,
@@ -20,6 +22,7 @@ from slime_like.megatron_backend.checkpoint.folder import (
     swap_in,
 )
 from slime_like.megatron_backend.checkpoint.start_weights import start_source, start_step
+from tests.helpers.full_disks import largest_file
 
 
 def make_checkpoint(root, number, content=b"12345"):
@@ -258,3 +261,55 @@ def test_a_record_that_nobody_wrote_is_refused(tmp_path, record):
     (folder / STATE_FILE).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         find(str(tmp_path))
+
+
+def test_what_will_not_fit_is_not_begun(tmp_path):
+    save_at(tmp_path, 1)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    shard = tmp_path / "iter_0000001" / "shard.distcp"
+    os.truncate(shard, 2 * free)
+    state = json.loads((tmp_path / "iter_0000001" / STATE_FILE).read_text())
+    del state["digest"]
+    state["files"]["shard.distcp"] = 2 * free
+    (tmp_path / "iter_0000001" / STATE_FILE).write_text(json.dumps(state))
+    draft = Draft(folder=str(tmp_path), number=2, record={"num_rollouts_done": 2})
+    with pytest.raises(OSError, match=f"about {2 * free} bytes, as the newest one did"):
+        draft.make()
+    draft.discard()
+    assert find(str(tmp_path)).endswith("1") and not os.path.exists(draft.path)
+    # One of another kind tells nothing about this one's size.
+    another = Draft(folder=str(tmp_path), number=2, record={"num_rollouts_done": 2, "has_optimizer": False})
+    another.make()
+    another.discard()
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", TRACKER]
+
+
+def test_room_is_kept_for_what_one_rank_writes_last(tmp_path):
+    draft = Draft(folder=str(tmp_path), number=1, record={})
+    draft.make()
+    assert os.listdir(draft.path) == []  # Megatron says that another is being overwritten
+    assert 256 * 1024 <= (tmp_path / ".room").stat().st_blocks * 512 <= 512 * 1024
+    draft.release_room()
+    assert os.listdir(tmp_path) == [os.path.basename(draft.path)]
+
+
+def test_a_tracker_without_room_leaves_the_one_before(tmp_path):
+    """Nothing needs room after the rename: a checkpoint counts, or is none."""
+    save_at(tmp_path, 1)
+    draft = Draft(folder=str(tmp_path), number=2, record={})
+    draft.make()
+    (Path(draft.path) / "shard.distcp").write_bytes(b"12345")
+    with largest_file(0), pytest.raises(OSError, match="File too large"):
+        draft.publish()
+    draft.discard()
+    assert find(str(tmp_path)).endswith("iter_0000001")
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", TRACKER]
+
+
+def test_a_discarded_one_makes_the_one_before_the_latest(tmp_path):
+    for number in (1, 2):
+        save_at(tmp_path, number)
+    discard(str(tmp_path), 2)
+    assert find(str(tmp_path)).endswith("iter_0000001")
+    discard(str(tmp_path), 1)
+    assert os.listdir(tmp_path) == []

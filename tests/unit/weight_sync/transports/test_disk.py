@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +14,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.weight_sync.session import version_directory
 from slime_like.weight_sync.transports.disk import DiskPublisher
 from slime_like.weight_sync.transports.registry import PublisherOptions
+from tests.helpers.full_disks import largest_file
 
 
 def publisher(root, source: int, num_sources: int, buffer_bytes: int = 1 << 20, **more) -> DiskPublisher:
@@ -85,22 +85,11 @@ def test_every_type_can_be_read_back(tmp_path):
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
-    """A limit on a file's size is what an unprivileged test has: the write fails in its middle, as on a full disk."""
     publisher(tmp_path, 0, 1).send([("small", torch.zeros(10))], 1)
     failing = publisher(tmp_path, 0, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(
-            WeightSyncError,
-            match=(
-                r"cannot be written to: File too large .* bytes are free. Engines keep the"
-                r" weights.*--update-weight-disk-dir"
-            ),
-        ) as caught:
-            failing.send([("large", torch.zeros(50_000))], 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = r"cannot be written to: File too large .* bytes are free. Engines keep the weights"
+    with largest_file(100_000), pytest.raises(WeightSyncError, match=message + ".*--update-weight-disk-dir") as caught:
+        failing.send([("large", torch.zeros(50_000))], 2)
     assert str(tmp_path) in str(caught.value)
     failing.abandon(2)
     assert os.listdir(tmp_path) == ["version-00000001"]
