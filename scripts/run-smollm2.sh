@@ -2,7 +2,7 @@
 # A real model, end to end, on a CPU host: SmolLM2-135M-Instruct out of a wheel of the package index, a supervised warm-up that shows only the form of an
 # answer, GRPO on a task of reasoning-gym (who of several people does what is asked for), and what it answers to held-out questions before and after. docs/real-model.md has the numbers.
 #   bash scripts/run-smollm2.sh                                         whole weights; SEED=1 for another seed
-#   bash scripts/run-smollm2.sh --lora-rank 16 --lora-alpha 32 --lr 2e-4         adapters; flags are passed on to the GRPO run
+#   bash scripts/run-smollm2.sh --lora-rank 16 --lora-alpha 32 --lr 3e-4         adapters; flags are passed on to the GRPO run
 #   GGUF=/models/other.gguf bash scripts/run-smollm2.sh                 another model; or HF_CHECKPOINT=/models/folder
 #   … --plan                                                            what would run where; nothing is made or started
 set -euo pipefail
@@ -17,16 +17,17 @@ STATEMENTS="${STATEMENTS:-3}"          # people in a text, of whom one is asked 
 MODELS="${MODELS:-${ROOT}/runs/smollm2}"             # where the model is made, once
 GGUF="${GGUF:-}"                       # a file of yours; empty: SmolLM2's, downloaded
 HF_CHECKPOINT="${HF_CHECKPOINT:-}"     # a folder of yours, instead of a GGUF file
-NUM_ROLLOUT="${NUM_ROLLOUT:-25}"
+NUM_ROLLOUT="${NUM_ROLLOUT:-40}"
 PROMPTS="${PROMPTS:-16}"               # a rollout; fewer, and it depends on luck where in the text the right names stand
-SAMPLES="${SAMPLES:-4}"                # a prompt
+SAMPLES="${SAMPLES:-8}"                # a prompt, which trainer and engine compute once for all of them
 WARM_UP_ROWS="${WARM_UP_ROWS:-192}"
-EVAL_ROWS="${EVAL_ROWS:-64}"
+EVAL_ROWS="${EVAL_ROWS:-192}"
 EVAL_INTERVAL="${EVAL_INTERVAL:-${NUM_ROLLOUT}}"     # rollouts; as it stands before the first and after the last
 SHOWN="${SHOWN:-6}"                    # questions that are answered before and after for the reader
 LR="${LR:-2e-5}"
 WARM_UP_LR="${WARM_UP_LR:-5e-5}"
-PRECISION="${PRECISION:-fp32}"         # bf16: four times as fast on cores that have it (lscpu: avx512_bf16, amx_bf16), and trainer and engine then differ by its rounding
+# bf16 is four times as fast on cores that multiply in it, and trainer and engine then differ by its rounding. auto: there; fp32 elsewhere
+PRECISION="${PRECISION:-auto}"
 RUN="${RUN:-${ROOT}/runs/smollm2-seed${SEED}-$(date +%Y%m%d-%H%M%S)}"      # one that holds a warm-up already goes on from that
 # Trainer and engine take turns, so each may have all cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
@@ -51,7 +52,15 @@ COMMON_ARGS=(
   --rollout-seed "${SEED}"
 )
 
-if [[ "${PRECISION}" == bf16 ]]; then COMMON_ARGS+=(--bf16); fi
+if [[ "${PRECISION}" == auto ]]; then
+  PRECISION=fp32
+  if grep -qsE ' (avx512_bf16|amx_bf16)( |$)' /proc/cpuinfo; then PRECISION=bf16; fi
+fi
+case "${PRECISION}" in
+  bf16) COMMON_ARGS+=(--bf16) ;;
+  fp32) ;;
+  *) printf 'run-smollm2: PRECISION is auto, bf16 or fp32, not %s.\n' "${PRECISION}" >&2; exit 2 ;;
+esac
 
 WARM_UP_ARGS=(
   --loss-type sft_loss
@@ -70,6 +79,7 @@ WARM_UP_ARGS=(
 GRPO_ARGS=(
   --colocate
   --rollout-num-gpus-per-engine 1
+  --sglang-schedule-policy lpm          # a prompt's first sample fills the cache, the others wait for it
   --hf-checkpoint "${RUN}/warm-up/hf"
   --prompt-data "${RUN}/data/train.jsonl"
   --num-rollout "${NUM_ROLLOUT}"

@@ -131,8 +131,8 @@ class SyncConfig:
     verify_weight_sync_tolerance: float | None = flag(
         None,
         help=(
-            "Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.1 in"
-            " bf16 or with a transform, 0.3 with int8, 1.0 with fp8."
+            "Largest mean |log-prob difference| between engine and trainer over a probe. Default: 1e-3 in fp32, 0.3 in"
+            " bf16 or with a transform, 1.0 in eight bits."
         ),
         above=0,
     )

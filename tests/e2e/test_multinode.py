@@ -173,6 +173,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.long_run  # 80 s; beside it test_two_machines.py and the ranks of one engine in tests/contract
 def test_one_engine_over_two_machines_is_trained_and_synced(tiny_model_dir, tiny_data_dir, tmp_path):
     before = our_processes()
     flags = [

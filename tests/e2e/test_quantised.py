@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.config.quantisation import SCHEMES
+from slime_like.config.quantisation import PROBE_TOLERANCE
 from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run, pytest.mark.timeout(600)]
@@ -44,7 +44,7 @@ def test_engines_in_int8(tiny_model_dir, tiny_data_dir, tmp_path, way):
     assert {(line["sync/engines_proven"], line["sync/tensors_unproven"]) for line in syncs} == {(num_engines, 0)}
     probes = [line["sync/probe_logprob_abs_diff"] for line in syncs]
     # rounded they are, and not more than that
-    assert 1e-4 < min(probes) <= max(probes) < SCHEMES["int8"].probe_tolerance, probes
+    assert 1e-4 < min(probes) <= max(probes) < PROBE_TOLERANCE, probes
     if way == "rolling deltas":
         # half of the bytes are the embedding, which stays as it is
         sizes = [line["sync/delta_bytes"] for line in syncs]

@@ -47,6 +47,19 @@ def several(vocabulary):
     return targets, by_log_prob, torch.randn(len(rows), generator=generator), torch.as_tensor(rows)
 
 
+def turned(leaf):
+    """Logits [1, T, V] as Megatron makes them, from an output layer's [T, 1, V]; that layer's gradient lies as they did,
+    so that torch takes it for a matrix.
+    """
+
+    def lies_as_a_matrix(gradient):
+        assert gradient.stride(0) == gradient.stride(1) * gradient.size(1), gradient.stride()
+
+    product = leaf.transpose(0, 1).contiguous() * 1
+    product.register_hook(lies_as_a_matrix)
+    return product.transpose(0, 1).contiguous()
+
+
 def scores(place):
     """(case, form, whether entropy has a gradient, whether logits are a leaf, or predict several) -> log-probs,
     entropies, this rank's gradient.
@@ -73,7 +86,7 @@ def scores(place):
             for entropy_counts in (False, True):
                 for is_leaf in (False, True):
                     leaf = whole[:, mine].clone()[None].requires_grad_()
-                    logits = leaf if is_leaf else leaf * 1
+                    logits = leaf if is_leaf else turned(leaf)
                     scoring = Scoring(vocab_size=vocabulary, temperature=form[1], chunk_tokens=form[2])
                     log_probs, entropy = log_probs_and_entropy(logits, targets, scoring)
                     loss = log_probs @ by_log_prob + (entropy @ by_entropy if entropy_counts else 0)
@@ -84,7 +97,7 @@ def scores(place):
                 leaf = whole[:, mine].clone()[None].requires_grad_()
                 targets_of, by_log_prob_of, by_entropy_of, _ = several(vocabulary)
                 predictions = Predictions.of(COUNTS, leaf.device)
-                log_probs, entropy = log_probs_and_entropy(leaf * 1, targets_of, scoring, predictions)
+                log_probs, entropy = log_probs_and_entropy(turned(leaf), targets_of, scoring, predictions)
                 loss = log_probs @ by_log_prob_of + (entropy @ by_entropy_of if entropy_counts else 0)
                 loss.backward()
                 values = (log_probs.detach().numpy(), entropy.detach().numpy(), leaf.grad[0].float().numpy())

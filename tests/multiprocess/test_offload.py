@@ -6,6 +6,7 @@ A run that offloads against the same run that does not, on Megatron's own buffer
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 
 import pytest
@@ -81,14 +82,14 @@ def run(place, port, folders, layout, *, offloads):
 
 
 def in_world(place, folders, ports):
-    """(layout, offloads) -> what the rank saw."""
-    runs, ports = {}, list(ports)
-    for layout, (ranks, *_) in LAYOUTS.items():
-        for offloads in (False, True):
-            port = ports.pop(0)
-            if place["rank"] < ranks:
-                runs[layout, offloads] = run(place, port, folders, layout, offloads=offloads)
-    return runs
+    """(layout, offloads) -> what the rank saw, of the layouts of so many ranks."""
+    ports = iter(ports)
+    return {
+        (layout, offloads): run(place, next(ports), folders, layout, offloads=offloads)
+        for layout, (ranks, *_) in LAYOUTS.items()
+        for offloads in (False, True)
+        if ranks == place["world_size"]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +99,18 @@ def world(tmp_path_factory):
     for family in ("qwen3", "qwen3_moe"):
         folders[family] = make_tiny_model(str(root / family), family)
         folders[family + " reference"] = make_tiny_model(str(root / f"{family}-reference"), family, seed=1)
-    return run_ranks(in_world, 4, folders, free_ports(2 * len(LAYOUTS)), timeout_s=200)
+    return functools.cache(lambda ranks: run_ranks(in_world, ranks, folders, free_ports(2 * len(LAYOUTS)), timeout_s=200))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.long_run] * (row[0] > 2)) for name, row in LAYOUTS.items()]
+)
+
+
+@every_layout
 def test_the_steps_are_the_same_to_the_last_bit(world, layout):
-    for rank in range(LAYOUTS[layout][0]):
-        stayed, moved = (world[rank][layout, offloads] for offloads in (False, True))
+    for seen in world(LAYOUTS[layout][0]):
+        stayed, moved = (seen[layout, offloads] for offloads in (False, True))
         assert moved["reports"] == stayed["reports"]
         assert stayed["reports"][0]["train/loss"] != stayed["reports"][2]["train/loss"]
         for name, tensor in stayed["published"].items():
@@ -113,10 +119,10 @@ def test_the_steps_are_the_same_to_the_last_bit(world, layout):
             assert all((a == b).all() for a, b in zip(stayed[what], moved[what], strict=True)), what
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_nothing_of_the_train_state_stays(world, layout):
-    for rank in range(LAYOUTS[layout][0]):
-        moved, stayed = world[rank][layout, True], world[rank][layout, False]
+    for seen in world(LAYOUTS[layout][0]):
+        moved, stayed = seen[layout, True], seen[layout, False]
         # only the weights are there for a sync
         assert moved["held"] == {"weights": moved["full"]["weights"], "gradients": 0, "optimizer": 0}
         assert moved["after"] == dict.fromkeys(moved["full"], 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as functional
@@ -14,8 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from slime_like.algorithms.shared_prompts import Branch
-from slime_like.megatron_backend.model.packed import PackedSequences, Spans, known_on_host, packed_sequences
+from slime_like.megatron_backend.model.packed import PackedSequences, Piece, Spans, known_on_host, packed_sequences
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 
 #: What FlashAttention's kernel takes.
@@ -90,9 +90,10 @@ class CausalAttention(MegatronModule):
         if share.size > 1:
             return self._attend_from_here(query, key, value, row, share)
         if row.branches is not None:
-            return torch.cat([self._attend_branch(query, key, value, branch) for branch in row.branches])
-        ends = zip(row.boundaries, row.boundaries[1:], strict=False)
-        return torch.cat([self._attend(query[a:b], key[a:b], value[a:b]) for a, b in ends])
+            return self._attend_pieces(query, key, value, row.pieces)
+        # Cut at once: of slices, each would give a gradient as long as the whole row.
+        sequences = zip(*(x.split(row.lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*sequence) for sequence in sequences])
 
     def _attend_from_here(self, query, keys, values, row: PackedSequences, share: ContextShare):
         """This rank's tokens [s, b, heads, d] to those of all ranks, [s x ranks, b, heads, d] in their order."""
@@ -106,16 +107,18 @@ class CausalAttention(MegatronModule):
             start, first = here.stop, end
         return torch.cat(attended)
 
-    def _attend_branch(self, query, key, value, branch: Branch):
-        """A branch's tokens [s, b, heads, d] to those before it and to themselves, in a row of all branches."""
-        own = slice(branch.start, branch.stop)
-        if not branch.before:
-            return self._attend(query[own], key[own], value[own])
-        ranges = [*branch.before, (branch.start, branch.stop)]
-        key, value = (torch.cat([x[a:b] for a, b in ranges]) for x in (key, value))
-        # Causal SDPA of fewer queries than keys lets the first query see the first key only; here the last sees all.
-        visible = torch.ones(own.stop - own.start, len(key), dtype=torch.bool, device=key.device)
-        return self._attend(query[own], key, value, visible.tril(branch.first_position))
+    def _attend_pieces(self, query, key, value, pieces: Sequence[Piece]):
+        """Tokens [s, b, heads, d] that each see others of their row."""
+        cuts = sorted({end for piece in pieces for span in piece.seen for end in span} | {0, query.size(0)})
+        number = {cut: index for index, cut in enumerate(cuts)}
+        parts = [x.split([b - a for a, b in itertools.pairwise(cuts)]) for x in (key, value)]
+        queries = query.split([piece.stop - piece.start for piece in pieces])
+        attended = []
+        for own, piece in zip(queries, pieces, strict=True):
+            among = [index for a, b in piece.seen for index in range(number[a], number[b])]
+            keys, values = (torch.cat([of[index] for index in among]) for of in parts)
+            attended.append(self._attend(own, keys, values, piece.visible))
+        return torch.cat(attended)
 
     def _attend(self, query, key, value, visible=None):
         """[s, b, heads, d] each (fewer key/value heads with grouped queries) -> [s, b, heads, d].
@@ -123,11 +126,13 @@ class CausalAttention(MegatronModule):
         visible: [s, keys] bool; by default causal.
         """
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if key.size(1) != query.size(1):
+        grouped = key.size(1) != query.size(1)
+        if grouped and query.is_cuda:  # whose kernels for this want as many
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
         attended = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self.scale
-        )
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self.scale,
+            enable_gqa=grouped and not query.is_cuda,
+        )  # fmt: skip
         return attended.permute(2, 0, 1, 3)
 
     def _attend_spans(self, kernel: Callable, query, key, value, spans: Spans):

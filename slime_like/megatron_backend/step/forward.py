@@ -61,8 +61,12 @@ def log_probs_and_entropy(
     targets and what comes back are [P].
     """
     replaces = logits.requires_grad and not logits.is_leaf
+    # Megatron has turned [T, R] into [R, T]. Of one row it gets back a gradient that lies as [T, R] does, by turning it
+    # here: else a frozen output layer's product is T products, each with a copy of the weight (torch's matmul looks at
+    # the strides of dimensions of one, too).
+    rows = logits.transpose(0, 1).flatten(0, 1) if len(logits) == 1 else logits.flatten(0, 1)
     log_probs, entropy = _VocabParallelLogProb.apply(
-        logits.flatten(0, 1), targets, scoring, parallel_state.get_tensor_model_parallel_group(), replaces, predictions
+        rows, targets, scoring, parallel_state.get_tensor_model_parallel_group(), replaces, predictions
     )
     return log_probs, entropy if predictions is None else entropy[predictions.rows]
 

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from slime_like.config.quantisation import scheme_of
+from slime_like.config.quantisation import PROBE_TOLERANCE, scheme_of
 from slime_like.config.run import RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.records import TrainSample
@@ -22,8 +22,9 @@ _MAX_TOKENS = 32
 #: SGLang refuses prompts that leave it fewer tokens than this.
 _RESERVED_TOKENS = 8
 _SEED = 1234
-#: Mean |difference| that is still rounding; both are far below what any exchanged tensor causes.
-_TOLERANCE_FP32, _TOLERANCE_BF16 = 1e-3, 0.1
+#: Mean |difference| that is still rounding. In bf16 that of a trained model of 135M parameters is 0.06 to 0.09, where
+#: other weights of its shape give 3.5 and more.
+_TOLERANCE_FP32, _TOLERANCE_BF16 = 1e-3, 0.3
 
 
 def probe_samples(config: RunConfig) -> list[TrainSample]:
@@ -57,8 +58,9 @@ def tolerance_of(config: RunConfig, *, bf16: bool) -> float:
     """The largest mean |log-prob difference| that is still rounding: the flag's, or of what rounds most."""
     # a transform is there to send something coarser than the trainer has
     rounds = bf16 or config.sync.custom_weight_transform_path
-    scheme = scheme_of(config.sync.rollout_quantization)
-    default = max(_TOLERANCE_BF16 if rounds else _TOLERANCE_FP32, 0.0 if scheme is None else scheme.probe_tolerance)
+    default = _TOLERANCE_BF16 if rounds else _TOLERANCE_FP32
+    if scheme_of(config.sync.rollout_quantization) is not None:
+        default = PROBE_TOLERANCE
     return config.sync.verify_weight_sync_tolerance or default
 
 

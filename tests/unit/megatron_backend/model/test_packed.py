@@ -101,6 +101,31 @@ def test_each_token_of_a_branch_sees_what_is_before_it():
     assert (spans.most_queries, spans.most_keys) == (5, 10)
 
 
+#: Thirty tokens where BRANCHES has one: too many pairs for one call.
+LONG_BRANCHES = [
+    Branch(start=30 * b.start, stop=30 * b.stop, before=tuple((30 * a, 30 * z) for a, z in b.before)) for b in BRANCHES
+]
+
+
+@pytest.mark.parametrize(("branches", "calls"), [(BRANCHES, 3), (LONG_BRANCHES, 7), (LONG_BRANCHES[:3], 4)])
+def test_a_row_is_cut_into_pieces_that_see_the_same(branches, calls):
+    """However many branches one call is for; the last answer has nothing in common with the rest, nor has padding."""
+    row = shared_sequences(branches, 3, CPU)
+    seen = {}
+    for piece in row.pieces:
+        places = [place for a, b in piece.seen for place in range(a, b)]
+        size = piece.stop - piece.start
+        visible = torch.ones(size, size).tril().bool() if piece.visible is None else piece.visible
+        for token, mask in zip(range(piece.start, piece.stop), visible, strict=True):
+            seen[token] = [place for place, sees in zip(places, mask, strict=True) if sees]
+    assert list(seen) == list(range(row.boundaries[-1])) and row.pieces is row.pieces
+    for branch in row.branches:
+        before = [place for a, b in branch.before for place in range(a, b)]
+        for token in range(branch.start, branch.stop):
+            assert seen[token] == before + list(range(branch.start, token + 1))
+    assert len(row.pieces) == calls
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_of_a_row_is_megatrons_of_packed_sequences(size, interleaved):
