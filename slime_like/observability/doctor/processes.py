@@ -61,7 +61,7 @@ def processes_of(path: str, driver: int | None) -> list[RunProcess]:
     logs = os.path.join(path, "logs") + os.sep
     heads: dict[int, str] = {}
     for pid in psutil.pids():
-        names = [Path(file).stem for file in _open_files(pid) if file.startswith(logs)]
+        names = [Path(file).stem for file in _open_files(pid, written=True) if file.startswith(logs)]
         if names:
             heads[pid] = names[0]
     if driver is not None:
@@ -156,11 +156,20 @@ def shown(stack: tuple[str, ...]) -> tuple[str, ...]:
     return (stack[:_INNERMOST] + tuple(frame for frame in stack[_INNERMOST:] if "(slime_like/" in frame))[:_FRAMES]
 
 
-def _open_files(pid: int) -> list[str]:
-    """Paths behind a process's descriptors; none if it is gone, or another user's."""
+def _open_files(pid: int, *, written: bool = False) -> list[str]:
+    """Paths behind a process's descriptors; none if it is gone, or another user's. written: only those it may write."""
     paths = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                paths.append(os.readlink(entry.path))
+                path = os.readlink(entry.path)
+                if path.startswith("/") and (not written or _writes(pid, entry.name)):
+                    paths.append(path)
     return paths
+
+
+def _writes(pid: int, descriptor: str) -> bool:
+    """Whether a file was opened to be written: whoever only reads a log (`tail -f`) is none of the run's."""
+    with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii") as file:
+        flags = next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
+    return flags & os.O_ACCMODE != os.O_RDONLY

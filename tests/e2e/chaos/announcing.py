@@ -35,7 +35,7 @@ NUMBER = 3
 #: From the beginning of a call to the trainer until the blow, while it works.
 INSIDE_S = {"train": 0.05, "sync": 0.02, "save": 0.01}
 #: How long somebody may take to strike.
-STRIKE_S = 30.0
+STRIKE_S = 120.0
 #: Half an answer, as of a connection that a proxy has cut.
 TORN = b'{"text": "x", "output_ids": [1, 2'
 

@@ -20,22 +20,28 @@ from slime_like.observability.doctor.__main__ import diagnose
 from slime_like.observability.doctor.verdict import as_text
 from slime_like.rollout.debug_data import load_rollout
 from tests.e2e.chaos.cells import Cell
-from tests.e2e.chaos.strikes import NobodyThere, RewardServer, Target, small_disk, strike
+from tests.e2e.chaos.strikes import NobodyThere, RewardServer, ScriptedServers, Target, small_disk, strike
 from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, environment, our_processes
 from tests.e2e.syncs import buckets_left
 
+#: On a host that does much else, or is slow, everything may take so many times as long.
+PATIENCE = float(os.environ.get("CHAOS_PATIENCE", "1"))
 #: From a fault to the end of a run that it ends; the flags below leave that room. And until all is ended.
-LIMIT_S, CLOSE_S = 30.0, 25.0
+LIMIT_S, CLOSE_S = 30.0 * PATIENCE, 25.0 * PATIENCE
 #: From the last fault to the end of a run that outlives it: then it hangs.
-OUTLIVE_S = 240.0
+OUTLIVE_S = 240.0 * PATIENCE
 #: Of a start with a fault in it.
-START_S = 90
+START_S = 90.0 * PATIENCE
 _ERROR = re.compile(r"^(\w*(?:Error|Timeout)): (.*)", re.MULTILINE)
-#: Deadlines of everything that waits, so that LIMIT_S can hold.
-DEADLINES = [
-    "--train-timeout-s", "20", "--update-weight-timeout-s", "20", "--rollout-request-timeout-s", "20",
-    "--reward-timeout-s", "15", "--engine-start-timeout-s", str(START_S),
-]  # fmt: skip
+
+
+def deadlines() -> list[str]:
+    """Of everything that waits, so that LIMIT_S can hold."""
+    seconds = {"train": 20, "update-weight": 20, "rollout-request": 20, "reward": 15}
+    flags = [part for name, most in seconds.items() for part in (f"--{name}-timeout-s", f"{most * PATIENCE:g}")]
+    return [*flags, "--engine-start-timeout-s", f"{START_S:g}"]
+
+
 PLACEMENT = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "1"]
 #: Two ranks, so that one waits for the other; one engine.
 TWO_RANKS = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1"]
@@ -94,8 +100,15 @@ def disks(cells: Sequence[Cell], folder: Path):
         yield folders
 
 
-def command(world: World, cells: Sequence[Cell], num_rollout: int, places: dict[str, Path], reward_url: str) -> list:
-    """Flags of train.py."""
+def command(
+    world: World,
+    cells: Sequence[Cell],
+    num_rollout: int,
+    places: dict[str, Path],
+    reward_url: str,
+    servers: ScriptedServers | None = None,
+) -> list:
+    """Flags of train.py. servers: scripted engines in place of SGLang's."""
     flags = list(SMALL_RUN)
     at = flags.index("--custom-rm-path")
     flags[at : at + 2] = ["--rm-type", "remote_rm", "--rm-url", reward_url]
@@ -104,8 +117,11 @@ def command(world: World, cells: Sequence[Cell], num_rollout: int, places: dict[
     by_disk = any((cell.whom, cell.fault, cell.phase) == ("trainer", "full disk", "sync") for cell in cells)
     disk_flags = ["--update-weight-transport", "disk", "--update-weight-disk-dir", places["trainer"] / "w"]
     placement = TWO_RANKS if cells[0].whom == "trainer" and cells[0].fault in ("kill", "stall") else PLACEMENT
+    if servers is not None:
+        placement = ["--actor-num-gpus-per-node", "2", "--rollout-external", "--verify-weight-sync", "off"]
+        placement += ["--rollout-external-engine-addrs", *servers.urls]
     return [
-        *flags, *DEADLINES, *placement, *MODES[cells[0].mode], *(disk_flags if by_disk else []),
+        *flags, *deadlines(), *placement, *MODES[cells[0].mode], *(disk_flags if by_disk else []),
         "--hf-checkpoint", world.model, "--prompt-data", world.data / "train.jsonl",
         "--eval-prompt-data", "sort", f"{world.data / 'eval.jsonl'}@[0:4]", "--eval-interval", "1",
         "--save", places["trainer"] / "checkpoints", "--save-interval", "1", "--save-total-limit", "2",
@@ -136,10 +152,11 @@ def sync_fault(cell: Cell, folder: Path) -> dict | None:
 
 
 class ChaosRun:
-    """One run, and whoever strikes it."""
+    """One run, and whoever strikes it. light: on scripted engines, without Ray, Megatron and SGLang (light.py)."""
 
-    def __init__(self, world: World, cells: Sequence[Cell]):
+    def __init__(self, world: World, cells: Sequence[Cell], *, light: bool = False):
         self.world, self.cells, self.folder = world, list(cells), world.next_folder()
+        self.script, self.servers = ("light.py", ScriptedServers()) if light else ("announcing.py", None)
         self.struck: dict[int, float] = {}  # number of a cell -> when
         self.num_missed = 0
 
@@ -149,10 +166,14 @@ class ChaosRun:
         order = {"folder": str(self.folder), "blows": blows}
         if fault := sync_fault(self.cells[0], self.folder):
             order |= {"sync_fault": fault, "blows": []}
-        with disks(self.cells, self.folder) as places, RewardServer(self.folder) as reward:
-            flags = command(self.world, self.cells, num_rollout, places, reward.url)
+        with (
+            disks(self.cells, self.folder) as places,
+            RewardServer(self.folder) as reward,
+            self.servers or contextlib.nullcontext(),
+        ):
+            flags = command(self.world, self.cells, num_rollout, places, reward.url, self.servers)
             extra = {"RAY_TMPDIR": str(places["node"])} if any(one.whom == "node" for one in self.cells) else {}
-            process = start(order, flags, self.folder, **extra)
+            process = start(order, flags, self.folder, script=self.script, **extra)
             try:
                 hung = self._serve(process, blows, reward, places)
             finally:
@@ -169,7 +190,7 @@ class ChaosRun:
             if waiting and (due := self.folder / f"due-{waiting[0]}").exists():
                 number, blow = waiting.pop(0), json.loads(due.read_text())
                 self.struck[number] = now
-                target = Target(process.pid, blow["driver"], reward, self.folder, places)
+                target = Target(process.pid, blow["driver"], reward, self.folder, places, self.servers)
                 try:
                     strike(target, blow["fault"], blow["whom"])
                 except NobodyThere:
@@ -212,9 +233,11 @@ class ChaosRun:
         return outcomes
 
 
-def start(order: dict, flags: Sequence, folder: Path, **extra: str) -> subprocess.Popen:
+def start(
+    order: dict, flags: Sequence, folder: Path, *, script: str = "announcing.py", **extra: str
+) -> subprocess.Popen:
     """announcing.py with an order, in the background; what it says goes to `out`."""
-    line = [sys.executable, ROOT / "tests/e2e/chaos/announcing.py", json.dumps(order), *flags]
+    line = [sys.executable, ROOT / "tests/e2e/chaos" / script, json.dumps(order), *flags]
     with open(folder / "out", "w") as output:
         return subprocess.Popen(
             list(map(str, line)), cwd=ROOT, env=environment(PYTHONPATH=str(ROOT), **extra), stdout=output,
@@ -273,7 +296,7 @@ def wrong(run: Finished, folder: Path, num_rollout: int, mode: str) -> str:
         return f"weight versions {versions}"
     if any(line["sync/engines_proven"] < 1 for line in syncs):
         return "a sync proved nothing"
-    difference = max(line["train/logprob_abs_diff_max"] for line in run.metrics("train"))
+    difference = max(line.get("train/logprob_abs_diff_max", 0.0) for line in run.metrics("train"))
     if mode == "sync" and difference > 1e-4:
         return f"trained on answers of other weights: log-probs differ by {difference:.2g}"
     if mode == "async" and (stale := max(line["async/staleness_max"] for line in run.metrics("rollout"))) > 2:

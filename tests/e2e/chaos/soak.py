@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e import same_runs
-from tests.e2e.chaos.runs import DEADLINES, PLACEMENT, World, end, left_by, start
+from tests.e2e.chaos.runs import PLACEMENT, World, deadlines, end, left_by, start
 from tests.e2e.chaos.strikes import NobodyThere, RewardServer, Target, strike
 from tests.e2e.runs import SMALL_RUN, Finished, our_processes
 
@@ -102,7 +102,7 @@ def _run(world: World, num_rollout: int, chance: random.Random | None):
     with RewardServer(folder) as reward:
         flags[at : at + 2] = ["--rm-type", "remote_rm", "--rm-url", reward.url]
         flags += [
-            *DEADLINES, *PLACEMENT, "--deterministic", "--max-engine-restarts", "1000",
+            *deadlines(), *PLACEMENT, "--deterministic", "--max-engine-restarts", "1000",
             "--hf-checkpoint", world.model, "--prompt-data", world.data / "train.jsonl",
             "--eval-prompt-data", "sort", f"{world.data / 'eval.jsonl'}@[0:4]", "--eval-interval", "5",
             "--save", folder / "checkpoints", "--save-interval", "5", "--save-total-limit", "2",

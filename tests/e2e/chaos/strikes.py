@@ -54,13 +54,7 @@ class RewardServer:
 
     def wait(self) -> None:
         """Until it answers."""
-        deadline = time.monotonic() + 20
-        while True:
-            with contextlib.suppress(requests.RequestException):
-                if requests.post(self.url, json={"response": "ab"}, timeout=2).json() == 0.5:
-                    return
-            assert self.process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        _wait_for(lambda: requests.post(self.url, json={"response": "ab"}, timeout=2).json() == 0.5)
 
     def kill(self, *, restart: bool = True) -> None:
         """End it; after a moment another is there."""
@@ -85,6 +79,50 @@ class RewardServer:
         self.process.wait()
 
 
+class ScriptedServers:
+    """Engines of somebody else's, who starts one again a moment after it has died; a context manager."""
+
+    def __init__(self, count: int = 2):
+        self._ports = [free_port() for _ in range(count)]
+        self.processes = [self._start(port) for port in self._ports]
+
+    def _start(self, port: int) -> subprocess.Popen:
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen([sys.executable, ROOT / "tests/e2e/chaos/scripted_server.py", str(port)], env=environ)
+
+    @property
+    def urls(self) -> list[str]:
+        """For --rollout-external-engine-addrs."""
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def kill_first(self) -> None:
+        """End one; after a moment another is there."""
+        self.processes[0].kill()
+        self.processes[0].wait()
+        time.sleep(RESTART_S)
+        self.processes[0] = self._start(self._ports[0])
+
+    def __enter__(self) -> ScriptedServers:
+        for url in self.urls:
+            _wait_for(lambda url=url: requests.get(f"{url}/health", timeout=2).ok)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(answers: Callable[[], bool], seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(requests.RequestException):
+            if answers():
+                return
+        assert time.monotonic() < deadline, "a server does not start"
+        time.sleep(0.05)
+
+
 @dataclasses.dataclass
 class Target:
     """A run that goes on. supervisor: the process that was started; driver: the one that says when. disks: folders of
@@ -96,9 +134,12 @@ class Target:
     reward: RewardServer
     folder: Path
     disks: dict[str, Path]
+    engines: ScriptedServers | None = None  # instead of SGLang's
 
     def pids(self, whom: str) -> list[int]:
         """The processes of a part."""
+        if whom == "engine" and self.engines is not None:
+            return [self.engines.processes[0].pid]
         if whom in ("driver", "reward"):
             return [self.driver if whom == "driver" else self.reward.process.pid]
         pids = []
@@ -126,6 +167,9 @@ def strike(target: Target, fault: str, whom: str) -> None:
         return
     if whom == "reward" and fault == "kill":
         _in_background(target.reward.kill)
+        return
+    if whom == "engine" and fault == "kill" and target.engines is not None:
+        _in_background(target.engines.kill_first)
         return
     pids = target.pids(whom)
     if not pids:

@@ -73,6 +73,21 @@ def test_the_driver_and_whoever_writes_a_log_with_their_children(run):
     assert output_of(driver) is None, "it prints into a pipe"
 
 
+def test_whoever_only_reads_a_log_is_none_of_the_run(run):
+    folder, driver = run
+    with subprocess.Popen(["tail", "-f", folder / "logs/actor-1.log"], stdout=subprocess.DEVNULL) as reader:
+        try:
+            wait_for(lambda: any("actor-1.log" in path for path in open_files(reader.pid)))
+            assert reader.pid not in {process.pid for process in processes_of(str(folder), None)}
+            assert any(process.role == "actor-1" for process in processes_of(str(folder), None))
+        finally:
+            reader.kill()
+
+
+def open_files(pid: int) -> list[str]:
+    return [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+
+
 def test_one_that_is_stopped_is_seen_and_its_stack_too(run):
     folder, driver = run
     trainer = wait_for(
