@@ -77,6 +77,13 @@ def alike(cell: Cell) -> list[Cell]:
     return others
 
 
+def is_light(cell: Cell) -> bool:
+    """Whether scripted engines show it as well (light.py): nothing of it is inside Ray, the trainer or SGLang."""
+    if cell.whom in ("trainer", "node") or cell.fault == "full disk":
+        return False
+    return (cell.fault, cell.phase) != ("corrupt reply", "sync")
+
+
 @dataclasses.dataclass(frozen=True)
 class Campaign:
     """Faults that a run is to outlive, put into it one after the other, one a step."""
@@ -85,7 +92,7 @@ class Campaign:
     cells: tuple[Cell, ...]
 
 
-def campaigns() -> list[Campaign]:
+def campaigns(most: int = 12) -> list[Campaign]:
     """One run each; at most a dozen faults, so that the first that ends a run hides few others."""
     outlived = [cell for cell in all_cells() if not why_not(cell) and _is_outlived(cell)]
     runs = []
@@ -93,8 +100,8 @@ def campaigns() -> list[Campaign]:
         for fault in FAULTS:
             cells = [cell for cell in outlived if (cell.mode, cell.fault) == (mode, fault)]
             cells.sort(key=lambda cell: PHASES.index(cell.phase))
-            for number, start in enumerate(range(0, len(cells), 12), 1):
-                runs.append(Campaign(f"{fault} {number}, {mode}", tuple(cells[start : start + 12])))
+            for number, start in enumerate(range(0, len(cells), most), 1):
+                runs.append(Campaign(f"{fault} {number}, {mode}", tuple(cells[start : start + most])))
     return runs
 
 

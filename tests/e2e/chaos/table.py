@@ -20,6 +20,8 @@ when, in both modes.
 - "recovers": the run ended with status 0, every step once, no prompt twice, weights proven, and the log-probs of what
   it trained on within 1e-4 of the trainer's (sync), or within the bound on staleness (async).
 - "ends": by a named error, with the seconds from the fault until every process was gone.
+- "(scripted)": the loop, the rollout side, the fleet and its router are the real ones; two scripted engines, started
+  again 2 s after they have died, and a scripted trainer stand for SGLang, Megatron and Ray.
 - "= cell": not run itself; the same code waits for the same thing there.
 
 A slow part has a quarter of its time for 6 s; a stopped driver goes on after 12 s and a reward server after 4 s,
@@ -43,9 +45,10 @@ class Kept:
         return cls(path, {outcome.cell: outcome for outcome in outcomes})
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep newer ones; one that was not struck takes nobody's place."""
+        """Keep newer ones; one that was not struck takes nobody's place, nor a scripted one a real one's."""
         for outcome in outcomes:
-            if outcome.what != "not struck" or outcome.cell not in self.outcomes:
+            before = self.outcomes.get(outcome.cell)
+            if before is None or (outcome.what != "not struck" and (before.light or not outcome.light)):
                 self.outcomes[outcome.cell] = outcome
         rows = [dataclasses.asdict(outcome) for _, outcome in sorted(self.outcomes.items())]
         write_atomic(self.path, json.dumps(rows, indent=1) + "\n")
@@ -111,4 +114,4 @@ def _text(kept: Kept, cell: Cell, reasons: list[str]) -> str:
         place = other.phase if other.mode == cell.mode else f"{other.phase}, {other.mode}"
         return f"= {place}" if outcome.is_good else f"**= {place}**"
     text = {"recovered": "recovers", "ended": f"ends {outcome.seconds:.0f} s"}.get(outcome.what, f"**{outcome.what}**")
-    return text + (" (late)" if outcome.remark else "")
+    return text + (" (scripted)" if outcome.light else "") + (" (late)" if outcome.remark else "")
