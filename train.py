@@ -10,7 +10,6 @@ signal n ended the driver.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -19,8 +18,9 @@ import sys
 from arguments import Command, parse_args
 from slime_like.errors import ConfigError, RunError, UserError
 from slime_like.job.command_line import wants_json
+from slime_like.observability.ending import tell_lost_driver
 from slime_like.planning.placement import cannot_run_yet
-from slime_like.planning.report.render import PlanReport, as_json, make_report, render_plan
+from slime_like.planning.report.render import PlanReport, as_json, make_report
 from slime_like.sglang_backend.shared_memory import tidy_shared_memory
 from slime_like.utils.logs import start_logging
 from slime_like.utils.supervise import fork_driver
@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
             raise ConfigError(problems)
-        if (status := fork_driver(tidy_shared_memory)) is not None:  # we are the supervisor, and the run is over
+        if (
+            status := fork_driver(tidy_shared_memory, tell_lost_driver)
+        ) is not None:  # we are the supervisor, and the run is over
             return status
         return _train(command, report)
     except UserError as error:
@@ -55,36 +57,15 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # `--plan | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("interrupted; everything that was started has been ended", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("interrupted; everything that was started has been ended" + _notes(error), file=sys.stderr)
         return 130
 
 
 def _train(command: Command, report: PlanReport) -> int:
-    # Heavy imports only here, so that --help, --plan and mistakes answer at once.
-    from slime_like.job.build import build
-    from slime_like.job.resolve import resolve
-    from slime_like.loops import sync_loop
-    from slime_like.observability.console import ProgressConsole
-    from slime_like.observability.metrics import MetricsLog
-    from slime_like.utils.files import keep_files_private, write_atomic
+    from slime_like.loops.whole_run import whole_run  # only here, so that --help, --plan and mistakes answer at once
 
-    keep_files_private(share=command.config.observability.share_run_dir)
-    resolved = resolve(command.config, report.plan)
-    run, plan = resolved.run, resolved.plan
-    write_atomic(run.config, resolved.config.to_json())
-    write_atomic(run.plan, as_json(dataclasses.replace(report, plan=plan)))
-    console = ProgressConsole(resolved.num_rollout)
-    for note in (*command.notes, *resolved.notes, render_plan(plan), f"run directory {run.path}"):
-        console.note(note)
-    with MetricsLog(run, tensorboard=resolved.config.observability.use_tensorboard) as log:
-        job = build(resolved)
-        try:
-            sync_loop.run(job, log, console)
-        finally:
-            job.close()
-    console.note(f"done; see {run.path}")
-    return 0
+    return whole_run(command, report)
 
 
 def _notes(error: BaseException) -> str:

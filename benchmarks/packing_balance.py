@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from slime_like.algorithms.flops import forward_flops
-from slime_like.algorithms.micro_batches import Plan, imbalance, plan_micro_batches
+from slime_like.algorithms.micro_batches import Plan, imbalance, largest_differencing, plan_micro_batches
 from slime_like.config.batch import BatchConfig
 from slime_like.config.model import ModelConfig
 
@@ -31,12 +31,14 @@ MODEL = ModelConfig(
 )  # fmt: skip
 CAP, LONGEST, TENSOR_PARALLEL = 16384, 32768, 4
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": CAP}
+DEFAULT = "packed"
 METHODS = {
     "one sample a micro-batch": {"micro_batch_size": 1},
-    "packed": DYNAMIC,
-    "packed, --balance-data": DYNAMIC | {"balance_data": True},
-    "packed, --balance-by-flops": DYNAMIC | {"balance_by_flops": True},
+    DEFAULT: DYNAMIC,
+    "packed, --no-balance-by-flops": DYNAMIC | {"balance_by_flops": False},
+    "packed, --no-balance-by-flops --balance-data": DYNAMIC | {"balance_by_flops": False, "balance_data": True},
 }
+PACKS_FIRST = "packs of all samples, then dealt out"
 GOALS = {"padding": 0.02, "imbalance": 0.03}
 
 
@@ -45,13 +47,42 @@ def lengths_of(seed: int, count: int) -> list[int]:
     return np.clip(np.random.default_rng(seed).lognormal(7.8, 0.9, count), 64, LONGEST).astype(int).tolist()
 
 
+def packs_first(lengths: list[int], costs: list[int], ranks: int) -> Plan:
+    """What other trainers do, for comparison: first fit over all samples in their order, the fullest pack halved until
+    every rank gets as many, then packs dealt out by work, heaviest first, to the rank with the least that has room.
+    """
+    packs: list[list[int]] = []
+    totals: list[int] = []
+    for index, length in enumerate(lengths):
+        place = next((p for p, total in enumerate(totals) if total + length <= CAP), None)
+        if place is None:
+            packs, totals = [*packs, [index]], [*totals, length]
+        else:
+            packs[place].append(index)
+            totals[place] += length
+    while len(packs) % ranks:
+        fullest = max((pack for pack in packs if len(pack) > 1), key=lambda pack: sum(lengths[i] for i in pack))
+        packs.remove(fullest)
+        halves = largest_differencing([lengths[i] for i in fullest], 2)
+        packs += [[fullest[place] for place in half] for half in halves]
+    plan: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for pack in sorted(packs, key=lambda pack: -sum(costs[i] for i in pack)):
+        roomy = [rank for rank in range(ranks) if len(plan[rank]) < len(packs) // ranks]
+        rank = min(roomy, key=lambda rank: loads[rank])
+        plan[rank].append(tuple(pack))
+        loads[rank] += sum(costs[i] for i in pack)
+    return tuple(tuple(of_rank) for of_rank in plan)
+
+
 def measure(plan: Plan, lengths: list[int], costs: list[int]) -> dict[str, float]:
     """padding: share of computed tokens that belong to no sample, when a pack is padded to the tensor parallel size.
-    beyond_fewest: micro-batches of a rank over the fewest that its tokens fill. imbalance: see micro_batches.imbalance.
-    uneven: the same between the k-th micro-batches of the ranks, which wait for each other where they share experts."""
+    beyond_fewest: micro-batches of a rank over the fewest that the tokens of all ranks fill. imbalance: see
+    micro_batches.imbalance. uneven: the same between the k-th micro-batches of the ranks, which wait for each other
+    where they share experts."""
     packs = [[sum(lengths[i] for i in pack) for pack in rank] for rank in plan]
     computed = sum(max(-(-tokens // TENSOR_PARALLEL), 1) * TENSOR_PARALLEL for rank in packs for tokens in rank)
-    fewest = max(-(-sum(min(lengths[i], CAP) for pack in rank for i in pack) // CAP) for rank in plan)
+    fewest = -(-sum(min(length, CAP) for length in lengths) // (CAP * len(plan)))
     work = np.array([[sum(costs[i] for i in pack) for pack in rank] for rank in plan], dtype=float)
     return {
         "padding": 1 - sum(lengths) / computed,
@@ -65,13 +96,20 @@ def measure(plan: Plan, lengths: list[int], costs: list[int]) -> dict[str, float
 def table(*, samples: int, ranks: int, seeds: int) -> dict[str, dict[str, float]]:
     """Method -> the median over seeds of each measure, the worst imbalance, and planning seconds."""
     flops, results = forward_flops(MODEL), {}
-    for name, options in METHODS.items():
+
+    def plan_by(name: str, lengths: list[int], costs: list[int]) -> Plan:
+        if name == PACKS_FIRST:
+            return packs_first(lengths, costs, ranks)
+        batch = BatchConfig(**METHODS[name])
+        return plan_micro_batches(lengths, data_parallel_size=ranks, batch=batch, costs=costs)
+
+    for name in (*METHODS, PACKS_FIRST):
         rows, seconds = [], []
         for seed in range(seeds):
             lengths = lengths_of(seed, samples)
             costs = [flops.of(length) for length in lengths]
             started = time.perf_counter()
-            plan = plan_micro_batches(lengths, data_parallel_size=ranks, batch=BatchConfig(**options), costs=costs)
+            plan = plan_by(name, lengths, costs)
             seconds.append(time.perf_counter() - started)
             rows.append(measure(plan, lengths, costs))
         results[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
@@ -109,7 +147,7 @@ def main() -> None:
             if "plan_seconds" in row
             else f"| {name} | " + " | ".join(cells) + " | |"
         )
-    best = result["packed, --balance-by-flops"]
+    best = result[DEFAULT]
     lines += [
         "",
         *(

@@ -36,7 +36,6 @@ _TENSOR = QuantScheme(
     scale_suffix="_scale",
     rows=0,
     columns=0,
-    probe_tolerance=0.2,
     engine_config=_FP8,
 )
 #: Format -> how weights are made, and what config.json says of it.

@@ -10,6 +10,10 @@ from __future__ import annotations
 class SlimeLikeError(Exception):
     """Root of every error that this package raises on purpose."""
 
+    #: Whose it is, where one process of the run is known: "trainer rank 1".
+    who: str = ""
+    pid: int | None = None  # of that process
+
 
 class UserError(SlimeLikeError):
     """What the user asked for is impossible; the message says what to change."""
@@ -44,6 +48,10 @@ class CheckpointError(UserError):
 
 class RunError(SlimeLikeError):
     """A failure while running; names role, rank and phase."""
+
+
+class ProcessLost(RunError):
+    """A process of the run has ended without an error of its own: killed, out of memory, or its machine is gone."""
 
 
 class SaveError(RunError):

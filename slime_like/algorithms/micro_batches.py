@@ -21,34 +21,39 @@ def plan_micro_batches(
 ) -> Plan:
     """Share samples out over the data parallel ranks and cut each share into micro-batches.
 
-    lengths: tokens of each sample. costs: work of each sample, needed with balance_by_flops. Every rank gets the same
+    lengths: tokens of each sample. costs: work of each sample; None: as much as it has tokens. Every rank gets the same
     number of micro-batches, filled up with empty ones where there are too few samples. With dynamic batches none
     exceeds max_tokens_per_gpu, except one over-long sample alone. Their number is a multiple of count_multiple. Which
     samples a rank gets does not depend on max_tokens_per_gpu.
     Deterministic: the same arguments give the same plan on every rank.
     """
-    if batch.balance_by_flops:
-        assert costs is not None and batch.max_tokens_per_gpu, (
-            "balancing by FLOPs needs the samples' costs and a token cap"
-        )
-        return _plan_by_cost(
-            lengths, costs, num_shares=data_parallel_size, cap=batch.max_tokens_per_gpu, count_multiple=count_multiple
-        )
+    work = lengths if costs is None else costs
+    if batch.balances_work(data_parallel_size):
+        return _plan_by_cost(lengths, work, num_shares=data_parallel_size, cap=_cap(batch), multiple=count_multiple)
     ranks = range(data_parallel_size)
     if batch.balance_data:
         shares = _balanced_shares(lengths, data_parallel_size)
     else:
         shares = [list(range(rank, len(lengths), data_parallel_size)) for rank in ranks]
     if batch.use_dynamic_batch_size:
-        assert batch.max_tokens_per_gpu is not None, "BatchConfig.problems() asks for it"
-        packs = [_first_fit(share, lengths, batch.max_tokens_per_gpu) for share in shares]
+        packs = [_first_fit(share, lengths, _cap(batch)) for share in shares]
     else:
         size = batch.micro_batch_size
         packs = [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
     count = _up(max(1, *(len(p) for p in packs)) if packs else 1, count_multiple)
+    if batch.balance_by_flops is None and batch.use_dynamic_batch_size and count > _least(lengths, _cap(batch)):
+        # One rank, which nobody waits for: the samples stay in their order where that costs no micro-batch.
+        fewer = _plan_by_cost(lengths, work, num_shares=1, cap=_cap(batch), multiple=count_multiple)
+        if len(fewer[0]) < count:
+            return fewer
     for rank in ranks:
         _split_up_to(packs[rank], count, lengths)
     return tuple(tuple(tuple(pack) for pack in packs[rank]) for rank in ranks)
+
+
+def _cap(batch: BatchConfig) -> int:
+    assert batch.max_tokens_per_gpu is not None, "BatchConfig.problems() asks for it"
+    return batch.max_tokens_per_gpu
 
 
 def imbalance(plan: Plan, costs: Sequence[int]) -> float:
@@ -59,9 +64,7 @@ def imbalance(plan: Plan, costs: Sequence[int]) -> float:
     return max(loads) * len(loads) / max(sum(loads), 1) - 1.0
 
 
-def _plan_by_cost(
-    lengths: Sequence[int], costs: Sequence[int], *, num_shares: int, cap: int, count_multiple: int
-) -> Plan:
+def _plan_by_cost(lengths: Sequence[int], costs: Sequence[int], *, num_shares: int, cap: int, multiple: int) -> Plan:
     """Ranks with equal work, each cut into micro-batches of nearly equal work; the k-th of every rank are alike, the
     heaviest first.
 
@@ -73,7 +76,7 @@ def _plan_by_cost(
         [order[place] for place in share] for share in largest_differencing([costs[i] for i in order], num_shares)
     ]
     fewest = [_fewest_packs(share, lengths, costs, cap) for share in shares]
-    count = _up(max(1, *(len(packs) for packs in fewest)), count_multiple)
+    count = _up(max(1, *(len(packs) for packs in fewest)), multiple)
     packs = [
         _spread(share, lengths, costs, cap=cap, count=count) or few for share, few in zip(shares, fewest, strict=True)
     ]
@@ -81,6 +84,11 @@ def _plan_by_cost(
         _split_up_to(packs[rank], count, costs)
         packs[rank].sort(key=lambda pack: -sum(costs[i] for i in pack))
     return tuple(tuple(tuple(sorted(pack)) for pack in packs[rank]) for rank in range(num_shares))
+
+
+def _least(lengths: Sequence[int], cap: int) -> int:
+    """Packs that so many tokens fill; no packing needs fewer."""
+    return _up(sum(min(length, cap) for length in lengths), cap) // cap
 
 
 def _up(value: int, multiple: int) -> int:
@@ -111,8 +119,7 @@ def _fewest_packs(share: list[int], lengths: Sequence[int], costs: Sequence[int]
     11/9 of the fewest, Johnson 1973).
     """
     filled = _first_fit(sorted(share, key=lambda i: -lengths[i]), lengths, cap)
-    bound = -(-sum(min(lengths[i], cap) for i in share) // cap)
-    for count in range(bound, len(filled)):
+    for count in range(_least([lengths[i] for i in share], cap), len(filled)):
         packs = _spread(share, lengths, costs, cap=cap, count=count)
         if packs is not None:
             return packs

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -14,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slime_like.cluster.ray_trust import Recorded, ensure_token, private_folder, recorded_cluster
-from slime_like.errors import PlacementError, RunError, SlimeLikeError, WaitTimeout
+from slime_like.errors import PlacementError, ProcessLost, RunError, SlimeLikeError, WaitTimeout
 from slime_like.utils.supervise import remove_at_end
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 _ECHO_S = 3.0
 #: Least time between two rounds of asking for signs of life, in seconds.
 _PING_S = 3.0
+#: How a call fails whose actor's process has ended; the second: Ray's memory monitor has killed it.
+_DEATHS = (RayActorError, OutOfMemoryError)
+#: In Ray's words for a dead actor.
+_PID = re.compile(r"^\s*pid: (\d+)$", re.MULTILINE)
 
 
 def connect(num_gpus: int) -> bool:
@@ -147,17 +152,17 @@ class Wait:
                 raise self._cause(failure, names[done[0]], pending, names) from None
         return ray.get(list(refs.values()))
 
-    def _failure(self, ref: ray.ObjectRef) -> RayTaskError | RayActorError | GetTimeoutError | None:
+    def _failure(self, ref: ray.ObjectRef) -> RayTaskError | RayActorError | OutOfMemoryError | GetTimeoutError | None:
         """How an ended call failed; None if it did not."""
         try:
             ray.get(ref, timeout=self.seconds)
-        except (RayTaskError, RayActorError, GetTimeoutError) as error:
+        except (RayTaskError, *_DEATHS, GetTimeoutError) as error:
             return error
         return None
 
     def _cause(
         self,
-        failure: RayTaskError | RayActorError | GetTimeoutError,
+        failure: RayTaskError | RayActorError | OutOfMemoryError | GetTimeoutError,
         name: str,
         pending: list[ray.ObjectRef],
         names: dict[ray.ObjectRef, str],
@@ -173,7 +178,7 @@ class Wait:
             if not done:
                 break
             other = self._failure(done[0])
-            if isinstance(other, RayActorError) or (
+            if isinstance(other, _DEATHS) or (
                 isinstance(other, RayTaskError) and isinstance(other.cause, SlimeLikeError)
             ):
                 failure, name = other, names[done[0]]
@@ -188,19 +193,23 @@ class Wait:
         return call_error(failure, name, self.phase)
 
 
-def call_error(error: RayTaskError | RayActorError, name: str, phase: str) -> SlimeLikeError:
+def call_error(error: RayTaskError | RayActorError | OutOfMemoryError, name: str, phase: str) -> SlimeLikeError:
     """What a failed call to an actor means to a user: the actor's own error with a note, that it raised something else,
     or that it died.
     """
-    if isinstance(error, RayActorError):
-        return RunError(f"{name} died during {phase}: {str(error).splitlines()[0]}")
-    cause = error.cause
-    if isinstance(cause, SlimeLikeError):
-        cause.add_note(f"(from {name} during {phase})")
-        return cause
-    return RunError(
-        f"{name} failed during {phase}: {type(cause).__name__}: {cause}\n{getattr(error, 'traceback_str', '')}"
-    )
+    if isinstance(error, _DEATHS):
+        kind = RunError if isinstance(error, RayActorError) and error.actor_init_failed else ProcessLost
+        meaning: SlimeLikeError = kind(f"{name} died during {phase}: {str(error).splitlines()[0]}")
+        pid = _PID.search(str(error))
+        meaning.pid = int(pid[1]) if pid else None
+    elif isinstance(error.cause, SlimeLikeError):
+        meaning = error.cause
+        meaning.add_note(f"(from {name} during {phase})")
+    else:
+        cause = f"{type(error.cause).__name__}: {error.cause}"
+        meaning = RunError(f"{name} failed during {phase}: {cause}\n{getattr(error, 'traceback_str', '')}")
+    meaning.who = meaning.who or name
+    return meaning
 
 
 class LifeWatch:
@@ -222,7 +231,7 @@ class LifeWatch:
             if ref in done:
                 try:
                     ray.get(ref)
-                except (RayTaskError, RayActorError) as error:
+                except (RayTaskError, *_DEATHS) as error:
                     raise call_error(error, name, phase) from None
         if len(done) == len(self._sent) and time.monotonic() >= self._next:
             self._sent, self._next = self._pings(), time.monotonic() + _PING_S

@@ -73,15 +73,25 @@ class BatchConfig:
         None, help="As --micro-batch-size, for passes without gradients. Default: the same.", least=1
     )
     balance_data: bool = flag(
-        False, help="Give the data parallel ranks equal numbers of tokens instead of equal sample counts."
-    )
-    balance_by_flops: bool = flag(
         False,
         help=(
-            "Give the data parallel ranks, and their micro-batches, equal work: the model's FLOPs of each sample. Needs"
-            " --use-dynamic-batch-size."
+            "Give the data parallel ranks equal numbers of tokens instead of equal sample counts. Dynamic batches get"
+            " equal work anyway, unless --no-balance-by-flops."
         ),
     )
+    balance_by_flops: bool | None = flag(
+        None,
+        help=(
+            "Give the data parallel ranks, and their micro-batches, equal work: the model's FLOPs of each sample."
+            " Default: with --use-dynamic-batch-size, which it needs, and several data parallel ranks."
+        ),
+    )
+
+    def balances_work(self, data_parallel_size: int) -> bool:
+        """Whether ranks, and the micro-batches of each, get equal work."""
+        if self.balance_by_flops is None:
+            return self.use_dynamic_batch_size and data_parallel_size > 1
+        return self.balance_by_flops
 
     def log_probs_chunk_tokens(self, *, on_gpu: bool) -> int | None:
         """Tokens whose logits become log-probs at once; None: all."""

@@ -58,8 +58,8 @@ _FP8_BLOCKS = MappingProxyType(
 )
 
 #: The largest mean |log-prob difference| over a probe that is still rounding, twice what was measured: int8 of a real
-#: model of 135M parameters 0.33 and 0.46, of which transformers with the same products say 0.39 and 0.44 (weights alone:
-#: 0.13); other weights of its shape give 3.5 and more.
+#: model of 135M parameters 0.33 and 0.46, of which transformers with the same products say 0.39 and 0.44 (of weights
+#: alone 0.13); other weights of its shape give 3.5 and more.
 PROBE_TOLERANCE = 1.0
 
 #: --rollout-quantization.

@@ -16,6 +16,7 @@ from slime_like.cluster.train_group import TrainGroup
 from slime_like.errors import CheckpointError
 from slime_like.job.protocols import Watch
 from slime_like.job.running import Job, ResolvedRun
+from slime_like.observability.progress import Progress
 from slime_like.planning.memory.engine_share import with_engine_share
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.service import EngineAccess
@@ -46,7 +47,7 @@ class _Session:
 
 def _start(job: Job, resolved: ResolvedRun) -> None:
     config, plan, logs = resolved.config, resolved.plan, str(resolved.run.logs)
-    clock = _Clock(job.start_seconds)
+    clock = _Clock(job.start_seconds, resolved.progress)
     connect(plan.num_gpus)
     job.closing.append(_Session())
     clock.lap("ray")
@@ -158,10 +159,11 @@ def _check_together(critic_rollouts: int, job: Job) -> None:
 class _Clock:
     """Writes the seconds between laps into a dict."""
 
-    def __init__(self, laps: dict[str, float]):
-        self._laps, self._last = laps, time.monotonic()
+    def __init__(self, laps: dict[str, float], progress: Progress):
+        self._laps, self._progress, self._last = laps, progress, time.monotonic()
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
         self._laps[name], self._last = now - self._last, now
+        self._progress.advanced(f"start, {name}")
         logger.info("start, %s: %.1f s", name, self._laps[name])

@@ -85,7 +85,7 @@ class Phases:
 
     def begin_step(self, step: int) -> None:
         """Count and trace phases as of `step` from now on."""
-        self.timers = PhaseTimers(self.trace, step)
+        self.timers = PhaseTimers(self.trace, step, progress=self.job.resolved.progress)
 
     def begin_generate(self, step: int) -> None:
         """Generate rollout `step` beside whatever comes next, unless that has begun or there is none."""
@@ -216,6 +216,7 @@ class Phases:
             if self._num_set_aside or self.job.tend is not None:
                 self._rollouts.engines_changed(self._engines.endpoints)
         self.weights, self._is_ahead = weights, False
+        self.job.resolved.progress.serves(weights.version)
         self._num_syncs += 1
         self._rollouts.policy_changed(weights, step)
         self.log.log("sync", step, receipt.metrics() | {"sync/seconds": time.monotonic() - started})
@@ -306,12 +307,14 @@ class Phases:
         self.log.log("eval", step, metrics | {"eval/waited_seconds": time.monotonic() - started})
         self.console.evaluation(step, metrics)
 
-    def save(self, num_rollouts_done: int) -> None:
+    def save(self, num_rollouts_done: int, state: dict | None = None) -> None:
         """A Megatron checkpoint with the data position in it, and an HF folder if asked for.
 
-        With --async-save the former is only begun.
+        With --async-save the former is only begun. state: what rollout_state() gave; None: it is asked now.
         """
         self.finish_save(wait=True)
+        if not self.preemption.is_asked:  # a run that goes on has other weights by then
+            self.finish_evaluate(wait=not self._num_set_aside)
         in_background = self.job.config.checkpoint.async_save
         with self.timers.phase("save"):
             if self.job.critic is not None:  # first: every checkpoint of the policy has the critic's beside it
@@ -321,8 +324,10 @@ class Phases:
                 folder = os.path.abspath(save_hf.replace("{rollout_id}", str(num_rollouts_done)))
                 self._trainer.save_hf(folder)
                 self.console.note(f"saved {folder} (HF)")
-            state = self._ahead_state(num_rollouts_done)  # waits for it, so the rest comes after
-            state |= {"rollout": self._data_state(), "weight_version": self.weights.version}
+            state = state or self.rollout_state(num_rollouts_done)
+            state |= {"weight_version": self.weights.version}
+            if self.evaluating is not None:
+                state["evaluating"] = self.evaluating
             folder = self._trainer.save(num_rollouts_done, state)
             self.num_saved = num_rollouts_done
             self.saving = folder if in_background else None
@@ -342,9 +347,10 @@ class Phases:
     def save_before_end(self, asked_by: str) -> None:
         """Leave a checkpoint of everything that was trained, however the run's last phase was left."""
         if self.num_done > self.num_saved:
+            state = self.rollout_state(self.num_done)  # nothing runs on cards that are given back
             if self.job.engines is not None:
                 self.release()
-            self.save(self.num_done)
+            self.save(self.num_done, state)
         self.finish_save(wait=True)
         self.console.note(f"{asked_by}: preempted after {self.num_done} rollouts, which are saved")
 
@@ -355,23 +361,30 @@ class Phases:
         if state:
             (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])
-            if (record := state.get("ahead")) and job.rollouts is not None:
-                groups = ahead.read(job.config.checkpoint.load or "", job.num_rollouts_done, record)
-                job.rollouts.put_ahead(job.num_rollouts_done, groups, record["metrics"])
+            if (lost := state.get("evaluating")) is not None:
+                self.console.note(
+                    f"the evaluation after {lost} rollouts was under way and has no result: its weights are gone"
+                )
+            if job.rollouts is not None:
+                ahead.restore(job.rollouts, job.config.checkpoint.load or "", job.num_rollouts_done, state)
         if job.reference is not None and job.config.loss.ref_update_interval and job.num_rollouts_done:
             job.config.loss.check_resume(job.num_rollouts_done)
             self._update_reference(job.reference)
         return job.num_rollouts_done
 
-    def _ahead_state(self, num_done: int) -> dict:
-        """The rollout that is trained on next, where it is generated already; a run that is to end waits for none."""
+    def rollout_state(self, num_done: int) -> dict:
+        """What a checkpoint after `num_done` rollouts holds of the rollout side; what is made ahead goes to files."""
         rollouts, save = self.job.rollouts, self.job.config.checkpoint.save
-        if rollouts is None or save is None or self.job.config.asynchrony.async_mode != "one-step":
-            return {}
-        wait = not self.preemption.is_asked
+        if rollouts is None or save is None:
+            return {"rollout": rollouts.snapshot()[0] if rollouts else self.job.feed.state_dict()}
+        one_step = self.job.config.asynchrony.async_mode == "one-step"
         with self._explained("generate"):
-            rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
-        return {} if rollout is None else {"ahead": ahead.keep(save, num_done, rollout)}
-
-    def _data_state(self) -> dict:
-        return (self.job.rollouts or self.job.feed).state_dict()
+            rollout = None
+            if one_step:  # a run that is to end waits for none
+                wait = not self.preemption.is_asked
+                rollout = rollouts.ahead(num_done, wait=wait, watch=self.job.watch("generate"))
+            data, stock = rollouts.snapshot()
+        state, notes = ahead.kept(save, num_done, rollout, stock)
+        for note in notes:
+            self.console.note(note)
+        return {"rollout": data} | state

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from slime_like.records import EngineEndpoint, SampleGroup, StepReport, SyncReceipt, TrainSample, WeightsRef
+from slime_like.rollout.stock import Stock
 from slime_like.weight_sync.session import PublishOrder
 
 if TYPE_CHECKING:  # a handle that is passed on and never opened here
@@ -81,11 +82,16 @@ class Rollouts(Protocol):
     def trained(self, prompts: Iterable[int]) -> None:
         """The trainer has used the groups of these prompts."""
 
-    def state_dict(self) -> dict:
-        """What resuming needs, as JSON."""
+    def snapshot(self) -> tuple[dict, Stock | None]:
+        """What resuming needs, of one moment: as JSON, and what is made ahead between two rollouts, where anything
+        can be.
+        """
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where the state was saved. Raises CheckpointError if the data changed."""
+
+    def load_stock(self, stock: Stock, step: int) -> None:
+        """After load_state_dict: with what a snapshot has beside it, in rollout `step`. Raises CheckpointError."""
 
 
 class Changes(Protocol):

@@ -5,6 +5,7 @@ process starts.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 
 from slime_like.algorithms.loss_plugins import load_loss_plugins
@@ -13,6 +14,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.transports import SHARED_FOLDER, transport_of
 from slime_like.errors import ConfigError
 from slime_like.job import resume
+from slime_like.job.config_changes import config_changes, last_config
 from slime_like.job.running import ResolvedRun
 from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.check_data import check_data
@@ -38,8 +40,10 @@ def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
     num_rollout = source.num_rollouts(config.rollout.rollout_batch_size)
     goes_on = config.checkpoint.resume is not None
     point = resume.resume_point(config) if goes_on else None
+    before = last_config(RunDirectory(config.observability.run_dir or "").config) if goes_on else None
     run = RunDirectory.create(config, goes_on=goes_on)
     resume.lock(run)
+    wanted = config.to_json()
     config, ends_only = _filled(config, plan, run, num_rollout), False
     if goes_on:
         num_done = point.num_rollouts_done if point is not None else 0
@@ -51,7 +55,7 @@ def resolve(config: RunConfig, plan: PlacementPlan) -> ResolvedRun:
         data=source,
         num_rollout=num_rollout,
         ends_only=ends_only,
-        notes=() if point is None else point.notes(),
+        notes=() if point is None else (*config_changes(before, json.loads(wanted)), *point.notes()),
     )
 
 

@@ -11,7 +11,8 @@ import os
 
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError, UserError
-from slime_like.megatron_backend.checkpoint.folder import find, iterations
+from slime_like.job import ahead
+from slime_like.megatron_backend.checkpoint.folder import find, iterations, read_client_state
 from slime_like.observability.metrics import ends_with_step, forget_from
 from slime_like.utils.files import RunDirectory
 
@@ -46,7 +47,7 @@ def resume_point(config: RunConfig) -> ResumePoint | None:
     skipped: list[str] = []
     for number in sorted(numbers, reverse=True):
         try:
-            find(folder, number)
+            ahead.check(folder, number, read_client_state(find(folder, number)).get("client_state", {}))
             if config.needs_critic:
                 find(os.path.join(folder, CRITIC), number)
         except CheckpointError as error:

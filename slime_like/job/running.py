@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from slime_like.config.run import RunConfig
 from slime_like.job.protocols import Closes, Engines, Rollouts, Tend, Trainer, Watch
+from slime_like.observability.progress import Progress
 from slime_like.planning.placement import PlacementPlan
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.prompt_feed import PromptFeed
@@ -27,6 +28,7 @@ class ResolvedRun:
     num_rollout: int
     ends_only: bool = False  # whether only what comes after the last rollout is left to do
     notes: tuple[str, ...] = ()  # for the user
+    progress: Progress = dataclasses.field(default_factory=Progress)  # what the run is doing
 
 
 def _nobody(phase: str) -> Watch:

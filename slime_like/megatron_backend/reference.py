@@ -69,7 +69,7 @@ class HeldWeights:
     """Whose weights a model holds: BASE's, or for a while those of a model that only scores, which lie on the host.
 
     BASE's are copied to the host once after each change of theirs (`base_changes`), however many others are swapped in
-    meanwhile, and always to the same memory.
+    meanwhile, and always to the same memory. Those that are still what BASE is are not swapped in at all.
     """
 
     def __init__(self, stage: torch.nn.Module):
@@ -78,6 +78,7 @@ class HeldWeights:
         self._in_model = BASE.name
         self._base: Weights | None = None
         self._base_is_current = False
+        self._as_base: set[str] = set()  # frozen ones that equal BASE's
 
     def __contains__(self, weights: WeightsRef) -> bool:
         return weights.name == BASE.name or weights.name in self._frozen
@@ -90,6 +91,11 @@ class HeldWeights:
     def base_changes(self) -> None:
         """What is trained is about to change, or may be: its copy is of no use any more."""
         self._base_is_current = False
+        self._as_base.clear()
+
+    def is_base(self, weights: WeightsRef) -> bool:
+        """Whether these are, number by number, what is trained: copies of it since which it has not changed."""
+        return weights.name in self._as_base
 
     @contextlib.contextmanager
     def using(self, weights: WeightsRef) -> Iterator[None]:
@@ -102,6 +108,10 @@ class HeldWeights:
                 f"weights {weights.name!r} are not loaded. Known: {', '.join([BASE.name, *self._frozen])}."
             )
         before = self._in_model
+        if before == BASE.name and self.is_base(weights):
+            with self._standing_for(weights.name):
+                yield
+            return
         back = self._copy_of_base() if before == BASE.name else self._frozen[before]
         put_weights(self._stage, self._frozen[weights.name])
         self._in_model = weights.name
@@ -118,8 +128,10 @@ class HeldWeights:
     def copy(self, source: WeightsRef, target: WeightsRef) -> None:
         """Keep the present `source` as the frozen weights `target`."""
         assert target.name != BASE.name, "what is trained is loaded, with the optimizer's part of it"
+        same = source.name == BASE.name or self.is_base(source)
         with self.using(source):
             self._freeze(target)
+        self._as_base = self._as_base | {target.name} if same else self._as_base - {target.name}
 
     def keep(self, target: WeightsRef, load: Callable[[], None]) -> None:
         """Keep what `load` puts into the model as the frozen weights `target`; the model gets its own back."""
@@ -127,7 +139,17 @@ class HeldWeights:
         own = self._copy_of_base()
         load()
         self._freeze(target)
+        self._as_base.discard(target.name)
         put_weights(self._stage, own)
+
+    @contextlib.contextmanager
+    def _standing_for(self, name: str) -> Iterator[None]:
+        """Inside, what the model holds goes by this name."""
+        before, self._in_model = self._in_model, name
+        try:
+            yield
+        finally:
+            self._in_model = before
 
     def _freeze(self, target: WeightsRef) -> None:
         self._frozen[target.name] = copy_weights(self._stage, into=self._frozen.get(target.name))

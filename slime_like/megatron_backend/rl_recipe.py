@@ -108,7 +108,9 @@ class PolicyRecipe(Recipe):
         for number in range(self._first_to_score(len(batches)), len(batches)):
             outputs = self.worker.forward(batches[number], weights=BASE, record_routing=True)
             batches[number], old[number] = outputs.batch, outputs.scores["log_probs"]
-        reference = self._reference_of(parts, batches) if loss.use_kl_loss or loss.kl_in_trainer else nothing
+        reference = nothing
+        if loss.use_kl_loss or loss.kl_in_trainer:
+            batches, reference = self._with_reference(parts, batches, old)
         teacher = self._frozen_log_probs(TEACHER, batches) if loss.use_opd and self.worker.holds(TEACHER) else nothing
         scores = [StepScores(old=o, reference=r, teacher=t) for o, r, t in zip(old, reference, teacher, strict=True)]
         if loss.has_token_advantages:
@@ -160,13 +162,27 @@ class PolicyRecipe(Recipe):
             reference = [checked_row(sample) for sample in samples]
         return [ours - theirs for ours, theirs in zip(self.log_probs(batch), reference, strict=True)]
 
-    def _reference_of(self, parts: Parts, batches: Sequence[StepBatch]) -> list[Scores]:
-        """The reference's log-probs: our own reference's, or what a reference on other GPUs said, which the samples
-        bring.
+    def _with_reference(
+        self, parts: Parts, batches: list[StepBatch], old: Sequence[Scores]
+    ) -> tuple[list[StepBatch], list[Scores]]:
+        """The batches, and the reference's log-probs of each: our own reference's, or what a reference on other GPUs
+        said, which the samples bring.
+
+        A reference that is still the policy (--ref-load is where it started and nothing is trained yet, or the
+        reference has just followed it) says what the policy says: the same numbers without a pass of its own.
         """
-        if self.worker.holds(REFERENCE):
-            return self._frozen_log_probs(REFERENCE, batches)
-        return [brought_log_probs(part, batch.packs) for part, batch in zip(parts, batches, strict=True)]
+        if not self.worker.holds(REFERENCE):
+            return batches, [brought_log_probs(part, batch.packs) for part, batch in zip(parts, batches, strict=True)]
+        replays = self.config.loss.use_routing_replay or self.config.loss.use_rollout_routing_replay
+        if replays or not self.worker.is_base(REFERENCE):  # a reference chooses its experts itself
+            return batches, self._frozen_log_probs(REFERENCE, batches)
+        first = self._first_to_score(len(batches))
+        # The first train step's own pass; but adapters round otherwise where gradients are wanted, or drop some of what
+        # they see, and packs of another size round otherwise, too.
+        own = int(first > 0 and self.config.adapters is None and batches[0].scoring_packs is None)
+        passed = self._frozen_log_probs(REFERENCE, batches[own:first]) if first > own else []
+        marked = [dataclasses.replace(batch, own_reference=True) for batch in batches[:own]]
+        return [*marked, *batches[own:]], [*([None] * own), *passed, *old[first:]]
 
     def _frozen_log_probs(self, weights: WeightsRef, batches: Sequence[StepBatch]) -> list[Scores]:
         with self.worker.using(weights):

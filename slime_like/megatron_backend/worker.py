@@ -227,6 +227,10 @@ class TrainWorker(TenantVerbs):
         """Whether verbs can be about these weights."""
         return weights in self._held
 
+    def is_base(self, weights: WeightsRef) -> bool:
+        """Whether these frozen weights are what is trained: it has not changed since it was copied to them."""
+        return self._held.is_base(weights)
+
     @contextlib.contextmanager
     def using(self, weights: WeightsRef) -> Iterator[None]:
         """Inside, the model holds these weights, so that several passes with them swap once.
@@ -357,16 +361,11 @@ class TrainWorker(TenantVerbs):
 
     def _state_of(self, *, optimizer: bool = False, schedule: bool = False, rng: bool = True) -> checkpoint.TrainState:
         return checkpoint.TrainState(
-            model=self.model,
-            model_config=self.config.model,
-            optimizer=self.optimizer if optimizer else None,
-            scheduler=self.scheduler if schedule else None,
-            with_rng=rng,
-            value_head=self._is_critic,
-            lora=self.config.adapters,
-            base=self.config.checkpoint.hf_checkpoint,
-            verify=self.config.checkpoint.verify_checkpoint,
-        )
+            model=self.model, model_config=self.config.model,
+            optimizer=self.optimizer if optimizer else None, scheduler=self.scheduler if schedule else None,
+            with_rng=rng, value_head=self._is_critic, lora=self.config.adapters,
+            base=self.config.checkpoint.hf_checkpoint, verify=self.config.checkpoint.verify_checkpoint,
+        )  # fmt: skip
 
     def _resume(self) -> dict:
         """What start() says of a checkpoint to continue from.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_like.observability.progress import Progress
 from slime_like.observability.tracing import PhaseTrace
 from slime_like.utils.files import RunDirectory, append_json_line, read_json_lines, write_atomic
 
@@ -114,8 +115,18 @@ class PhaseTimers:
     #: What a step is for; the time in which none of it runs is overhead.
     WORK = ("generate", "train", "sync")
 
-    def __init__(self, trace: PhaseTrace | None = None, step: int = 0, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        trace: PhaseTrace | None = None,
+        step: int = 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        progress: Progress | None = None,
+    ):
+        """progress: hears which phase of the step runs."""
         self._trace, self._step, self._clock = trace, step, clock
+        self._progress = progress or Progress()
+        self._progress.begin_step(step)
         self._spans: dict[str, list[tuple[float, float]]] = {}
         self._lock = threading.Lock()
         self._start = clock()
@@ -125,7 +136,8 @@ class PhaseTimers:
         """Add the time inside the block to the phase, also when it raises."""
         start = self._clock()
         try:
-            yield
+            with self._progress.phase_of(name):
+                yield
         finally:
             end = self._clock()
             with self._lock:

@@ -19,6 +19,7 @@ from slime_like.errors import EngineError, WaitTimeout
 from slime_like.records import ABORTED, COMPLETED, EngineEndpoint
 from slime_like.rollout.asking import unlimited_session
 from slime_like.rollout.generate import Generation, GenerationClient
+from slime_like.rollout.kept_answers import slot_of
 from slime_like.rollout.policy import Policy
 
 #: How often engines are asked to end what runs, until nothing does: a request that was on its way escapes the first.
@@ -52,7 +53,10 @@ class ContinuingClient(GenerationClient):
         self, tokens: np.ndarray | Sequence[int], sampling_params: dict, *, session: str | None = None
     ) -> Generation:
         """As GenerationClient.generate, over as many requests as it takes."""
-        answer: Generation | None = None
+        kept = slot_of(sampling_params, tokens)
+        answer = kept.answer
+        if answer is not None and answer.status != ABORTED:
+            return answer
         while True:
             await self._policy.settled(self._timeout_s)
             await self._policy.gone_on()
@@ -60,17 +64,20 @@ class ContinuingClient(GenerationClient):
             before = [] if answer is None else answer.tokens
             self._num_running += 1
             try:
-                part = await super().generate(
-                    [*map(int, tokens), *before], _rest_of(sampling_params, len(before)), session=session
+                part = await self._generated(
+                    [*map(int, tokens), *before], _rest_of(sampling_params, len(before)), session
                 )
             finally:
                 self._num_running -= 1
             answer = part if answer is None else self._joined(answer, part, sampling_params)
-            if part.status != ABORTED or not self._policy.explains_abort(changes):
+            if part.status != ABORTED:
+                kept.answer = answer
+                return answer
+            if not self._policy.explains_abort(changes):
                 return answer
             self.num_continued += 1
             self.thrown_tokens += min(1, len(answer.tokens))
-            answer = _without_last(answer)
+            kept.answer = answer = dataclasses.replace(_without_last(answer), status=ABORTED)
 
     async def close(self) -> None:
         """Close all connections."""

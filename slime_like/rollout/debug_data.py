@@ -54,9 +54,9 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     except (TypeError, ValueError) as error:
         raise DataError(f"--save-debug-rollout-data {path}: a label or metadata is no JSON value: {error}") from error
     arrays: dict[str, Any] = {"described": np.frombuffer(text.encode(), dtype=np.uint8)}
-    arrays |= _flatten("prompt_tokens", [group.prompt.tokens for group in groups], np.int32)
+    arrays |= flatten("prompt_tokens", [group.prompt.tokens for group in groups], np.int32)
     for name, dtype in _SAMPLE_ARRAYS.items():
-        arrays |= _flatten(name, [getattr(sample, name) for sample in samples], dtype)
+        arrays |= flatten(name, [getattr(sample, name) for sample in samples], dtype)
     arrays |= _flatten_experts([sample.routed_experts for sample in samples])
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
@@ -80,9 +80,9 @@ def load_rollout(template: str, rollout_id: int) -> tuple[SampleGroup, ...]:
             )
         prompts = [
             Prompt(tokens=tokens, **fields)
-            for tokens, fields in zip(_split("prompt_tokens", arrays), described["prompts"], strict=True)
+            for tokens, fields in zip(split("prompt_tokens", arrays), described["prompts"], strict=True)
         ]
-        columns: dict[str, Any] = {name: _split(name, arrays) for name in _SAMPLE_ARRAYS}
+        columns: dict[str, Any] = {name: split(name, arrays) for name in _SAMPLE_ARRAYS}
         columns["routed_experts"] = _split_experts(arrays, len(described["samples"]))
         samples = [
             Sample(**{name: columns[name][i] for name in columns}, **fields)
@@ -96,7 +96,7 @@ def load_rollout(template: str, rollout_id: int) -> tuple[SampleGroup, ...]:
             f" {error}"
         ) from error
     ends = np.cumsum(described["group_sizes"]).tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     return tuple(
         SampleGroup(prompt=prompt, samples=tuple(samples[a:b]))
         for prompt, a, b in zip(prompts, starts, ends, strict=True)
@@ -108,7 +108,7 @@ def _pick(record, names: tuple[str, ...]) -> dict:
     return {name: getattr(record, name) for name in names if name in known}
 
 
-def _flatten(name: str, arrays: list[np.ndarray], dtype) -> dict[str, np.ndarray]:
+def flatten(name: str, arrays: list[np.ndarray], dtype) -> dict[str, np.ndarray]:
     """One long array and the length of each part."""
     joined = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
     return {name: joined, f"{name}_lengths": np.array([len(array) for array in arrays], dtype=np.int64)}
@@ -127,9 +127,9 @@ def _split_experts(arrays: dict[str, np.ndarray], count: int) -> list[np.ndarray
     """[T, layers, experts per token] of each sample, None for one without."""
     if "routed_experts" not in arrays:
         return [None] * count
-    return [array if len(array) else None for array in _split("routed_experts", arrays)]
+    return [array if len(array) else None for array in split("routed_experts", arrays)]
 
 
-def _split(name: str, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+def split(name: str, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     lengths = arrays[f"{name}_lengths"]
     return np.split(arrays[name], np.cumsum(lengths)[:-1]) if len(lengths) else []

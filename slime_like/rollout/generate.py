@@ -20,6 +20,7 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Prompt, WeightsRef
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
+from slime_like.rollout.kept_answers import slot_of
 from slime_like.rollout.policy import Policy
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.utils.activity import Activity
@@ -192,6 +193,17 @@ class GenerationClient:
         The deadline counts from when a slot is free, over all tries. session: requests of one session go to one engine
         where the router keeps to it (--sglang-router-policy manual).
         """
+        kept = slot_of(sampling_params, tokens)
+        if kept.answer is None or kept.answer.status == ABORTED:
+            generation = await self._generated(tokens, sampling_params, session)
+            kept.answer = generation if generation.status != ABORTED else None
+            return generation
+        return kept.answer
+
+    async def _generated(
+        self, tokens: np.ndarray | Sequence[int], sampling_params: dict, session: str | None
+    ) -> Generation:
+        """What engines answer."""
         body = {
             "input_ids": np.ascontiguousarray(tokens, dtype=np.int64),
             "sampling_params": sampling_params,

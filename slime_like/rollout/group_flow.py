@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from slime_like.errors import RunError
 from slime_like.records import Prompt
-from slime_like.rollout.group_pool import STALE, GroupPool, Taken
+from slime_like.rollout.group_pool import STALE, GroupPool, PoolState, Taken
 from slime_like.rollout.group_stream import Choose, exhausted, in_choice
 from slime_like.rollout.groups import GroupOutcome, refuse_if_all_failed
 from slime_like.rollout.prompt_feed import PromptFeed
@@ -76,9 +76,9 @@ class GroupFlow:
         """The `count` groups of rollout `step`.
 
         Raises RunError if the bound on draws is reached first, or if nothing can be generated any more. After a failure
-        nothing is in flight, and what was is drawn again next.
+        nothing is in flight, and what was is drawn again next; where only who takes gives up, all goes on.
         """
-        async with self._pool.taking(count, self.stop):
+        async with self._pool.taking(count, self.stop, outlives_cancelling=True):
             self._begun = True
             return await self._take(count, step)
 
@@ -92,6 +92,14 @@ class GroupFlow:
         """Make nothing any more; prompts that were in flight or ready are put back."""
         self._begun = False
         await self._pool.stop()
+
+    def state(self) -> PoolState:
+        """For a checkpoint: what is made and was not handed out."""
+        return self._pool.state()
+
+    def load(self, state: PoolState, continued: Collection[int]) -> None:
+        """Before the first `take`: go on from a state; see GroupPool.load."""
+        self._pool.load(state, continued)
 
     async def _take(self, count: int, step: int) -> Taken:
         self._step = step

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 from slime_like.errors import RunError
 from slime_like.records import Prompt, SampleGroup
@@ -35,6 +35,14 @@ class Taken:
     num_ready: int = 0  # groups that wait after this `take`
     num_running: int = 0  # groups that are being made after it
     busy: tuple[tuple[float, float], ...] = ()  # time.monotonic() from and to which something was being made
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolState:
+    """For a checkpoint: what a pool holds between two hand-outs."""
+
+    groups: tuple[SampleGroup, ...]  # those that wait, and those that ended since the last hand-out
+    record: dict  # JSON: what is known of each of them, of those in the making, and the account
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +74,7 @@ class GroupPool:
         self.is_held = False  # whether age alone keeps more from being made
         self.running: dict[int, asyncio.Task] = {}  # prompt -> its task
         self.begun_with: dict[int, int] = {}  # prompt that is being made -> rollouts its first weights were trained on
+        self.begun_before: dict[int, int] = {}  # of prompts that wait and have begun before a resume: as begun_with
         self.ready: dict[int, ReadyGroup] = {}
         self.outcomes: list[GroupOutcome] = []
         self.dropped: collections.Counter[str] = collections.Counter()
@@ -77,18 +86,21 @@ class GroupPool:
         self._is_taking = False
 
     @contextlib.asynccontextmanager
-    async def taking(self, count: int, stop: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    async def taking(
+        self, count: int, stop: Callable[[], Awaitable[None]], *, outlives_cancelling: bool = False
+    ) -> AsyncIterator[None]:
         """While somebody takes `count` groups; whatever goes wrong then, `stop` comes first.
 
-        Raises RunError if somebody does already.
+        outlives_cancelling: who takes gave up, and what is made stays. Raises RunError if somebody takes already.
         """
         if self._is_taking:
             raise RunError(f"{count} groups were asked for while others are still being taken")
         self._is_taking = True
         try:
             yield
-        except BaseException:
-            await stop()
+        except BaseException as error:
+            if not (outlives_cancelling and isinstance(error, asyncio.CancelledError)):
+                await stop()
             raise
         finally:
             self._is_taking = False
@@ -100,7 +112,8 @@ class GroupPool:
         for prompt in prompts:
             self._feed.ledger.move(prompt.index, IN_FLIGHT)
             task = asyncio.ensure_future(self._make(prompt))
-            self.running[prompt.index], self.begun_with[prompt.index] = task, begun_with
+            self.running[prompt.index] = task
+            self.begun_with[prompt.index] = self.begun_before.pop(prompt.index, begun_with)
             self._prompts[task] = prompt.index
             if self._on_done is not None:
                 task.add_done_callback(self._on_done)
@@ -176,6 +189,56 @@ class GroupPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._feed.ledger.put_back(prompts)
+
+    def state(self) -> PoolState:
+        """What is made and was not handed out, and the account since the last time that something was."""
+        self.lap()
+        ready = {id(one.outcome): one.begun_with for one in self.ready.values()}
+        counted = set(map(id, self.outcomes))
+        those = {id(outcome): outcome for outcome in (*self.outcomes, *(one.outcome for one in self.ready.values()))}
+        groups = [
+            {
+                "begun_with": ready.get(key),
+                "is_counted": key in counted,
+                "num_failures": outcome.num_failures,
+                "num_interrupted": outcome.num_interrupted,
+            }
+            for key, outcome in those.items()
+        ]
+        begun = self.begun_before | self.begun_with
+        return PoolState(
+            groups=tuple(outcome.group for outcome in those.values()),
+            record={
+                "groups": groups,
+                "begun_with": {str(prompt): begun_with for prompt, begun_with in begun.items()},
+                "dropped": dict(self.dropped),
+                "requeued": self._requeued,
+                "thrown_tokens": self._thrown_tokens,
+                "idle_s": self._idle_s,
+                "held_s": self._held_s,
+            },
+        )
+
+    def load(self, state: PoolState, continued: Collection[int]) -> None:
+        """Go on from a state, after the ledger has. continued: prompts of which answers are kept, whose groups are as
+        old as these.
+
+        Raises CheckpointError if they are not those of the ledger.
+        """
+        for group, one in zip(state.groups, state.record["groups"], strict=True):
+            outcome = GroupOutcome(
+                group=group, num_failures=one["num_failures"], num_interrupted=one["num_interrupted"]
+            )
+            if one["is_counted"]:
+                self.outcomes.append(outcome)
+            if one["begun_with"] is not None:
+                self._feed.ledger.take_again([group.prompt.index], READY)
+                self.ready[group.prompt.index] = ReadyGroup(outcome, one["begun_with"])
+        begun = {int(prompt): begun_with for prompt, begun_with in state.record["begun_with"].items()}
+        self.begun_before = {prompt: begun_with for prompt, begun_with in begun.items() if prompt in continued}
+        self.dropped = collections.Counter(state.record["dropped"])
+        self._requeued, self._thrown_tokens = state.record["requeued"], state.record["thrown_tokens"]
+        self._idle_s, self._held_s = state.record["idle_s"], state.record["held_s"]
 
     def lap(self) -> None:
         """Count the time since the last call as what it was: call it before anything changes."""

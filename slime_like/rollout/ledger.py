@@ -72,13 +72,13 @@ class Ledger:
         back = [prompt for prompt in prompts if self.open.pop(prompt, None) is not None]
         self._waiting = sorted([*self._waiting, *back])
 
-    def take_again(self, prompts: Iterable[int]) -> None:
-        """After a resume: their groups are there. Raises CheckpointError for one that does not wait."""
+    def take_again(self, prompts: Iterable[int], state: str = TAKEN) -> None:
+        """After a resume: their groups are there, ready or taken. Raises CheckpointError for one that does not wait."""
         missing = set(prompts) - set(self._waiting)
         if missing:
             raise CheckpointError(f"groups of prompts {sorted(missing)[:5]} were saved, which the ledger has as ended.")
         self._waiting = [prompt for prompt in self._waiting if prompt not in set(prompts)]
-        self.open |= dict.fromkeys(prompts, TAKEN)
+        self.open |= dict.fromkeys(prompts, state)
 
     def counts(self) -> dict[str, int]:
         """Prompts by state, and "trained", "dropped" and "waiting"."""

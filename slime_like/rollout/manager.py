@@ -17,6 +17,7 @@ from slime_like.rollout.check_data import check_data
 from slime_like.rollout.data_source import DataSource
 from slime_like.rollout.rewards.scorer import ScoresSamples
 from slime_like.rollout.service import EngineAccess, RolloutResult, RolloutService
+from slime_like.rollout.stock import Stock
 from slime_like.utils.garbage import collect_seldom
 
 _CLOSE_S = 30.0
@@ -132,13 +133,20 @@ class RolloutManager:
         """The trainer has used the groups of these prompts."""
         self._tell(lambda: self._running().trained(prompts))
 
-    def state_dict(self) -> dict:
-        """What resuming needs, as JSON."""
-        return {"data": self._tell(self._running().feed.state_dict)}
+    def snapshot(self) -> tuple[dict, Stock | None]:
+        """What resuming needs, of one moment: as JSON, and what is made ahead between two rollouts, where anything
+        can be.
+        """
+        state, stock = self._wait(self._submit(self._running().snapshot()), "a checkpoint")
+        return {"data": state}, stock
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where the state was saved; raises CheckpointError if the data changed."""
         self._tell(lambda: self._running().feed.load_state_dict(state["data"]))
+
+    def load_stock(self, stock: Stock, step: int) -> None:
+        """After load_state_dict: with what a snapshot has beside it, in rollout `step`. Raises CheckpointError."""
+        self._tell(lambda: self._running().load_stock(stock, step))
 
     def close(self) -> None:
         """Cancel what runs, close connections, end the reward processes. May be called twice, or without start()."""

@@ -34,8 +34,12 @@ from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.rollout.serve.stage import ServeStage
 from slime_like.rollout.staleness import check_bound, staleness_metrics, without_older
+from slime_like.rollout.stock import AheadKeeper, Stock
 from slime_like.rollout.user_rollout import EvalTools, RolloutTools
 from slime_like.utils.files import RunDirectory
+
+#: Of a stock's record: (answers that were gone on with, tokens thrown away) since the last rollout.
+_ENDED = "ended"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class RolloutService:
         group = functools.partial(
             self._maker.group, num_samples=config.rollout.n_samples_per_prompt, sampling=self._sampling
         )
+        self._ahead = AheadKeeper(config.asynchrony.staleness_bound)
         choose = None if plugins.choose is None else functools.partial(chosen_prompts, plugins.choose, plugin_args)
         self.stream = self._make_stream(group, choose, access)
 
@@ -218,6 +223,26 @@ class RolloutService:
         """The trainer has used the groups of these prompts."""
         self.feed.ledger.trained(prompts)
 
+    async def snapshot(self) -> tuple[dict, Stock | None]:
+        """What resuming needs, all of one moment: the prompts as JSON, and what is made between two rollouts, where
+        anything can be. With --partial-rollout nothing runs afterwards, until the next rollout.
+        """
+        if isinstance(self._client, ContinuingClient) and self._config.asynchrony.partial_rollout:
+            await self._client.hold(self._config.rollout.rollout_request_timeout_s)
+        stock = None
+        if isinstance(self.stream, GroupFlow):
+            stock = self._ahead.stock(self.stream, self._trained_on)
+            if isinstance(self._client, ContinuingClient):
+                stock.record[_ENDED] = [self._client.num_continued, self._client.thrown_tokens]
+        return self.feed.state_dict(), stock
+
+    def load_stock(self, stock: Stock, step: int) -> None:
+        """After the feed's state: go on with what a snapshot has, in rollout `step`. Raises CheckpointError."""
+        if isinstance(self.stream, GroupFlow):
+            self._trained_on |= self._ahead.load(self.stream, stock, step)
+        if isinstance(self._client, ContinuingClient):
+            self._client.num_continued, self._client.thrown_tokens = stock.record.get(_ENDED, (0, 0))
+
     async def close(self) -> None:
         """End what runs, close connections, end the reward processes."""
         await self.stream.stop()
@@ -316,7 +341,7 @@ class RolloutService:
             works_ahead=asynchrony.is_full,
             num_rollouts=config.data.num_rollout,
         )
-        return GroupFlow(self.feed, group, self._judge, limits, choose=choose)
+        return GroupFlow(self.feed, self._ahead.keeping(group), self._judge, limits, choose=choose)
 
     def _limits(self) -> StreamLimits:
         rollout = self._config.rollout

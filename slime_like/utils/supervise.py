@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: Entries of the shared memory and the bytes of each; a user's functions run in at most a few dozen threads at once.
 _NUM_ENTRIES, _ENTRY_BYTES = 256, 512
-_RUNNING, _REMOVE, _GOODBYE = b"r", b"f", b"g"
+_RUNNING, _REMOVE, _GOODBYE, _STATE, _RUN_DIR = b"r", b"f", b"g", b"s", b"d"
 #: From a signal to the driver until it is killed. Schedulers wait less: Kubernetes 30 s, `ray job stop` 3 s.
 _DRIVER_GRACE_S = 120
 #: After the driver: until TERM to what it left, so that a process that is just ending ends as it would; and from there
@@ -80,13 +80,18 @@ class Board:
 
 #: The driver's board and process id; None where nobody supervises.
 _driver: tuple[Board, int] | None = None
+_state_entry: int | None = None
+#: What the supervisor says of a driver that said no goodbye, from: its state (`keep_state`) and its run directory, each
+#: in a list that may be empty, its process id, what ended it, and the exit status.
+TellLost = Callable[[list[str], list[str], int, str, int], str]
 
 
-def fork_driver(tidy: Callable[[], None] = lambda: None) -> int | None:
+def fork_driver(tidy: Callable[[], None] = lambda: None, tell_lost: TellLost = lambda *_: "") -> int | None:
     """Returns None in the driver, a new process.
 
     In the supervisor: its exit status, once the driver and all that it started have ended.
-    tidy: what the supervisor does when all have ended, besides removing folders (`remove_at_end`).
+    tidy: what the supervisor does when all have ended, besides removing folders (`remove_at_end`). tell_lost: what it
+    prints below the reason why a driver ended without a goodbye.
     Call it before threads are started, and leave with sys.exit: what leaves in another way has not said goodbye.
     The driver keeps the caller's SIGTERM handler, which a terminal that goes away (SIGHUP) calls too. What was ignored
     stays so (nohup, a shell's background).
@@ -104,7 +109,7 @@ def fork_driver(tidy: Callable[[], None] = lambda: None) -> int | None:
         _begin_driver(board, supervisor, handed)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
         return None
-    status = _supervise(board, driver, handed, passed_on)
+    status = _supervise(board, driver, handed, passed_on, tell_lost)
     tidy()
     return status
 
@@ -126,6 +131,19 @@ def remove_at_end(folder: str) -> bool:
     Returns False where nobody supervises.
     """
     return _put(_REMOVE, folder) is not None
+
+
+def keep_state(text: str) -> None:
+    """Keep what the driver is doing, in place of what was kept before, where the supervisor finds it."""
+    global _state_entry
+    before, _state_entry = _state_entry, _put(_STATE, text)
+    if before is not None and _driver is not None:
+        _driver[0].clear(before)
+
+
+def keep_run_dir(path: str) -> None:
+    """Tell the supervisor where the run leaves its files."""
+    _put(_RUN_DIR, path)
 
 
 def _put(kind: bytes, text: str) -> int | None:
@@ -158,7 +176,9 @@ def _begin_driver(board: Board, supervisor: int, handed: set[signal.Signals]) ->
 # What follows runs in the supervisor only.
 
 
-def _supervise(board: Board, driver: int, handed: set[signal.Signals], blocked: set[signal.Signals]) -> int:
+def _supervise(
+    board: Board, driver: int, handed: set[signal.Signals], blocked: set[signal.Signals], tell_lost: TellLost
+) -> int:
     """Wait for the driver, tidy up, and give the exit status."""
     received: list[int] = []
     over = False
@@ -185,6 +205,8 @@ def _supervise(board: Board, driver: int, handed: set[signal.Signals], blocked: 
     wait_status = os.waitpid(driver, 0)[1]
     status, message = _verdict(os.waitstatus_to_exitcode(wait_status), board, received)
     _say(message)
+    if message:
+        _say(tell_lost(board.texts(_STATE), board.texts(_RUN_DIR), driver, message, status))
     left = _end_descendants()
     _say(f"these processes of the run do not end: {left}" if left else "")
     for folder in board.texts(_REMOVE):

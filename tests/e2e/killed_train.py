@@ -23,22 +23,26 @@ from slime_like.job import build
 from slime_like.job.phases import Phases
 from slime_like.loops import sync_loop
 from slime_like.rollout import service
+from slime_like.rollout.continuing import ContinuingClient
 from slime_like.rollout.generate import GenerationClient
 
 ORDER = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
 #: The request, or the reward, of a rollout that comes after the blow: some are answered before, some are not.
 NUMBER = 6
-#: Who -> words of the command line of a process of the run.
+#: Who -> what the command line of a process of the run has one of; SGLang and Ray give theirs a title.
 KILLED = {
-    "trainer": ("ray::", "TrainActor"),
+    "trainer": ("ray::StrickenActor",),
     "engine": ("sglang::scheduler",),
     "engine server": ("slime_like.sglang_backend.cpu_server",),
-    "router": ("router_server",),
+    "router": ("router_server", "sglang::router"),
     "reward process": ("slime_like.rollout.rewards.worker",),
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),
 }
-POINTS = ("build", "start", "generate", "score", "train", "trained", "publish checkpoint", "saved", "sync", "eval")
+POINTS = (
+    *("build", "start", "take", "generate", "score", "train", "trained"),
+    *("publish checkpoint", "saved", "sync", "synced", "eval"),
+)
 
 
 def is_due(point: str, step: int) -> bool:
@@ -62,7 +66,7 @@ def strike(point: str, step: int) -> None:
     victims = [
         process
         for process in supervisor.children(recursive=True)
-        if all(word in " ".join(process.cmdline()) for word in words)
+        if any(word in " ".join(process.cmdline()) for word in words)
     ]
     assert victims, f"no {ORDER['who']} is running"
     for victim in victims[:1]:
@@ -79,7 +83,9 @@ class StrikingPhases(Phases):
         return first
 
     def generate(self, step):
-        """As Phases."""
+        """As Phases. At "take" whoever is killed dies while groups are awaited, whether or not requests are sent."""
+        if is_due("take", step):
+            threading.Timer(0.02, strike, ("take", step)).start()
         StrikingClient.watch("generate", step)
         StrikingClient.rewards = 0
         StrikingClient.scored = step
@@ -100,6 +106,14 @@ class StrikingPhases(Phases):
         super().save(num_rollouts_done)
         strike("saved", num_rollouts_done)
 
+    def sync(self, step):
+        """As Phases; at "synced" engines hold the weights, and generate on."""
+        receipt = super().sync(step)
+        if is_due("synced", step):
+            time.sleep(0.3)
+            strike("synced", step)
+        return receipt
+
     def _sync(self, weights, in_use):
         """As Phases; while the weights are on their way."""
         if is_due("sync", self.num_done):
@@ -114,7 +128,7 @@ class StrikingPhases(Phases):
 
 
 class StrikingClient(GenerationClient):
-    """Counts requests."""
+    """Counts requests, of whichever client."""
 
     point: str | None = None
     step = scored = rewards = requests = 0
@@ -130,6 +144,10 @@ class StrikingClient(GenerationClient):
         if StrikingClient.point is not None and StrikingClient.requests == NUMBER:
             strike(StrikingClient.point, StrikingClient.step)
         return await super()._exchange(asked, session)
+
+
+class StrikingContinuingClient(StrikingClient, ContinuingClient):
+    """The same, where answers outlive being ended by us."""
 
 
 class StrikingFleet(build.EngineFleet):
@@ -181,6 +199,6 @@ def even_tokens(args, sample) -> float:
 if __name__ == "__main__":
     train_group.TrainActor = StrickenActor
     sync_loop.Phases = StrikingPhases
-    service.GenerationClient = StrikingClient
+    service.GenerationClient, service.ContinuingClient = StrikingClient, StrikingContinuingClient
     build.EngineFleet = StrikingFleet
     sys.exit(train.main(sys.argv[2:]))

@@ -15,7 +15,8 @@ import pytest
 from tests.e2e import same_runs
 from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, environment, our_processes
 
-pytestmark = pytest.mark.e2e
+#: Up to eight whole runs, each of which has 180 s.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(8 * 180)]
 
 #: What the first sync of a process measures beside what the others do.
 OF_A_START = ("sync/probe_logprob_abs_diff", "sync/probe_seconds")
@@ -44,7 +45,8 @@ def command(model: Path, data: Path, run_dir: Path, order: dict) -> list[str]:
     flags[flags.index("--custom-rm-path") + 1] = "tests.e2e.killed_train.even_tokens"
     return [
         sys.executable, str(ROOT / "tests/e2e/killed_train.py"), json.dumps(order), *flags,
-        "--deterministic", "--resume", "auto", "--save-interval", "1", "--save-total-limit", "2",
+        "--deterministic", "--max-engine-restarts", "0", "--resume", "auto",
+        "--save-interval", "1", "--save-total-limit", "2",
         "--colocate", "--actor-num-gpus-per-node", "1", "--hf-checkpoint", str(model),
         "--prompt-data", f"{data}/train.jsonl", "--eval-prompt-data", "sort", f"{data}/train.jsonl@[0:8]",
         "--eval-interval", "1", "--run-dir", str(run_dir), *same_runs.flags(run_dir),

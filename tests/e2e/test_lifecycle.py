@@ -59,6 +59,9 @@ def test_interrupted_run_leaves_nothing(base, tmp_path, number, status, files_le
         if number != signal.SIGKILL:
             assert files_left() == set()
             assert "SIGTERM received" not in (tmp_path / "run.out").read_text(), "Ray's own handler aborts"
+            end = json.loads((tmp_path / "run/end.json").read_text())
+            assert (end["exit_status"], end["role"], end["version"] >= 3) == (status, "driver", True)
+            assert "last progress" in (tmp_path / "run.out").read_text()
         if number == signal.SIGINT:
             assert "interrupted" in (tmp_path / "run.out").read_text()
     finally:
@@ -81,7 +84,10 @@ def test_a_driver_that_is_killed_is_named_and_leaves_nothing(base, tmp_path, fil
         assert process.wait(60) == 137
         assert_nothing_left(before, seconds=1)
         assert files_left() == set()
-        assert "the driver was ended by SIGKILL" in (tmp_path / "run.out").read_text()
+        assert "the driver was ended by SIGKILL" in (output := (tmp_path / "run.out").read_text())
+        end = json.loads((tmp_path / "run/end.json").read_text())
+        assert (end["role"], end["pid"], end["exit_status"]) == ("driver", driver.pid, 137)
+        assert f"driver, rank 0, process {driver.pid}" in output and "--resume auto" in output
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -140,7 +140,11 @@ def test_a_rank_that_dies_while_training_is_named_at_once(tiny_model_dir, saved_
         (victim,) = [pid for pid in ranks if os.readlink(f"/proc/{pid}/fd/1").endswith("actor-1.log")]
         os.kill(victim, signal.SIGKILL)
         assert process.wait(20) == 1
-        assert "RunError: trainer rank 1 died during train" in (tmp_path / "run.out").read_text()
+        assert "ProcessLost: trainer rank 1 died during train" in (output := (tmp_path / "run.out").read_text())
+        end = json.loads((tmp_path / "run/end.json").read_text())
+        assert (end["role"], end["rank"], end["pid"], end["phase"]) == ("actor", 1, victim, "train")
+        assert end["step"] >= 2 and end["error"]["type"] == "ProcessLost" and end["log_file"].endswith("actor-1.log")
+        assert f"actor, rank 1, process {victim}" in output and "what to do" in output
         assert_nothing_left(before)
     finally:
         stop_group(process)

@@ -15,7 +15,15 @@ from tests.e2e.runs import ROOT, Finished, assert_nothing_left, environment, our
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long_run, pytest.mark.timeout(2400)]
 
-SMALL = {"PRECISION": "fp32", "NUM_ROLLOUT": "2", "PROMPTS": "2", "SAMPLES": "4", "WARM_UP_ROWS": "32", "EVAL_ROWS": "8", "SHOWN": "2"}
+SMALL = {
+    "PRECISION": "fp32",
+    "NUM_ROLLOUT": "2",
+    "PROMPTS": "2",
+    "SAMPLES": "4",
+    "WARM_UP_ROWS": "32",
+    "EVAL_ROWS": "8",
+    "SHOWN": "2",
+}
 
 
 @pytest.fixture(scope="module")

@@ -239,4 +239,4 @@ def test_a_rank_of_either_stage_that_is_killed_is_named(faulty, tiny_model_dir, 
     """The first also speaks for the other to the engines."""
     flags = ("--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 1)
     run = faulty(tiny_model_dir, "trainer", *flags, *PLACES[transport], rank=rank, transport=transport)
-    run.assert_ended_by(f"RunError: trainer rank {rank} died during weight sync")
+    run.assert_ended_by(f"ProcessLost: trainer rank {rank} died during weight sync")

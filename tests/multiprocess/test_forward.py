@@ -48,8 +48,8 @@ def several(vocabulary):
 
 
 def turned(leaf):
-    """Logits [1, T, V] as Megatron makes them, from an output layer's [T, 1, V]; that layer's gradient lies as they did,
-    so that torch takes it for a matrix.
+    """Logits [1, T, V] as Megatron makes them, from an output layer's [T, 1, V]; that layer's gradient lies as they
+    did, so that torch takes it for a matrix.
     """
 
     def lies_as_a_matrix(gradient):

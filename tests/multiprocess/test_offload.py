@@ -99,7 +99,9 @@ def world(tmp_path_factory):
     for family in ("qwen3", "qwen3_moe"):
         folders[family] = make_tiny_model(str(root / family), family)
         folders[family + " reference"] = make_tiny_model(str(root / f"{family}-reference"), family, seed=1)
-    return functools.cache(lambda ranks: run_ranks(in_world, ranks, folders, free_ports(2 * len(LAYOUTS)), timeout_s=200))
+    return functools.cache(
+        lambda ranks: run_ranks(in_world, ranks, folders, free_ports(2 * len(LAYOUTS)), timeout_s=200)
+    )
 
 
 every_layout = pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,8 @@ STATE_FILE = "client_state.json"
 #: Megatron's word for weights that belong to no training run: they count as zero rollouts done.
 RELEASE = "release"
 _READ_BYTES = 8 * 1024**2
+#: Of the record: numbers of checkpoints that go when this one is there.
+_OUTDATED = "outdated"
 #: What the record's keys are.
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "num_rollouts_done": int,
@@ -34,6 +37,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "weights_only": bool,
     "value_head": bool,
     "lora": (dict, type(None)),
+    _OUTDATED: list,
 }
 
 
@@ -70,8 +74,8 @@ class Draft:
         return os.path.join(self.folder, self.name)
 
     def make(self) -> None:
-        """Make the hidden folder, empty. For one rank."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Make the hidden folder, empty, when what a killed run has left is gone. For one rank."""
+        _tidy(self.folder, self.number)
         os.makedirs(self.path)
 
     def publish(self, digests: Mapping[str, str] | None = None) -> None:
@@ -84,15 +88,24 @@ class Draft:
         record = self.record | {
             "files": files,
             "digests": {name: known.get(name) or file_digest(os.path.join(self.path, name)) for name in sorted(files)},
+            _OUTDATED: self._outdated(),
         }
         record["digest"] = _record_digest(record)
         write_atomic(os.path.join(self.path, STATE_FILE), json.dumps(record, indent=1))
         swap_in(self.path, self.final_path)
         write_atomic(os.path.join(self.folder, TRACKER), RELEASE if self.number is None else str(self.number))
-        if self.retain_interval and self.number is not None:
-            _delete_before(self.folder, self.number, interval=self.retain_interval, num_spared=self.num_spared)
+        for old in record[_OUTDATED]:
+            _delete(self.folder, old)
         if self.total_limit is not None and self.number is not None:
             _delete_oldest(self.folder, self.number, num_kept=self.total_limit + self.num_spared)
+
+    def _outdated(self) -> list[int]:
+        """The checkpoint before, the newest that need not be spared, unless its number divides by the interval."""
+        if not self.retain_interval or self.number is None:
+            return []
+        number = self.number
+        earlier = sorted((n for n in iterations(self.folder) if n < number), reverse=True)[self.num_spared :]
+        return earlier[:1] if earlier and earlier[0] % self.retain_interval else []
 
 
 def file_digest(path: str) -> str:
@@ -232,13 +245,22 @@ def _folder_name(number: int) -> str:
     return f"iter_{number:07d}"
 
 
-def _delete_before(folder: str, number: int, *, interval: int, num_spared: int) -> None:
-    """Delete one checkpoint before `number`, the newest that need not be spared, if its own number does not divide by
-    `interval`.
+def _tidy(folder: str, number: int | None) -> None:
+    """End what a run that was killed in a save has begun: drafts, what makes way, and what the checkpoint before
+    `number` says is outdated.
     """
-    earlier = sorted((n for n in iterations(folder) if n < number), reverse=True)[num_spared:]
-    if earlier and earlier[0] % interval:
-        _delete(folder, earlier[0])
+    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+        if entry.is_dir() and re.fullmatch(rf"\.(iter_[0-9]+|{RELEASE})\.(tmp|tmp\.old|deleted)", entry.name):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        elif entry.name.startswith(f".{TRACKER}."):
+            os.unlink(entry.path)
+    before = max((one for one in iterations(folder) if number is not None and one < number), default=None)
+    if before is None:
+        return
+    with contextlib.suppress(CheckpointError):  # a torn one says nothing
+        for old in read_client_state(os.path.join(folder, _folder_name(before))).get(_OUTDATED, ()):
+            if old in iterations(folder):
+                _delete(folder, old)
 
 
 def _delete_oldest(folder: str, number: int, *, num_kept: int) -> None:

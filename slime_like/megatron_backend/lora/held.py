@@ -65,14 +65,7 @@ class HeldAdapters(HeldWeights):
         assert source.name == BASE.name, "only what is trained has adapters"
         self._bare.discard(target.name)
         self._earlier[target.name] = self._adapters()
-
-    @contextlib.contextmanager
-    def _standing_for(self, name: str) -> Iterator[None]:
-        before, self._in_model = self._in_model, name
-        try:
-            yield
-        finally:
-            self._in_model = before
+        self._as_base.add(target.name)
 
     def _adapters(self) -> list[torch.Tensor]:
         return [matrix.detach().clone() for _, part in parts(self._stage.children()) for matrix in part.parameters()]

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from slime_like.megatron_backend.model.packed import PackedSequences, Piece, Spans, known_on_host, packed_sequences
+from slime_like.megatron_backend.model.packed import PackedSequences, SeenPiece, Spans, known_on_host, packed_sequences
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 
 #: What FlashAttention's kernel takes.
@@ -107,7 +107,7 @@ class CausalAttention(MegatronModule):
             start, first = here.stop, end
         return torch.cat(attended)
 
-    def _attend_pieces(self, query, key, value, pieces: Sequence[Piece]):
+    def _attend_pieces(self, query, key, value, pieces: Sequence[SeenPiece]):
         """Tokens [s, b, heads, d] that each see others of their row."""
         cuts = sorted({end for piece in pieces for span in piece.seen for end in span} | {0, query.size(0)})
         number = {cut: index for index, cut in enumerate(cuts)}

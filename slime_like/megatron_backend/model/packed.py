@@ -23,8 +23,8 @@ from slime_like.megatron_backend.step.context_parallel import ContextShare
 
 #: PackedSeqParams.qkv_format of the row; Megatron compares with "thd" only.
 _ROW = "row"
-#: What a call of attention costs beside its pairs of query and key, in pairs: on a CPU core, forward and backward, 0.6 to
-#: 0.8 ms with 9 heads of 64, where a million pairs take 84 ms (benchmarks/share_prompt.py).
+#: What a call of attention costs beside its pairs of query and key, in pairs: on a CPU core, forward and backward, 0.6
+#: to 0.8 ms with 9 heads of 64, where a million pairs take 84 ms (benchmarks/share_prompt.py).
 PAIRS_A_CALL = 8192
 
 
@@ -46,7 +46,7 @@ class Spans:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class SeenPiece:
     """Tokens [start, stop) of a row whose attention is one call, and the ranges of the row that they see any of."""
 
     start: int
@@ -77,7 +77,7 @@ class PackedSequences(PackedSeqParams):
         return [stop - start for start, stop in zip(self.boundaries, self.boundaries[1:], strict=False)]
 
     @functools.cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[SeenPiece]:
         """The attention of `branches` where no kernel takes them all at once: one call for a tree of short branches."""
         assert self.branches is not None and self.positions is not None, "only a row of branches is cut into pieces"
         return [piece for tree in _trees(self.branches) for piece in _pieces_of(tree, self.positions.device)]
@@ -147,31 +147,31 @@ def _trees(branches: Sequence[Branch]) -> list[list[Branch]]:
     return trees
 
 
-def _pieces_of(tree: Sequence[Branch], device: torch.device) -> list[Piece]:
+def _pieces_of(tree: Sequence[Branch], device: torch.device) -> list[SeenPiece]:
     """One piece for the whole tree where that looks at few more pairs of tokens than one for each of its branches."""
     start, stop = tree[0].start, tree[-1].stop
     pairs = sum((branch.stop - branch.start) * (branch.first_position + branch.stop - branch.start) for branch in tree)
     if (stop - start) ** 2 - pairs > PAIRS_A_CALL * (len(tree) - 1):
         return [_piece_of(branch, device) for branch in tree]
     if len(tree) == 1:
-        return [Piece(start=start, stop=stop, seen=((start, stop),))]
+        return [SeenPiece(start=start, stop=stop, seen=((start, stop),))]
     visible = np.zeros((stop - start, stop - start), dtype=bool)
     for branch in tree:
         rows = slice(branch.start - start, branch.stop - start)
         for a, b in branch.before:
             visible[rows, a - start : b - start] = True
         visible[rows, rows] = np.tri(branch.stop - branch.start, dtype=bool)
-    return [Piece(start=start, stop=stop, seen=((start, stop),), visible=torch.as_tensor(visible, device=device))]
+    return [SeenPiece(start=start, stop=stop, seen=((start, stop),), visible=torch.as_tensor(visible, device=device))]
 
 
-def _piece_of(branch: Branch, device: torch.device) -> Piece:
+def _piece_of(branch: Branch, device: torch.device) -> SeenPiece:
     seen = (*branch.before, (branch.start, branch.stop))
     if not branch.before:
-        return Piece(start=branch.start, stop=branch.stop, seen=seen)
+        return SeenPiece(start=branch.start, stop=branch.stop, seen=seen)
     # Causal SDPA of fewer queries than keys lets the first query see the first key only; here the last sees all.
     length = branch.stop - branch.start
     visible = torch.ones(length, branch.first_position + length, dtype=torch.bool, device=device)
-    return Piece(start=branch.start, stop=branch.stop, seen=seen, visible=visible.tril(branch.first_position))
+    return SeenPiece(start=branch.start, stop=branch.stop, seen=seen, visible=visible.tril(branch.first_position))
 
 
 def _spans_of_branches(branches: Sequence[Branch], device: torch.device) -> Spans:

@@ -48,6 +48,8 @@ class StepBatch:
     #: first step (without them the present ones, detached); reference, teacher: theirs, for the KL loss and to measure
     #: the distillation; values, returns: a critic's.
     columns: Mapping[str, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    #: The reference is still the policy: its log-probs are those of the training pass itself, detached.
+    own_reference: bool = False
 
     def with_columns(self, **columns: Scores) -> StepBatch:
         """The batch with more columns; one that is None, as on stages without logits, is left out."""
@@ -82,7 +84,8 @@ class StepCutter:
         self._reducer, self._plugin_args = load_loss_plugins(config.loss).pg_reducer, config.plugin_args()
         self._replay = replay
         self._shares = shares_prompts(config) and _takes_branches(config)
-        self._flops = forward_flops(config.model) if batch.balance_by_flops else None
+        by_work = batch.use_dynamic_batch_size and batch.balance_by_flops is not False
+        self._flops = forward_flops(config.model) if by_work else None
         padded = parallel.sequence_parallel or batch.data_pad_size_multiplier > 1
         multiple = parallel.tensor_model_parallel_size * batch.data_pad_size_multiplier if padded else 1
         self._layout = PackLayout(padded=batch.qkv_format == "bshd", multiple=multiple)

@@ -146,7 +146,7 @@ class StepRunner:
             sample_of_token=pack_.sample_of_token,
             weights=weights,
             policy_weights=policy_weights,
-            reference_log_probs=batch.column("reference", index),
+            reference_log_probs=log_probs.detach() if batch.own_reference else batch.column("reference", index),
             distillation=None if teacher is None else trainer - teacher,
             picked=None if batch.picked is None else batch.picked[index],
             metadata=pack_.metadata,

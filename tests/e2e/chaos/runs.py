@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from slime_like import errors
 from slime_like.observability.doctor.__main__ import diagnose
 from slime_like.observability.doctor.verdict import as_text
 from slime_like.rollout.debug_data import load_rollout
@@ -32,7 +33,9 @@ LIMIT_S, CLOSE_S = 30.0 * PATIENCE, 25.0 * PATIENCE
 OUTLIVE_S = 240.0 * PATIENCE
 #: Of a start with a fault in it.
 START_S = 90.0 * PATIENCE
-_ERROR = re.compile(r"^(\w*(?:Error|Timeout)): (.*)", re.MULTILINE)
+_NAMES = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
+_ERROR = re.compile(rf"^({'|'.join(_NAMES)}):\s+(.*)", re.MULTILINE)
+_TRACEBACK = re.compile(r"^Traceback", re.MULTILINE)
 
 
 def deadlines() -> list[str]:
@@ -265,12 +268,11 @@ def ended_how(output: str, hung: str) -> tuple[str, str]:
     if hung:
         return "HANGS", hung.splitlines()[1].strip() if "\n" in hung else hung
     said = output.partition("started in")[2] or output
-    errors = _ERROR.findall(said)
-    if not errors:
-        return "NAMELESS", (said.strip().splitlines() or ["nothing was said"])[-1]
-    name, text = errors[-1]
-    if "Traceback" in said:
-        return "NAMELESS", f"a traceback, {name}: {text}"
+    named = _ERROR.findall(said)
+    if not named or _TRACEBACK.search(said):
+        traceback = "a traceback, " if _TRACEBACK.search(said) else ""
+        return "NAMELESS", traceback + (said.strip().splitlines() or ["nothing was said"])[-1]
+    name, text = named[-1]
     return "ended", f"{name}: {text}"
 
 

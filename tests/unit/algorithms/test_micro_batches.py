@@ -7,10 +7,13 @@ from slime_like.config.batch import BatchConfig
 from slime_like.config.model import ModelConfig
 
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20}
+BY_TURNS = {"balance_by_flops": False}
+BY_TOKENS = BY_TURNS | {"balance_data": True}
 
 
 @pytest.mark.parametrize(
-    "options", [{"micro_batch_size": 2}, DYNAMIC, DYNAMIC | {"balance_data": True}, {"balance_data": True}]
+    "options",
+    [{"micro_batch_size": 2}, {"balance_data": True}, DYNAMIC, DYNAMIC | BY_TURNS, DYNAMIC | BY_TOKENS],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 7, 24])
@@ -29,12 +32,12 @@ def test_every_sample_is_trained_once_and_ranks_stay_in_step(options, ranks, cou
 
 def test_plan_by_hand():
     # Strided shares [0, 2, 4] and [1, 3]; first fit under 20: [10, 9], [12] and [8, 3], which is halved to keep step.
-    plan = plan_micro_batches([10, 8, 12, 3, 9], data_parallel_size=2, batch=BatchConfig(**DYNAMIC))
+    plan = plan_micro_batches([10, 8, 12, 3, 9], data_parallel_size=2, batch=BatchConfig(**DYNAMIC | BY_TURNS))
     assert plan == (((0, 4), (2,)), ((1,), (3,)))
 
 
 @pytest.mark.parametrize(
-    "options", [{}, DYNAMIC, DYNAMIC | {"balance_data": True}, DYNAMIC | {"balance_by_flops": True}]
+    "options", [{}, DYNAMIC, DYNAMIC | BY_TURNS, DYNAMIC | BY_TOKENS, DYNAMIC | {"balance_by_flops": True}]
 )
 def test_the_interleaved_schedule_gets_as_many_as_it_wants(options):
     lengths = [10, 8, 12, 3, 9]
@@ -47,12 +50,12 @@ def test_the_interleaved_schedule_gets_as_many_as_it_wants(options):
 
 def test_balancing_evens_out_tokens():
     lengths = [100, 1, 90, 1, 80, 1, 70, 1]
-    batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000)
+    batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000, balance_by_flops=False)
     plain = plan_micro_batches(lengths, data_parallel_size=2, batch=batch)
     even = plan_micro_batches(
         lengths,
         data_parallel_size=2,
-        batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000, balance_data=True),
+        batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=1000, **BY_TOKENS),
     )
     loads = [[sum(lengths[i] for indices in packs for i in indices) for packs in plan] for plan in (plain, even)]
     assert loads == [[340, 4], [172, 172]]
@@ -129,7 +132,7 @@ def test_long_tails_are_balanced_within_one_percent_and_nearly_full():
     by_tokens = plan_micro_batches(
         lengths,
         data_parallel_size=8,
-        batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=CAP, balance_data=True),
+        batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=CAP, **BY_TOKENS),
         costs=costs,
     )
     assert imbalance(plan, costs) < 0.01 < imbalance(by_tokens, costs)
@@ -166,3 +169,49 @@ def test_a_share_that_only_filling_up_can_pack():
     batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=9, balance_by_flops=True)
     plan = plan_micro_batches([5, 4, 3, 3, 3], data_parallel_size=1, batch=batch, costs=[5, 4, 3, 3, 3])
     assert sorted(plan[0]) == [(0, 1), (2, 3, 4)]
+
+
+def planned(lengths, ranks, cap=CAP, **options):
+    """(plan, costs) of dynamic batches."""
+    costs = [forward_flops(MODEL).of(n) for n in lengths]
+    batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=cap, **options)
+    return plan_micro_batches(lengths, data_parallel_size=ranks, batch=batch, costs=costs), costs
+
+
+@pytest.mark.parametrize("options", [{}, {"balance_data": True}])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_several_ranks_are_balanced_unless_that_is_denied(ranks, options):
+    """Whatever the lengths are: the plan that the flag gives, no two ranks further apart than the largest sample is."""
+    saved = []
+    for seed in range(40):
+        lengths = long_tail(seed, 1 + 5 * seed)
+        plan, costs = planned(lengths, ranks, **options)
+        assert plan == planned(lengths, ranks, balance_by_flops=True)[0]
+        loads = [sum(costs[i] for pack in packs for i in pack) for packs in plan]
+        assert max(loads) - min(loads) <= max(costs)
+        if seed:
+            turns, _ = planned(lengths, ranks, **BY_TURNS)
+            assert imbalance(plan, costs) <= imbalance(turns, costs)
+            saved.append(len(turns[0]) - len(plan[0]))
+    assert min(saved) >= -1 and sum(saved) > 0  # short samples, of more tokens for as much work, may need one more
+
+
+def test_one_rank_keeps_the_order_of_its_samples_where_that_costs_no_micro_batch():
+    """First fit in their order, as without balancing; only fewer micro-batches are worth another order."""
+    kept = fewer = 0
+    for seed in range(60):
+        lengths = long_tail(seed, 1 + 2 * seed)
+        plan, _ = planned(lengths, 1)
+        in_order, _ = planned(lengths, 1, **BY_TURNS)
+        by_work, _ = planned(lengths, 1, balance_by_flops=True)
+        assert len(plan[0]) == min(len(in_order[0]), len(by_work[0]))
+        assert plan == (in_order if len(in_order[0]) <= len(by_work[0]) else by_work)
+        assert all(sum(lengths[i] for i in pack) <= CAP or len(pack) == 1 for pack in plan[0])
+        kept, fewer = kept + (plan == in_order), fewer + (plan != in_order)
+    assert kept and fewer
+
+
+def test_work_that_is_not_given_is_the_number_of_tokens():
+    lengths = [6, 2, 2, 2]
+    batch = BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=6)
+    assert sorted(plan_micro_batches(lengths, data_parallel_size=2, batch=batch)) == [((0,),), ((1, 2, 3),)]

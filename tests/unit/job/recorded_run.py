@@ -99,7 +99,7 @@ class Run:
                     busy=((1.0, 2.0),),
                 ),
                 "evaluate": {"eval/x/reward_mean": 0.5},
-                "state_dict": {"data": {}},
+                "snapshot": ({"data": {}}, None),
             },
         }
         doubles = {name: Part(name, self.calls, defaults.get(name, {}) | answers.get(name, {})) for name in parts}

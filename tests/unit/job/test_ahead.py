@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import types
@@ -12,8 +13,9 @@ import pytest
 from slime_like.config.asynchrony import AsyncConfig
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.errors import CheckpointError
-from slime_like.job import ahead
+from slime_like.job import ahead, resume
 from slime_like.job.phases import Phases
+from slime_like.megatron_backend.checkpoint.folder import Draft, file_digest
 from slime_like.observability.console import ProgressConsole
 from slime_like.observability.tracing import PhaseTrace
 from slime_like.rollout.ledger import IN_FLIGHT, READY, TAKEN, Ledger
@@ -39,10 +41,12 @@ def test_it_is_written_before_the_checkpoint_and_read_after_a_resume(tmp_path):
     states = []
     trainer = {"save": lambda done, state: states.append(state) or "folder"}
     first = phases_of(
-        Run(tmp_path, config(**one_step), rollouts={"ahead": rollout_ahead(), "state_dict": {}}, trainer=trainer)
+        Run(tmp_path, config(**one_step), rollouts={"ahead": rollout_ahead(), "snapshot": ({}, None)}, trainer=trainer)
     )
     first.save(2)
-    assert states[0]["ahead"] == {"bytes": (save / "ahead" / "0000002.npz").stat().st_size, "metrics": METRICS}
+    file = save / "ahead" / "0000002.npz"
+    size, digest = file.stat().st_size, file_digest(str(file))
+    assert states[0]["ahead"] == {"bytes": size, "digest": digest, "metrics": METRICS}
 
     taken = []
     resumed = Run(tmp_path, config(**one_step), rollouts={"put_ahead": lambda *args: taken.append(args)})
@@ -52,7 +56,11 @@ def test_it_is_written_before_the_checkpoint_and_read_after_a_resume(tmp_path):
     assert (step, metrics) == (2, METRICS) and [one.prompt.index for one in groups] == [4, 5]
     assert np.array_equal(groups[1].samples[0].engine_logprobs, group(5).samples[0].engine_logprobs)
 
-    (save / "ahead" / "0000002.npz").write_bytes(b"torn")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"0000002.npz is not what was written"):
+        phases_of(resumed).restore()
+    file.write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"0000002.npz is 4 bytes long, but was written with \d+"):
         phases_of(resumed).restore()
 
@@ -60,9 +68,9 @@ def test_it_is_written_before_the_checkpoint_and_read_after_a_resume(tmp_path):
 def test_files_of_checkpoints_that_are_gone_go_too(tmp_path):
     for number in (1, 2, 3):
         (tmp_path / f"iter_{number:07d}").mkdir()
-        ahead.keep(str(tmp_path), number, rollout_ahead())
+        ahead.kept(str(tmp_path), number, rollout_ahead(), None)
     (tmp_path / "iter_0000001").rmdir()
-    ahead.keep(str(tmp_path), 4, rollout_ahead())
+    ahead.kept(str(tmp_path), 4, rollout_ahead(), None)
     assert sorted(path.name for path in (tmp_path / "ahead").iterdir()) == [f"{n:07d}.npz" for n in (2, 3, 4)]
 
 
@@ -107,3 +115,26 @@ def test_a_preempted_run_saves_what_is_trained_and_ends_with_143(tmp_path, when)
     assert end.value.code == 143
     assert [call for call in run.calls if call.startswith("trainer.save")] == ["trainer.save 2"]
     assert run.calls[-1] == "trainer.save 2" and "trainer.train 2" not in run.calls
+
+
+def test_a_checkpoint_whose_file_is_torn_is_left_out(tmp_path):
+    """By --resume auto, which then goes on from the one before."""
+    for number in (1, 2):
+        state, _ = ahead.kept(str(tmp_path), number, rollout_ahead(), None)
+        draft = Draft(folder=str(tmp_path), number=number, record={"client_state": state})
+        draft.make()
+        draft.publish()
+    resuming = config(checkpoint=CheckpointConfig(resume="auto", save=str(tmp_path)))
+    assert resume.resume_point(resuming).num_rollouts_done == 2
+    (tmp_path / "ahead" / "0000002.npz").write_bytes(b"torn")
+    point = resume.resume_point(resuming)
+    assert point.num_rollouts_done == 1 and "0000002.npz is 4 bytes long" in point.notes()[0]
+
+
+def test_groups_that_no_file_can_hold_are_said_to_be_asked_again(tmp_path):
+    """A user's metadata may be anything; the checkpoint is written all the same."""
+    odd = group(4)
+    samples = tuple(dataclasses.replace(sample, metadata={"a set": {1}}) for sample in odd.samples)
+    rollout = types.SimpleNamespace(groups=(dataclasses.replace(odd, samples=samples),), metrics={}, busy=())
+    state, (note,) = ahead.kept(str(tmp_path), 1, rollout, None)
+    assert state == {} and "no JSON value" in note and "asked again" in note

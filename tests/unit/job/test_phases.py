@@ -63,11 +63,11 @@ def test_one_step_ahead_weights_change_when_nothing_is_generated_and_nothing_els
         *("rollouts.settle", "rollouts.policy_changing", "engines.sync base@2", "rollouts.policy_changed base@2"),
         "rollouts.begin 2",
         *("rollouts.generate 1", "rollouts.begin 2", "trainer.put", "trainer.train 1", "rollouts.trained (2, 3)"),
-        *("rollouts.ahead 2", "rollouts.state_dict", "trainer.save 2"),  # it is kept with the checkpoint
+        *("rollouts.ahead 2", "rollouts.snapshot", "trainer.save 2"),  # it is kept with the checkpoint
         *("rollouts.settle", "rollouts.policy_changing", "engines.sync base@3", "rollouts.policy_changed base@3"),
         "rollouts.evaluate 2",
         *("rollouts.generate 2", "trainer.put", "trainer.train 2", "rollouts.trained (4, 5)"),
-        *("rollouts.ahead 3", "rollouts.state_dict", "trainer.save 3"),
+        *("rollouts.ahead 3", "rollouts.snapshot", "trainer.save 3"),
         *("rollouts.settle", "rollouts.policy_changing", "engines.sync base@4", "rollouts.policy_changed base@4"),
         "rollouts.evaluate 3",
     ]
@@ -149,13 +149,13 @@ def test_a_checkpoint_is_saved_before_the_engines_get_its_weights_and_evaluation
     calls = Run(tmp_path, config(**options)).go()
     order = [
         "trainer.train 1",
-        "rollouts.state_dict",
+        "rollouts.snapshot",
         "trainer.save 2",
         "engines.sync base@3",
         "rollouts.policy_changed base@3",
         "rollouts.evaluate 2",
     ]
-    assert [call for call in calls if call in order] == ["rollouts.state_dict", *order]
+    assert [call for call in calls if call in order] == ["rollouts.snapshot", *order]
     assert calls.index("rollouts.evaluate 0") < calls.index("rollouts.generate 0")  # the first weights too
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
 from slime_like.config.asynchrony import AsyncConfig
+from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.evaluation import EvalConfig
 from slime_like.errors import EngineError
+from slime_like.job.phases import Phases
+from slime_like.observability.console import ProgressConsole
+from slime_like.observability.tracing import PhaseTrace
 from slime_like.utils.files import read_json_lines
 from tests.unit.job.recorded_run import Run, config
 
@@ -87,3 +92,44 @@ def test_an_evaluation_that_is_due_while_one_is_under_way_loses_neither(tmp_path
     asynchrony = AsyncConfig(async_mode="one-step", eval_async=True, update_weights_interval=2)
     Run(tmp_path, config(asynchrony=asynchrony, eval=EvalConfig(eval_interval=1)), num_rollout=2).go()
     assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"] == [0, 1, 2]
+
+
+def saved_run(folder: Path, **asynchrony) -> tuple[Run, list[dict]]:
+    """One that saves after each rollout, and what its checkpoints hold."""
+    states: list[dict] = []
+    trainer = {"save": lambda done, state: states.append(state) or f"checkpoint-{done}"}
+    options = AsyncConfig(async_mode="full", eval_async=True, **asynchrony)
+    checkpoint = CheckpointConfig(save=str(folder / "save"), save_interval=1)
+    run = Run(
+        folder,
+        config(asynchrony=options, eval=EvalConfig(eval_interval=1), checkpoint=checkpoint),
+        trainer=trainer,
+        rollouts={"evaluation_is_over": False},
+        engines={"set_aside": ("engine 1",)},
+    )
+    run.job.engines.endpoints = ("engine 0", "engine 1")
+    return run, states
+
+
+def test_a_checkpoint_comes_after_the_evaluation_of_the_weights_before(tmp_path):
+    """A run that goes on from it has other weights: the result would be lost."""
+    run, states = saved_run(tmp_path)
+    calls = [call for call in run.go() if call.split()[0] in ("rollouts.evaluate", "trainer.save")]
+    assert calls == [
+        "rollouts.evaluate 0", "trainer.save 1", "rollouts.evaluate 1", "trainer.save 2", "rollouts.evaluate 2"
+    ]  # fmt: skip
+    assert not any("evaluating" in state for state in states)
+
+
+def test_an_evaluation_on_engines_of_its_own_that_a_resume_loses_is_named(tmp_path):
+    run, states = saved_run(tmp_path, eval_num_engines=1)
+    run.go()
+    assert [state.get("evaluating") for state in states] == [0, 1]
+    (tmp_path / "resumed").mkdir()
+    resumed, _ = saved_run(tmp_path / "resumed")
+    resumed.job.num_rollouts_done = 1
+    resumed.job.client_state = {"rollout": {"data": {}}, "weight_version": 1, "evaluating": 0}
+    notes = io.StringIO()
+    phases = Phases(resumed.job, resumed.log, ProgressConsole(2, notes), PhaseTrace(resumed.job.run.trace))
+    assert phases.restore() == 1
+    assert "the evaluation after 0 rollouts was under way and has no result" in notes.getvalue()

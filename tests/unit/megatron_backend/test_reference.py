@@ -124,6 +124,27 @@ def test_a_model_knows_whose_weights_it_holds():
         assert stage.weight.tolist() == [[2.0, 2.0]] and held.has_base
 
 
+def test_a_copy_that_is_still_what_is_trained_is_not_swapped_in():
+    stage = layer(1.0)
+    held = holding(stage, teacher=3.0)
+    held.keep_start(REFERENCE)
+    assert held.is_base(REFERENCE) and not held.is_base(TEACHER)
+    with Copies() as copies, held.using(REFERENCE):
+        assert stage.weight.tolist() == [[1.0, 1.0]] and not held.has_base
+    assert copies.count == 0 and held.has_base
+    held.base_changes()
+    torch.nn.init.constant_(stage.weight, 2.0)  # a train step
+    assert not held.is_base(REFERENCE)
+    with held.using(REFERENCE):
+        assert stage.weight.tolist() == [[1.0, 1.0]]
+    held.copy(BASE, REFERENCE)
+    assert held.is_base(REFERENCE)
+    held.copy(REFERENCE, TEACHER)
+    assert held.is_base(TEACHER)
+    held.keep(REFERENCE, lambda: torch.nn.init.constant_(stage.weight, 4.0))
+    assert not held.is_base(REFERENCE) and held.is_base(TEACHER)
+
+
 def test_weights_that_are_not_held_are_refused():
     held = HeldWeights(layer(1.0))
     held.copy(BASE, REFERENCE)

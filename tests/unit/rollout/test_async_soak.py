@@ -85,7 +85,7 @@ def play(manager: RolloutManager, engines: SyncedEngines, bound: int | None) -> 
             assert result.metrics["async/staleness_max"] <= bound
         played.trained += indexes(result)
         manager.trained(indexes(result))
-        Ledger().load_state_dict(manager.state_dict()["data"])  # raises unless it adds up
+        Ledger().load_state_dict(manager.snapshot()[0]["data"])  # raises unless it adds up
         played.num_steps += 1
         played.requeued += result.metrics["async/requeued_groups"]
         played.late += result.metrics["async/late_groups"]

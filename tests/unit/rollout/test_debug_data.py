@@ -82,3 +82,7 @@ def test_a_label_that_json_cannot_hold_is_named(tmp_path):
     bad = dataclasses.replace(group(1, 2), prompt=dataclasses.replace(group(1, 2).prompt, label={1, 2}))
     with pytest.raises(DataError, match="no JSON value"):
         save_rollout(str(tmp_path / "{rollout_id}.npz"), 0, [bad])
+
+
+def test_no_groups_are_no_groups(tmp_path):
+    assert load_rollout(str(save_rollout(str(tmp_path / "none.npz"), 0, ())), 0) == ()

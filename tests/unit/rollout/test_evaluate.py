@@ -21,7 +21,7 @@ def evaluate(make_config, write_rows, sorting_script, decode):
             manager = RolloutManager(config, EngineAccess(router_url=engine.url, router_api_key=None, num_engines=1))
             manager.start()
             try:
-                return manager.evaluate(0), engine.requests, manager.state_dict()["data"]["position"]
+                return manager.evaluate(0), engine.requests, manager.snapshot()[0]["data"]["position"]
             finally:
                 manager.close()
 

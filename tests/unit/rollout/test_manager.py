@@ -66,12 +66,12 @@ def test_resume_in_the_middle_of_an_epoch_draws_what_would_have_come(start_manag
         first.trained([group.prompt.index for group in first.generate(step).groups])
     lost = first.generate(2)  # taken, and not trained on when the state was saved
     second, _ = start_manager(rollout_shuffle=True, rollout_batch_size=3)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.load_state_dict(json.loads(json.dumps(first.snapshot()[0])))
     assert [[group.prompt.label for group in second.generate(step).groups] for step in (2, 3)] == labels[2:]
     assert labels[2] == [group.prompt.label for group in lost.groups]
     other, _ = start_manager([digits_row(1)])
     with pytest.raises(CheckpointError):
-        other.load_state_dict(first.state_dict())
+        other.load_state_dict(first.snapshot()[0])
 
 
 def test_a_rollout_that_was_generated_ahead_is_taken_after_a_resume_and_no_prompt_twice(start_manager, tmp_path):
@@ -83,7 +83,7 @@ def test_a_rollout_that_was_generated_ahead_is_taken_after_a_resume_and_no_promp
     first.begin(1)
     ahead = first.ahead(1, wait=True)
     assert ahead is not None and indexes(ahead) == indexes(rollouts[1])
-    state = json.loads(json.dumps(first.state_dict()))
+    state = json.loads(json.dumps(first.snapshot()[0]))
     save_rollout(str(tmp_path / "ahead.npz"), 1, ahead.groups)
     second, engine = start_manager()
     second.load_state_dict(state)
@@ -94,7 +94,7 @@ def test_a_rollout_that_was_generated_ahead_is_taken_after_a_resume_and_no_promp
         assert indexes(result) == indexes(rollouts[step])
         second.trained(indexes(result))
     assert len(engine.requests) == 8, "rollout 1 was not asked for again"
-    counts = second.state_dict()["data"]
+    counts = second.snapshot()[0]["data"]
     assert (counts["position"], counts["trained"], counts["open"], counts["waiting"]) == (8, 8, {}, [])
 
 
@@ -321,7 +321,7 @@ def test_the_ledger_is_told_in_metrics_and_adds_up(start_manager):
     }
     assert states == {"drawn": 0, "in_flight": 0, "ready": 0, "taken": 2, "trained": 0, "dropped": 3, "waiting": 0}
     manager.trained([0, 2])
-    assert manager.state_dict()["data"] == {
+    assert manager.snapshot()[0]["data"] == {
         **{"position": 5, "trained": 2, "dropped": {"filter/filtered": 2, "surplus": 1}, "open": {}, "waiting": []},
         **{"num_rows": 7, "shuffle": False, "seed": 42},
     }

@@ -30,7 +30,7 @@ def test_a_resume_gives_the_object_its_state(start_manager):
     first, _ = start_manager(data_source_path=EXAMPLE, **NO_FILE)
     for step in range(2):
         first.trained(indexes(first.generate(step)))
-    state = json.loads(json.dumps(first.state_dict()))
+    state = json.loads(json.dumps(first.snapshot()[0]))
     second, _ = start_manager(data_source_path=EXAMPLE, **NO_FILE)
     second.load_state_dict(state)
     ours, theirs = first.generate(2), second.generate(2)

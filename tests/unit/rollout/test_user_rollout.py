@@ -22,14 +22,14 @@ def test_the_example_probes_twice_as_many_prompts(start_manager, tmp_path):
     assert metrics["rollout/probe_reward_mean"] == 1 and metrics["rollout/prompts"] == 4
     assert metrics["rollout/ledger/dropped"] == 2 and metrics["rollout/ledger/taken"] == 2
     manager.trained(indexes(result))
-    assert manager.state_dict()["data"]["dropped"] == {NOT_RETURNED: 2}
+    assert manager.snapshot()[0]["data"]["dropped"] == {NOT_RETURNED: 2}
     assert indexes(manager.generate(1)) == [4, 5]
 
 
 def test_the_built_in_rollout_can_be_called_and_changed(start_manager):
     manager, _ = start_manager(rollout_function_path=OWN + "built_in_without_the_first")
     result = manager.generate(0)
-    assert indexes(result) == [1, 2] and manager.state_dict()["data"]["dropped"] == {NOT_RETURNED: 1}
+    assert indexes(result) == [1, 2] and manager.snapshot()[0]["data"]["dropped"] == {NOT_RETURNED: 1}
     manager.trained(indexes(result))
     assert indexes(manager.generate(1)) == [4, 5]
 
@@ -62,7 +62,7 @@ def test_a_bad_rollout_function_is_named_and_loses_no_prompt(start_manager, name
     manager, _ = start_manager(rollout_function_path=OWN + name)
     with pytest.raises(RunError, match=f"--rollout-function-path {OWN}{name}: {message}"):
         manager.generate(0)
-    state = manager.state_dict()["data"]
+    state = manager.snapshot()[0]["data"]
     assert state["open"] == {} and state["dropped"] == {} and len(state["waiting"]) == state["position"]
 
 
@@ -77,7 +77,7 @@ def test_an_evaluation_of_ones_own(start_manager, write_rows):
     metrics = manager.evaluate(0)
     assert len(engine.requests) == 8 and metrics["eval/prompts"] == 4
     assert metrics["eval/held/samples"] == 8 and metrics["eval/held/pass@2"] == 1
-    assert manager.state_dict()["data"]["position"] == 0
+    assert manager.snapshot()[0]["data"]["position"] == 0
 
 
 def test_an_evaluation_needs_no_data_of_ours(start_manager):

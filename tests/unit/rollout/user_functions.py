@@ -166,3 +166,8 @@ async def generates_but_not_two(args, prompt, sampling_params, engine):
 def group_reward_that_hates_two(args, samples):
     """As reward_that_hates_two, for --group-rm."""
     return [reward_that_hates_two(args, sample) for sample in samples]
+
+
+def no_sevens(args, samples) -> tuple[bool, str]:
+    """Of seven prompts one is not trained on."""
+    return samples[0].prompt_index % 7 != 3, "seventh"

@@ -159,7 +159,8 @@ def test_nobody_else_reads_a_run_directory_unless_it_is_shared(tmp_path, how):
 
 def test_a_folder_that_was_open_is_closed(tmp_path):
     folder = tmp_path / "state"
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    folder.chmod(0o755)
     private_folder(folder, share=True)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     private_folder(folder)

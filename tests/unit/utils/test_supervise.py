@@ -19,15 +19,21 @@ from slime_like.utils.supervise import Board, running
 #: says.
 DRIVER = """
 import os, signal, subprocess, sys, tempfile, threading, time
-from slime_like.utils.supervise import fork_driver, remove_at_end, running
+from slime_like.utils.supervise import fork_driver, keep_run_dir, keep_state, remove_at_end, running
+
+def tell_lost(states, run_dirs, pid, message, status):
+    return " ".join(["kept:", *states, *run_dirs, str(status)])
 
 def interrupted(number, frame):
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 signal.signal(signal.SIGTERM, interrupted)
-if (status := fork_driver()) is not None:
+if (status := fork_driver(tell_lost=tell_lost)) is not None:
     sys.exit(status)
+keep_state("first")
+keep_run_dir("/runs/x")
+keep_state("second")
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
 daemon = subprocess.Popen([sys.executable, "-c", {daemon}], start_new_session=True)
 folder = tempfile.mkdtemp(dir=sys.argv[1])
@@ -96,6 +102,7 @@ def test_a_driver_that_is_killed_is_named(tmp_path, number, status, word):
     os.kill(pids[1], number)
     got, said = finish(tmp_path, process, pids)
     assert got == status and word in said and "m.f of prompt 3, sample 1" in said
+    assert said.splitlines()[-1] == f"kept: second /runs/x {status}", "of its states the last"
 
 
 def test_a_driver_that_says_goodbye_keeps_its_status_and_is_not_talked_about(tmp_path):
