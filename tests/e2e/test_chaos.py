@@ -9,7 +9,15 @@ from tests.e2e.chaos.cells import Cell
 from tests.e2e.chaos.runs import ChaosRun, World
 from tests.e2e.chaos.soak import soak
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long_run]
+pytestmark = pytest.mark.e2e
+#: What CI runs of the matrix, in one run on scripted engines.
+LIGHT = [
+    Cell("corrupt reply", "engine", "generate", "sync"),
+    Cell("slow", "router", "generate", "sync"),
+    Cell("kill", "reward", "score", "sync"),
+    Cell("slow", "driver", "train", "sync"),
+    Cell("kill", "engine", "sync", "sync"),
+]
 
 
 @pytest.fixture
@@ -17,11 +25,18 @@ def world(tiny_model_dir, tiny_data_dir, tmp_path) -> World:
     return World(tmp_path, tiny_model_dir, tiny_data_dir)
 
 
+def test_a_run_on_scripted_engines_outlives_faults_one_after_the_other(world):
+    outcomes = ChaosRun(world, LIGHT, light=True).outcomes()
+    assert [one.what for one in outcomes] == ["recovered"] * len(LIGHT), outcomes
+
+
+@pytest.mark.long_run
 def test_a_run_outlives_a_fault_of_each_kind_one_after_the_other(world):
     outcomes = ChaosRun(world, FAST).outcomes()
     assert [one.what for one in outcomes] == ["recovered"] * len(FAST), outcomes
 
 
+@pytest.mark.long_run
 @pytest.mark.parametrize(
     "cell",
     [
@@ -37,5 +52,6 @@ def test_what_a_run_cannot_outlive_has_a_name(world, cell):
     assert outcome.is_good, outcome
 
 
+@pytest.mark.long_run
 def test_a_soaked_run_is_the_calm_one(world):
     assert soak(world, 60.0) == 0

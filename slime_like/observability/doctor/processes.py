@@ -68,20 +68,25 @@ def processes_of(path: str, driver: int | None) -> list[RunProcess]:
         heads[driver] = _DRIVER
         with contextlib.suppress(psutil.Error):
             heads[psutil.Process(driver).ppid()] = SUPERVISOR
-    roles = dict(heads)
-    for pid in sorted(heads, key=_depth, reverse=True):  # the nearest head names a process
-        role = RAY if heads[pid] in (_DRIVER, SUPERVISOR) else heads[pid]
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(pid).children(recursive=True):
-                rewards = "rewards.worker" in " ".join(child.cmdline())
-                roles.setdefault(child.pid, "reward" if rewards else role)
+    parents = {process.pid: process.info["ppid"] for process in psutil.process_iter(["ppid"])}
+    roles = {pid: role for pid in parents if (role := _role(pid, parents, heads)) is not None}
     return [process for pid, role in sorted(roles.items()) if (process := _described(pid, role)) is not None]
 
 
-def _depth(pid: int) -> int:
+def _role(pid: int, parents: dict[int, int], heads: dict[int, str]) -> str | None:
+    """Of the nearest head above a process, or its own; what only the driver has started is Ray's, or scores."""
+    if pid in heads:
+        return heads[pid]
+    above = parents.get(pid)
+    while above is not None and above not in heads:
+        above = parents.get(above)
+    if above is None:
+        return None
+    if heads[above] not in (_DRIVER, SUPERVISOR):
+        return heads[above]
     with contextlib.suppress(psutil.Error):
-        return len(psutil.Process(pid).parents())
-    return 0
+        return "reward" if "rewards.worker" in " ".join(psutil.Process(pid).cmdline()) else RAY
+    return None
 
 
 def _described(pid: int, role: str) -> RunProcess | None:

@@ -50,7 +50,7 @@ PLACEMENT = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--rol
 TWO_RANKS = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1"]
 MODES = {"sync": [], "async": ["--async-mode", "full", "--max-staleness", "2"]}
 #: Steps that an engine's successor may take to come: an engine is struck when all serve.
-STEPS_OF_A_DEATH = 9
+STEPS_OF_A_DEATH = 6
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,8 @@ def test_what_is_alike_makes_sense_too_and_is_no_chain():
 def test_faults_of_a_campaign_come_one_a_step_and_engines_have_time_to_come_back():
     cells = [Cell("kill", "engine", "generate", "sync"), Cell("kill", "reward", "eval", "sync")]
     blows, num_rollout = blows_of(cells)
-    assert [(blow["phase"], blow["step"]) for blow in blows] == [("generate", 1), ("eval rewards", 10)]
-    assert num_rollout == 12
+    assert [(blow["phase"], blow["step"]) for blow in blows] == [("generate", 1), ("eval rewards", 7)]
+    assert num_rollout == 9
     assert blows_of([dataclasses.replace(KILLED, phase="start")])[0][0]["step"] == 0
 
 

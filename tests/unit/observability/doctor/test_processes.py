@@ -64,10 +64,11 @@ def test_the_driver_and_whoever_writes_a_log_with_their_children(run):
 
     def all_up():
         processes = processes_of(str(folder), driver)
-        return processes if any(process.name == "sleep" for process in processes) else None
+        names = {process.name for process in processes if process.role == "actor-1"}
+        return processes if {"sleep", python} <= names else None
 
-    roles = {(process.role, process.name) for process in wait_for(all_up) if process.pid != os.getpid()}
     python = os.path.basename(sys.executable)
+    roles = {(process.role, process.name) for process in wait_for(all_up) if process.pid != os.getpid()}
     assert {("driver", python), ("actor-1", python), ("actor-1", "sleep")} <= roles
     assert {role for role, _ in roles} <= {"driver", "actor-1", "ray"}, "the tests' own children are the supervisor's"
     assert output_of(driver) is None, "it prints into a pipe"
