@@ -19,7 +19,6 @@ from tests.e2e.runs import ROOT
 FAST = [
     Cell("slow", "trainer", "train", "sync"),
     Cell("corrupt reply", "engine", "generate", "sync"),
-    Cell("kill", "reward", "score", "sync"),
     Cell("kill", "engine", "generate", "sync"),
 ]
 

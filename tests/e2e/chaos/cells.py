@@ -117,7 +117,7 @@ def _is_outlived(cell: Cell) -> bool:
     if cell.fault == "slow":
         return True
     if cell.fault == "kill":
-        return cell.whom in ("engine", "reward")
+        return cell.whom == "engine"
     if cell.fault == "stall":
         return cell.whom in ("driver", "reward")
-    return cell.fault == "corrupt reply" and cell.phase != "sync"
+    return cell.fault == "corrupt reply" and cell.phase != "sync" and cell.whom != "reward"

@@ -24,7 +24,7 @@ EVERY_S, DEATH_EVERY_S = 20.0, 60.0
 STEP_S = 2.0
 #: Faults after which a run is to be as if nothing had been.
 FAULTS = [
-    ("kill", "engine"), ("kill", "reward"), ("stall", "reward"), ("stall", "driver"), ("corrupt reply", "engine"),
+    ("kill", "engine"), ("stall", "reward"), ("stall", "driver"), ("corrupt reply", "engine"),
     ("slow", "engine"), ("slow", "router"), ("slow", "trainer"), ("slow", "driver"), ("slow", "node"),
 ]  # fmt: skip
 #: Metrics that tell of faults and of engines, and not of what was trained.
