@@ -157,6 +157,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.lora.tenant_runner": ("multiprocess/test_tenants.py",),
     "megatron_backend.lora.tenant_verbs": ("multiprocess/test_tenants.py",),
     "megatron_backend.lora.tenants": ("multiprocess/test_tenants.py",),
+    "observability.doctor.__main__": ("unit/observability/doctor/test_command.py",),
     "planning.memory.adapters": ("multiprocess/test_lora.py",),
     "megatron_backend.initialize": ("multiprocess/test_checkpoint.py",),
     "megatron_backend.model.attention": ("pretend_gpu/test_attention.py",),
