@@ -1,7 +1,7 @@
 """Checkpoints written while training goes on, chosen by number, and read in another layout: what is loaded is what was
 saved, or nothing.
 """
-# Covers slime_like.megatron_backend.checkpoint.async_save too, which it does not import itself.
+# Covers slime_like.megatron_backend.checkpoint.async_save and slime_like.megatron_backend.checkpoint.agreement too.
 
 import contextlib
 import os
