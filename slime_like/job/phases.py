@@ -373,7 +373,7 @@ class Phases:
             (job.rollouts or job.feed).load_state_dict(state["rollout"])
             self.weights = dataclasses.replace(self.weights, version=state["weight_version"])
             if (lost := state.get("evaluating")) is not None:
-                self.console.note(f"the evaluation after {lost} rollouts was under way, and has no result")
+                self.console.note(f"the evaluation after {lost} rollouts was under way and has no result")
             if job.rollouts is not None:
                 ahead.restore(job.rollouts, job.config.checkpoint.load or "", job.num_rollouts_done, state)
         if job.reference is not None and job.config.loss.ref_update_interval and job.num_rollouts_done:

@@ -118,7 +118,7 @@ def test_a_checkpoint_comes_after_the_evaluation_of_the_weights_before(tmp_path)
     assert calls == [
         "rollouts.evaluate 0", "trainer.save 1", "rollouts.evaluate 1", "trainer.save 2", "rollouts.evaluate 2"
     ]  # fmt: skip
-    assert not any("evaluating" in state for state in states)
+    assert [state["evaluating"] for state in states] == [None, None]
 
 
 def test_an_evaluation_on_engines_of_its_own_that_a_resume_loses_is_named(tmp_path):

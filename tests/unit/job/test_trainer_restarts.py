@@ -113,7 +113,7 @@ def test_from_the_newest_checkpoint_of_this_run_that_is_whole(tmp_path):
 
 
 def test_from_the_start_where_nothing_was_saved(tmp_path):
-    job = job_in(tmp_path, checkpoint=CheckpointConfig(load="model"))
+    job = job_in(tmp_path, checkpoint=CheckpointConfig(load="model", max_trainer_restarts=1))
     first = job.config
     parts = Parts(job, [LOST])
     assert "from the start in" in TrainerRestarts(job, parts).after(ProcessLost("x"))[1]
