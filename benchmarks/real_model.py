@@ -1,6 +1,6 @@
 """What runs of scripts/run-smollm2.sh learned, as one page: a table, the curves, answers before and after.
 
-usage: python -m benchmarks.real_model RUN… [--host TEXT] > benchmarks/results/real-model.md
+usage: python -m benchmarks.real_model RUN… [--host TEXT] [--answers N] > benchmarks/results/real-model.md
 
 RUN is a directory of the script's, with its report.json. For three seeds of each form:
   for s in 0 1 2; do SEED=$s RUN=runs/real/plain-$s bash scripts/run-smollm2.sh; done
@@ -43,8 +43,8 @@ def row(name: str, report: Mapping, config: Mapping) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def page(runs: Sequence[tuple[str, Mapping, Mapping]], host: str) -> str:
-    """The page of (name, report, config) of each run."""
+def page(runs: Sequence[tuple[str, Mapping, Mapping]], host: str, most_answers: int | None = None) -> str:
+    """The page of (name, report, config) of each run; most_answers: of a run, None: all."""
     lines = [host, ""] if host else []
     lines += [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
     lines += [f"| {' | '.join(row(*run))} |" for run in runs]
@@ -56,7 +56,7 @@ def page(runs: Sequence[tuple[str, Mapping, Mapping]], host: str) -> str:
     lines += ["```", "", "## Answers before and after, greedy, of plain transformers"]
     for name, report, _ in runs:
         lines += ["", f"### {name}", "", "| question | right | before | after |", "|---|---|---|---|"]
-        for answer in report["answers"]:
+        for answer in report["answers"][:most_answers]:
             cells = [answer["question"], answer["label"], *answer["said"]]
             lines.append("| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Directories of scripts/run-smollm2.sh.")
     parser.add_argument("--host", default="", help="What it ran on, and what else ran there.")
+    parser.add_argument("--answers", type=int, help="The most that are shown of a run; default: all that it has.")
     args = parser.parse_args(argv)
     runs = []
     for run in args.runs:
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"real_model: no {', no '.join(missing)}: did the run end?", file=sys.stderr)
             return 2
         runs.append((run.name, *(json.loads(file.read_text(encoding="utf-8")) for file in files)))
-    print(page(runs, args.host), end="")
+    print(page(runs, args.host, args.answers), end="")
     return 0
 
 

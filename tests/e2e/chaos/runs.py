@@ -70,6 +70,12 @@ class Outcome:
         return self.what in ("recovered", "ended")
 
 
+#: Of a cell whose run went on, and ended by a later fault.
+OUTLIVED = "outlived"
+#: Outcomes that say nothing of a cell yet.
+OPEN = ("not struck", OUTLIVED)
+
+
 @dataclasses.dataclass
 class World:
     """Model, data, and a folder for runs."""
@@ -212,12 +218,12 @@ class ChaosRun:
 
     def _judged(self, run: Finished, num_rollout: int, hung: str, left: str) -> list[Outcome]:
         (self.folder / "doctor").write_text(hung)
-        if run.returncode == 0 and not hung:
+        whole = run.returncode == 0 and not hung
+        if whole:
             proves = self.servers is None  # scripted engines have no weights
             error = wrong(run, self.folder, num_rollout, self.cells[0].mode, proves=proves) or left
-            what = "recovered"
             last = len(self.cells)
-            what = "WRONG" if error else what
+            what = "WRONG" if error else "recovered"
         else:
             last = max(self.struck, default=-1)
             what, error = ended_how(run.output, hung)
@@ -228,9 +234,10 @@ class ChaosRun:
             remark = "struck when the phase was over" if late else ""
             if number not in self.struck:
                 outcomes.append(Outcome(cell, "not struck", 0.0, "" if number else error, remark))
-            elif run.returncode == 0 or number < last:
-                # a run that went on to the next fault had outlived this one, if what it did in all is right
-                outcomes.append(Outcome(cell, what if what == "WRONG" else "recovered", 0.0, error * (what == "WRONG")))
+            elif whole:
+                outcomes.append(Outcome(cell, what, 0.0, error))
+            elif number < last:  # it went on to the next fault; what it did in all was not judged, since it did not end
+                outcomes.append(Outcome(cell, OUTLIVED, 0.0))
             else:
                 seconds = self.ended - self.struck[number] if not hung else OUTLIVE_S
                 most = (START_S if cell.phase == "start" else LIMIT_S) + CLOSE_S

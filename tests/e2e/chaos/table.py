@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime_like.utils.files import write_atomic
 from tests.e2e.chaos.cells import FAULTS, MODES, PHASES, WHOM, Cell, alike, all_cells, why_not
-from tests.e2e.chaos.runs import Outcome
+from tests.e2e.chaos.runs import OPEN, OUTLIVED, Outcome
 
 _HEAD = """# The chaos matrix
 
@@ -22,6 +22,7 @@ when, in both modes.
 - "ends": by a named error, with the seconds from the fault until every process was gone.
 - "(scripted)": the loop, the rollout side, the fleet and its router are the real ones; two scripted engines, started
   again 2 s after they have died, and a scripted trainer stand for SGLang, Megatron and Ray.
+- "outlives": the run went on, and a later fault ended it: what it did in all was not checked.
 - "= cell": not run itself; the same code waits for the same thing there.
 
 A slow part has a quarter of its time for 6 s; a stopped driver goes on after 12 s and a reward server after 4 s,
@@ -48,7 +49,7 @@ class Kept:
         """Keep newer ones; one that was not struck takes nobody's place, nor a scripted one a real one's."""
         for outcome in outcomes:
             before = self.outcomes.get(outcome.cell)
-            if before is None or (outcome.what != "not struck" and (before.light or not outcome.light)):
+            if before is None or (outcome.what not in OPEN and (before.light or not outcome.light)):
                 self.outcomes[outcome.cell] = outcome
         rows = [dataclasses.asdict(outcome) for _, outcome in sorted(self.outcomes.items())]
         write_atomic(self.path, json.dumps(rows, indent=1) + "\n")
@@ -56,7 +57,7 @@ class Kept:
     def stands_for(self, cell: Cell) -> Outcome | None:
         """The outcome of a cell, or of one that is like it."""
         for one in (cell, *alike(cell)):
-            if one in self.outcomes and self.outcomes[one].what != "not struck":
+            if one in self.outcomes and self.outcomes[one].what not in OPEN:
                 return self.outcomes[one]
         return None
 
@@ -68,7 +69,7 @@ def summary(kept: Kept) -> str:
     outcomes = [kept.stands_for(cell) for cell in sensible]
     good = sum(one is not None and one.is_good for one in outcomes)
     red = sum(one is not None and not one.is_good for one in outcomes)
-    own = sum(cell in kept.outcomes and kept.outcomes[cell].what != "not struck" for cell in sensible)
+    own = sum(cell in kept.outcomes and kept.outcomes[cell].what not in OPEN for cell in sensible)
     return (
         f"{len(cells)} cells, {len(cells) - len(sensible)} make no sense; of the other {len(sensible)}: {good} good,"
         f" {red} red, {len(sensible) - good - red} not run ({own} were run themselves)"
@@ -95,7 +96,7 @@ def markdown(kept: Kept) -> str:
     lines += [f"- —{number}: {reason}" for number, reason in enumerate(reasons, 1)]
     lines += ["", "What ended runs said, and what is red:", ""]
     for cell, outcome in sorted(kept.outcomes.items()):
-        if outcome.what not in ("recovered", "not struck"):
+        if outcome.what not in ("recovered", *OPEN):
             error = outcome.error.replace("|", "\\|")[:220]
             lines.append(f"- {cell.name}: {outcome.what} after {outcome.seconds:.0f} s: {error}")
     return "\n".join(lines) + "\n"
@@ -108,7 +109,7 @@ def _text(kept: Kept, cell: Cell, reasons: list[str]) -> str:
         return f"—{reasons.index(reason) + 1}"
     outcome = kept.stands_for(cell)
     if outcome is None:
-        return "not run"
+        return "outlives" if cell in kept.outcomes and kept.outcomes[cell].what == OUTLIVED else "not run"
     if outcome.cell != cell:
         other = outcome.cell
         place = other.phase if other.mode == cell.mode else f"{other.phase}, {other.mode}"
