@@ -33,6 +33,7 @@ def whole_run(command: Command, report: PlanReport) -> int:
     write_atomic(run.config, resolved.config.to_json())
     write_atomic(run.plan, as_json(dataclasses.replace(report, plan=plan)))
     keep_run_dir(run.path)
+    keep_state(resolved.progress.to_json())  # it may be killed before it has begun with anything
     resolved.progress.keep = keep_state
     console = ProgressConsole(resolved.num_rollout)
     for note in (*command.notes, *resolved.notes, render_plan(plan), f"run directory {run.path}"):
