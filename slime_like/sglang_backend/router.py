@@ -235,6 +235,10 @@ def launch_router(
             KEY_VARIABLE: key,
             "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
+        if (trusted := certificates()) is not None:
+            # Its health checks (0.3.2) do not look at --ca-cert-paths, but at OpenSSL's own variables: an engine behind
+            # a private certificate was shut out after 15 s.
+            env["SSL_CERT_DIR" if os.path.isdir(trusted) else "SSL_CERT_FILE"] = trusted
         router = Router(
             http_url(host, int(str(arguments["port"]))),
             key,

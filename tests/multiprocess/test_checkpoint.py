@@ -160,7 +160,7 @@ def test_bf16_resumes_with_its_fp32_weights(world):
     # Another layout rounds differently in bf16; without the fp32 weights and moments it would be off by far more.
     for ours, theirs in zip(world["bf16 tensor"], world["bf16 straight"], strict=True):
         assert ours["train/entropy"] == pytest.approx(theirs["train/entropy"], rel=0.01)
-        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.1)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.2)
 
 
 def test_learning_rate_schedule_goes_on(world):

@@ -51,6 +51,7 @@ _ENVIRONMENT = {
 #: are visible; then these, then the command that follows.
 _BUILD = r"""
 set -e
+umask 022  # a run's own keeps everybody else out, and the program runs as somebody else
 root=$1 bytes=$2 program=$3 count=$4
 shift 4
 mount -t tmpfs -o size=1m,mode=755,nosuid,nodev tmpfs "$root"

@@ -42,8 +42,14 @@ def can_make_walls() -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def walls():
-    if why := can_make_walls():
-        pytest.skip(why)
+    """With the umask of a run, which keeps its files from everybody else."""
+    before = os.umask(0o077)
+    try:
+        if why := can_make_walls():
+            pytest.skip(why)
+        yield
+    finally:
+        os.umask(before)
 
 
 def test_a_program_reads_its_input_writes_files_and_prints():
