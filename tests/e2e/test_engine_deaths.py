@@ -30,7 +30,9 @@ HANG = ["--engine-hang-timeout-s", "20", "--update-weight-timeout-s", "40"]
 def processes(pid: int, module: str) -> list[psutil.Process]:
     """The run's processes of this module, without their guards."""
     ours = [one for one in psutil.Process(pid).children(recursive=True) if module in " ".join(_command(one))]
-    return [one for one in ours if "--port=" in " ".join(_command(one)) and one.ppid() not in {p.pid for p in ours}]
+    # The router has given itself a title.
+    servers = [one for one in ours if any(word in " ".join(_command(one)) for word in ("--port=", "sglang::router"))]
+    return [one for one in servers if one.ppid() not in {other.pid for other in servers}]
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -109,7 +111,7 @@ def test_an_engine_that_hangs_is_ended_and_replaced(disturbed, placement, what):
 
 
 def test_a_killed_router_is_started_again_with_its_engines(disturbed):
-    run = disturbed("one of two", lambda pid: processes(pid, "router_server")[0].kill())
+    run = disturbed("one of two", lambda pid: processes(pid, "sglang::router")[0].kill())
     assert "status 137" in run.output and "it is started again at its address; requests wait" in run.output
     assert re.search(r"the router runs again after [\d.]+ s, with 2 engines", run.output)
     assert_whole(run, 2)
