@@ -11,6 +11,7 @@ import time
 
 from slime_like.cluster.engine_fleet import EngineFleet
 from slime_like.cluster.engine_guests import EngineGuests
+from slime_like.cluster.fleet_router import ended_for_good
 from slime_like.cluster.members import MemberState
 from slime_like.config.engine import EngineConfig
 from slime_like.errors import EngineError, RunError, WaitTimeout
@@ -117,7 +118,7 @@ class EngineCare:
             waited, self._router_failure = self._router_failure, None
             return [] if waited is None else ["the router runs again"]  # whoever joined has found it dead, too
         if not router.can_restart:
-            raise EngineError(f"{failure}\nIt is not started again: --max-router-restarts is 0, or used up.")
+            raise ended_for_good(failure)
         if self._router_failure is None:
             self._router_failure = failure
             logger.error("%s", failure)

@@ -116,7 +116,7 @@ class EngineFleet:
         weights, which `trainer` must still hold; without a trainer the next `sync` brings it in. Whatever fails, it
         is taken away again.
         """
-        if self._memory.released:
+        if self._memory.is_released(self.clients):
             raise EngineError(
                 f"engine {engine.index}: no engine can join while the others have given their memory back."
             )

@@ -99,8 +99,14 @@ class EngineGuests:
         if facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             notes.append(f"{self._path} is not read: others may write it. Fix: chmod 600, as the user of this run.")
             return
+        try:
+            text = self._path.read_text(encoding="utf-8", errors="replace")  # what is no text is no address
+        except OSError as error:  # gone, or replaced, since it was looked at
+            self._seen = None
+            notes.append(f"{self._path} is not read: {error}")
+            return
         urls: set[str] = set()
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        for line in text.splitlines():
             address = line.partition("#")[0].strip()
             try:
                 urls |= {engine_url(address)} if address else set()

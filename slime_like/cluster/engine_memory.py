@@ -8,23 +8,32 @@ from slime_like.sglang_backend.client import EngineClient
 
 
 class EngineMemory:
-    """Tags of memory ("kv_cache", "weights") that all serving engines hold, or have all given back."""
+    """Tags of memory ("kv_cache", "weights") that each engine has given back: one that came meanwhile holds its own."""
 
     def __init__(self) -> None:
-        self.released: frozenset[str] = frozenset()
+        self._released: dict[EngineClient, frozenset[str]] = {}
+
+    def is_released(self, clients: Iterable[EngineClient]) -> bool:
+        """Whether any of these has given something back."""
+        return any(self._released.get(client) for client in clients)
 
     def release(self, clients: Iterable[EngineClient], tags: Iterable[str]) -> None:
         """Engines, which must be idle, give it back, where they have not yet."""
-        still = [tag for tag in tags if tag not in self.released]
-        for client in clients if still else ():
-            if "kv_cache" not in self.released:  # else nothing is left to forget
+        wanted = tuple(tags)
+        for client in clients:
+            before = self._released.get(client, frozenset())
+            still = [tag for tag in wanted if tag not in before]
+            if not still:
+                continue
+            if "kv_cache" not in before:  # else nothing is left to forget
                 client.flush_cache()
             client.release_memory_occupation(still)
-        self.released |= set(still)
+            self._released[client] = before | set(still)
 
     def resume(self, clients: Iterable[EngineClient], tag: str) -> None:
-        """Engines take it again, if they had given it back."""
-        if tag in self.released:
-            for client in clients:
+        """Engines take it again, if they had given it back: SGLang ends at the question otherwise."""
+        for client in clients:
+            before = self._released.get(client, frozenset())
+            if tag in before:
                 client.resume_memory_occupation([tag])
-            self.released -= {tag}
+                self._released[client] = before - {tag}

@@ -16,6 +16,11 @@ from slime_like.sglang_backend.router import Router, start_router
 logger = logging.getLogger(__name__)
 
 
+def ended_for_good(failure: RunError) -> EngineError:
+    """What to say of a router's end after which no other is started."""
+    return EngineError(f"{failure}\nIt is not started again: --max-router-restarts is 0, or used up.")
+
+
 class FleetRouter:
     """`start` first. Clients keep url and api_key over every restart."""
 
@@ -77,7 +82,10 @@ class FleetRouter:
 
     def check(self) -> None:
         """Raise EngineError with the tail of the log if our router has ended."""
-        self._running.check()
+        try:
+            self._running.check()
+        except EngineError as error:
+            raise (error if self.can_restart else ended_for_good(error)) from None
 
     def failure(self) -> RunError | None:
         """How our router has ended, or why its successor lacks engines; None while all is well, and of one that is not

@@ -236,8 +236,8 @@ def launch_router(
             "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         if (trusted := certificates()) is not None:
-            # Its health checks (0.3.2) do not look at --ca-cert-paths, but at OpenSSL's own variables: an engine behind
-            # a private certificate was shut out after 15 s.
+            # Its health checks (0.3.2) do not look at --ca-cert-paths, but at OpenSSL's own variables: else an engine
+            # behind a private certificate is shut out after three of them.
             env["SSL_CERT_DIR" if os.path.isdir(trusted) else "SSL_CERT_FILE"] = trusted
         router = Router(
             http_url(host, int(str(arguments["port"]))),

@@ -96,6 +96,15 @@ def test_a_file_that_others_may_write_is_not_read(world, file_of):
     assert "engines.txt is not read: others may write it" in note and len(world.fleet.members) == 2
 
 
+def test_a_file_that_is_no_text_is_named(world, file_of, tmp_path):
+    path = tmp_path / "engines.txt"
+    path.write_bytes(b"\xff\xfe\x00\n")
+    path.chmod(0o600)
+    os.utime(path, (0, 1))
+    (note,) = file_of(None).notes
+    assert "engines.txt: " in note and len(world.fleet.members) == 2
+
+
 def test_an_engine_that_is_needed_stays(world, file_of):
     world.fleet.sync(FIRST, world.trainer)
     file_of(world.engines[2].url)

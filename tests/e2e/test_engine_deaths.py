@@ -124,7 +124,7 @@ def test_a_router_that_may_not_be_started_again_ends_the_run_by_name(tiny_model_
     process = start_train(*command, "--num-rollout", "20", "--max-router-restarts", "0", run_dir=tmp_path / "run")
     try:
         wait_for(tmp_path / "run.out", "rollout 2/20", 200, process)
-        processes(process.pid, "router_server")[0].kill()
+        processes(process.pid, "sglang::router")[0].kill()
         assert process.wait(60) == 1
     finally:
         if process.poll() is None:

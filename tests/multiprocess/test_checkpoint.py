@@ -83,8 +83,12 @@ def in_world(place, folder, root, ports):
     recipe_of(worker).save(2, {})
     results["bf16 straight"] = metrics_of(worker, [2, 3])
     worker.close()
-    for name, parallel in (("bf16", DATA), ("bf16 tensor", TENSOR)):
-        worker, _ = start(place, ports, folder, parallel=parallel, optimizer=optimizer, load=half)
+    for name, parallel, lost in (
+        ("bf16", DATA, {}),
+        ("bf16 tensor", TENSOR, {}),
+        ("bf16 lost", TENSOR, {"no_load_optim": True}),
+    ):
+        worker, _ = start(place, ports, folder, parallel=parallel, optimizer=optimizer, load=half, **lost)
         results[name] = metrics_of(worker, [2, 3])
         worker.close()
 
@@ -131,7 +135,7 @@ def world(tmp_path_factory):
     make_tiny_model(os.path.join(root, "other"), "qwen3", tied=True, num_layers=2)
     with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
         file.write('{"a": "tokenizer"}')
-    first, second = run_ranks(in_world, 2, folder, root, free_ports(15), timeout_s=150)
+    first, second = run_ranks(in_world, 2, folder, root, free_ports(16), timeout_s=150)
     assert first["straight"] == second["straight"]
     return first | {"root": root, "folder": folder}
 
@@ -157,10 +161,13 @@ def test_resuming_under_another_layout_continues(world, layout):
 
 def test_bf16_resumes_with_its_fp32_weights(world):
     assert world["bf16"] == world["bf16 straight"]
-    # Another layout rounds differently in bf16; without the fp32 weights and moments it would be off by far more.
-    for ours, theirs in zip(world["bf16 tensor"], world["bf16 straight"], strict=True):
-        assert ours["train/entropy"] == pytest.approx(theirs["train/entropy"], rel=0.01)
-        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.2)
+    # Another layout rounds differently in bf16; without the fp32 weights and moments it is off by far more.
+    for way, goes_on in (("bf16 tensor", True), ("bf16 lost", False)):
+        for ours, theirs in zip(world[way], world["bf16 straight"], strict=True):
+            assert (ours["train/entropy"] == pytest.approx(theirs["train/entropy"], rel=3e-4)) is goes_on
+        # Later ones are of weights that have moved apart: 10 % in one way, 3 % in the other.
+        ours, theirs = world[way][0]["train/grad_norm"], world["bf16 straight"][0]["train/grad_norm"]
+        assert (ours == pytest.approx(theirs, rel=0.02)) is goes_on
 
 
 def test_learning_rate_schedule_goes_on(world):
