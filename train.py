@@ -21,7 +21,7 @@ from slime_like.job.command_line import wants_json
 from slime_like.observability.ending import tell_lost_driver
 from slime_like.planning.placement import cannot_run_yet
 from slime_like.planning.report.render import PlanReport, as_json, make_report
-from slime_like.sglang_backend.shared_memory import tidy_shared_memory
+from slime_like.sglang_backend.shared_memory import name_shared_directory, tidy_shared_memory
 from slime_like.utils.logs import start_logging
 from slime_like.utils.supervise import fork_driver
 
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
         problems = [*report.problems, *command.config.not_yet(), *cannot_run_yet(report.plan)]
         if problems:
             raise ConfigError(problems)
+        name_shared_directory()
         if (
             status := fork_driver(tidy_shared_memory, tell_lost_driver)
         ) is not None:  # we are the supervisor, and the run is over

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from step_phases import hardware_name
 
 from slime_like.config.batch import BatchConfig
 from slime_like.config.checkpoint import CheckpointConfig
@@ -99,7 +100,7 @@ def write_model(args: argparse.Namespace, folder: str) -> None:
     ).save_pretrained(folder)
 
 
-def make_config(folder: str, shape: Shape, cap: int, share_prompt: str) -> RunConfig:
+def make_config(folder: str, shape: Shape, cap: int, share_prompt: str, *, bf16: bool) -> RunConfig:
     """One rank, dynamic batches of at most `cap` tokens."""
     return RunConfig(
         placement=PlacementConfig(actor_num_gpus_per_node=1),
@@ -108,7 +109,7 @@ def make_config(folder: str, shape: Shape, cap: int, share_prompt: str) -> RunCo
         data=DataConfig(num_rollout=1000),
         rollout=RolloutConfig(rollout_batch_size=shape.prompts, n_samples_per_prompt=shape.samples),
         batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=cap, share_prompt=share_prompt),
-        optimizer=OptimizerConfig(lr=1e-6, bf16=False),
+        optimizer=OptimizerConfig(lr=1e-6, bf16=bf16),
     )
 
 
@@ -140,7 +141,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict:
         write_model(args, folder)
         for way in ("off", "auto") * args.turns:
             worker = TrainWorker(
-                make_config(folder, shape, args.cap, way),
+                make_config(folder, shape, args.cap, way, bf16=args.bf16),
                 rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port(),
             )  # fmt: skip
             parameters = worker.start()["num_parameters"]
@@ -177,6 +178,7 @@ def main() -> None:
         ("cap", 2048, "--max-tokens-per-gpu."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--bf16", action="store_true", help="Weights and arithmetic in bf16.")
     parser.add_argument("--shape", nargs="+", default=["4x8x140x12", "1x32x32x128"], help="Prompts x samples x …")
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
@@ -197,7 +199,8 @@ def main() -> None:
         )
     title = (
         f"Llama of {rows[0]['parameters'] / 1e6:.0f}M parameters ({args.layers} layers, hidden {args.hidden},"
-        f" vocabulary {args.vocabulary}), --max-tokens-per-gpu {args.cap}, one thread, 2-core x86 CPU host"
+        f" vocabulary {args.vocabulary}), --max-tokens-per-gpu {args.cap}, {'bf16' if args.bf16 else 'fp32'},"
+        f" one thread, {hardware_name()}"
     )
     text = f"{title}\n\n" + "\n".join(lines) + "\n"
     print(text)

@@ -59,6 +59,13 @@ def cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
+def hardware_name() -> str:
+    """The GPU that torch computes on, else the processor."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

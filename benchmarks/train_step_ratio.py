@@ -1,13 +1,14 @@
 """Our train step against a bare Megatron-core loop over the same packs, in one process, taking turns.
 
-usage: train_step_ratio.py [--rounds 8] [--hidden 256] [--layers 4] [--tokens 1024] [--group 1 --prompt 140 --answer 12]
-[--output benchmarks/results/train-step-ratio]
+usage: train_step_ratio.py [--rounds 8] [--hidden 256] [--head-size 32] [--layers 4] [--tokens 1024] [--bf16]
+[--group 1 --prompt 140 --answer 12] [--output benchmarks/results/train-step-ratio]
 
 The bare loop does what nobody can leave out: the schedule's forward and backward passes with Megatron's own
 vocabulary-parallel cross-entropy over ready tensors, gradient reduction, the optimizer's step. Ours adds cutting and
 packing the samples, log-prob and entropy of each token, the clipped loss and its metrics. Ratio: bare / ours, of the
 medians; 1 would be free. With --group G the samples come in groups of one prompt, which ours computes once; the bare
-loop has each sample whole, in packs of as many tokens: above 1 is what shared prompts are worth.
+loop has each sample whole, in packs of as many tokens: above 1 is what shared prompts are worth. On the GPU,
+where there is one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from step_phases import hardware_name
 
 from slime_like.config.batch import BatchConfig
 from slime_like.config.checkpoint import CheckpointConfig
@@ -64,7 +66,7 @@ def make_config(args: argparse.Namespace, folder: str) -> RunConfig:
     """A dense model of the asked size on one rank."""
     model = ModelConfig(
         num_layers=args.layers, hidden_size=args.hidden, ffn_hidden_size=3 * args.hidden,
-        num_attention_heads=args.hidden // 32, vocab_size=args.vocabulary,
+        num_attention_heads=args.hidden // args.head_size, kv_channels=args.head_size, vocab_size=args.vocabulary,
         swiglu=True, disable_bias_linear=True, normalization="RMSNorm", qk_layernorm=True,
         untie_embeddings_and_output_weights=True,
     )  # fmt: skip
@@ -75,7 +77,7 @@ def make_config(args: argparse.Namespace, folder: str) -> RunConfig:
         data=DataConfig(num_rollout=1000),
         rollout=RolloutConfig(rollout_batch_size=args.samples // args.group, n_samples_per_prompt=args.group),
         batch=BatchConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=args.tokens, log_probs_chunk_size=args.chunk),
-        optimizer=OptimizerConfig(lr=1e-5, bf16=False),
+        optimizer=OptimizerConfig(lr=1e-5, bf16=args.bf16),
     )
 
 
@@ -91,7 +93,7 @@ def write_model(config: ModelConfig, folder: str) -> None:
     sizes |= {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_attention_heads,
-        "head_dim": 32,
+        "head_dim": config.kv_channels,
     }
     AutoModelForCausalLM.from_config(
         Qwen3Config(vocab_size=config.vocab_size, tie_word_embeddings=False, **sizes)
@@ -141,7 +143,7 @@ def measure(args: argparse.Namespace) -> dict:
         worker = TrainWorker(
             config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
         )
-        worker.start()
+        parameters = worker.start()["num_parameters"]
     samples = make_samples(args)
     whole = dataclasses.replace(config, batch=dataclasses.replace(config.batch, share_prompt="off"))
     packs = StepCutter(whole, device=device_of(worker.stage))(samples).packs
@@ -156,6 +158,7 @@ def measure(args: argparse.Namespace) -> dict:
         for name, step in turns if number % 2 else reversed(turns):
             started = time.perf_counter()
             step()
+            _wait_for_device()
             times[name].append(time.perf_counter() - started)
     worker.close()
     bare, ours = (statistics.median(times[name][1:]) for name in ("bare", "ours"))
@@ -169,7 +172,16 @@ def measure(args: argparse.Namespace) -> dict:
         "tokens": tokens,
         "our_tokens": computed,
         "packs": len(packs),
+        "parameters": parameters,
+        "bare_tflops": 6e-12 * parameters * tokens / bare,
     }
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -177,7 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default, text in (
         ("rounds", 8, "Steps of each that are measured."),
-        ("hidden", 256, "Hidden size; heads have 32 channels."),
+        ("hidden", 256, "Hidden size."),
+        ("head-size", 32, "Channels of a head."),
         ("layers", 4, "Layers."),
         ("vocabulary", 8192, "Vocabulary."),
         ("samples", 16, "Samples of a step."),
@@ -188,13 +201,15 @@ def main() -> None:
         ("answer", 12, "Tokens of an answer, with --group."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--bf16", action="store_true", help="Weights and arithmetic in bf16.")
     parser.add_argument("--output", type=Path, help="Write OUTPUT.json and OUTPUT.md.")
     args = parser.parse_args()
     if args.samples % args.group:
         parser.error(f"--samples {args.samples}: whole groups of {args.group}")
     timing, goal = measure(args), GOAL if args.group == 1 else 1.0
     shape = (
-        f"hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocabulary}, {timing['tokens']} tokens in"
+        f"{timing['parameters'] / 1e6:.1f}M parameters in {'bf16' if args.bf16 else 'fp32'}, hidden {args.hidden},"
+        f" {args.layers} layers, vocabulary {args.vocabulary}, {timing['tokens']} tokens in"
         f" {timing['packs']} packs"
         + (f", of which ours computes {timing['our_tokens']}" if timing["our_tokens"] < timing["tokens"] else "")
     )
@@ -206,11 +221,13 @@ def main() -> None:
         f"| {shape} | {timing['bare_s']:.3f} s | {timing['ours_s']:.3f} s | {timing['ratio']:.3f} |"
         f" {timing['ratio_of_minima']:.3f} |"
     )
+    speed = f"{timing['tokens'] / timing['bare_s']:.0f} tokens/s, {timing['bare_tflops']:.3g} TFLOP/s"
+    lines += ["", f"bare: {speed} (6 x parameters x tokens)"]
     lines += ["", f"goal {goal}: {'met' if timing['ratio'] >= goal else 'MISSED'}"]
     print("\n".join(lines))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        hardware = "2-core x86 CPU host"
+        hardware = hardware_name()
         args.output.with_suffix(".json").write_text(
             json.dumps({"hardware": hardware, "shape": shape, **timing}, indent=1) + "\n", encoding="utf-8"
         )

@@ -5,7 +5,7 @@
 #   bash scripts/chaos.sh --only kill engine        cells with these words
 #   bash scripts/chaos.sh --fast                    a few faults in one run
 #   bash scripts/chaos.sh --table                   the table alone, of what is kept
-#   bash scripts/chaos.sh --soak 1200               a random fault every 20 s for so many seconds, against a run without faults
+#   bash scripts/chaos.sh --soak 1200               a random fault every 20 s for so many seconds, beside a run without faults (root)
 # CHAOS_PATIENCE=3: deadlines of three times as long, on a host that does much else.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -337,13 +337,15 @@ class SyncReceipt:
         return self.weights.version
 
     def metrics(self) -> dict[str, float | str]:
-        """For metrics.jsonl, without the seconds of the whole sync, which only its caller knows."""
+        """For metrics.jsonl, without the seconds of the whole sync (memory that changes hands, pauses, proofs), which
+        only its caller knows."""
         metrics: dict[str, float | str] = {
             "sync/version": self.version,
             "sync/bytes": self.num_bytes,
             "sync/tensors": self.num_tensors,
             "sync/engines_proven": self.engines_proven,
             "sync/tensors_unproven": self.tensors_unproven,
+            "sync/send_seconds": self.seconds,
             "sync/verify_seconds": self.verify_seconds,
             "sync/digest": self.digest,
             "sync/transport": self.transport,

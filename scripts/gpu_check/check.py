@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ LADDER = (
     Rung(name="engine", title="Engine alone", deadline_s=900, needs=("driver",)),
     Rung(name="colocate", title="Colocated loop on one card", deadline_s=900, needs=("train_step", "engine")),
     Rung(name="ipc", title="Weights by handle", deadline_s=900, needs=("engine",)),
+    Rung(name="train_speed", title="Train step against a bare loop", deadline_s=900, needs=("train_step",)),
+    Rung(name="generate_speed", title="Generation against the bare server", deadline_s=900, needs=("engine",)),
     Rung(name="broadcast", title="Broadcast between two GPUs", deadline_s=900, min_gpus=2, needs=("engine",)),
     Rung(name="killed_engine", title="A killed engine", deadline_s=600, min_gpus=2, needs=("broadcast",)),
     Rung(name="parallel", title="TP2 and PP2", deadline_s=900, min_gpus=2, needs=("train_step",)),
@@ -79,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     if device == "cuda" and (options.gpus or 0) > len(gpus):
         print(f"gpu_check: --gpus {options.gpus}, but nvidia-smi lists {len(gpus)}", file=sys.stderr)
         return 2
+    for number in (signal.SIGTERM, signal.SIGHUP):  # run_rung ends what it has started on the way out
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     num_gpus = options.gpus or len(gpus) or 2
     folder = (options.output or ROOT / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")).absolute()
     folder.mkdir(parents=True, exist_ok=True)

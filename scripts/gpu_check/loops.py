@@ -62,6 +62,11 @@ def model_of(place: Place) -> Path:
     return Path(place.hf_checkpoint) if place.hf_checkpoint else _sized(place, "small", SMALL)
 
 
+def large_model(place: Place) -> Path:
+    """One that fills a GPU; on a CPU a small one."""
+    return _sized(place, "large", LARGE if place.on_cuda else {})
+
+
 def replay(place: Place, *flags: str) -> list[dict]:
     """Training metrics of recorded rollouts in fp32, a dict a rollout."""
     folder = _inputs(place)
@@ -82,8 +87,12 @@ def colocated(place: Place) -> Answer:
         at_most("|log-prob difference| of engine and trainer", max(differences), LOGPROB_TOLERANCE[place.device]),
     ]
     planned = _planned(run_dir)
+    # A sync ends with the KV cache back, as engines have it while they generate.
+    planned["sync"] = max(planned["sync"], planned["generate"])
     for phase, peak in meter.peaks(run_dir / "trace.json").items():
         numbers[f"{phase}: peak of {meter.what}, GiB (plan {planned.get(phase, 0) / GIB:.2f})"] = peak / GIB
+        for name, most in meter.peaks_of_processes(run_dir / "trace.json", phase).items():
+            numbers[f"{phase}: peak of {name}, GiB"] = most / GIB
         if place.on_cuda and phase in planned:
             checks.append(at_most(f"{phase}: measured over planned memory", peak / planned[phase], 1.1))
     return Answer(f"{len(differences)} steps, log-probs within {max(differences):.2g}", place.where, numbers, checks)
@@ -91,15 +100,16 @@ def colocated(place: Place) -> Answer:
 
 def sync_rate(place: Place, transport: str) -> Answer:
     """Bytes a second of proven syncs by a transport, after the first."""
-    model = _sized(place, "large", LARGE if place.on_cuda else {})
+    model = large_model(place)
     flags = [*_flags(place, model), "--update-weight-transport", transport]
     flags += ["--colocate"] if transport == "ipc" else ["--rollout-num-gpus", "1"]
     run_dir = place.folder / f"{transport}-run"
     _train(flags, run_dir)
     syncs = [line for line in _metrics(run_dir) if line["kind"] == "sync"]
-    moving = [_seconds_of_moving(line) for line in syncs[1:]]
+    moving = [line["sync/send_seconds"] for line in syncs[1:]]
     rate, bound = syncs[-1]["sync/bytes"] / min(moving), copy_rate("cuda" if place.on_cuda else "cpu")
-    numbers = {"bytes of a sync": syncs[-1]["sync/bytes"], "seconds of the syncs": [round(s, 3) for s in moving]}
+    numbers = {"bytes of a sync": syncs[-1]["sync/bytes"], "seconds of sending": [round(s, 3) for s in moving]}
+    numbers |= {"seconds of the syncs with all that goes with them": [round(s["sync/seconds"], 3) for s in syncs[1:]]}
     numbers |= {"bytes/s": rate, "bytes/s of a copy on the device": bound}
     checks = [
         at_least("syncs", len(syncs), 4),
@@ -236,8 +246,3 @@ def _planned(run_dir: Path) -> dict[str, int]:
         for phase in gpu["phases"]:
             phases[phase["name"]] = max(phases.get(phase["name"], 0), phase["total_bytes"])
     return phases
-
-
-def _seconds_of_moving(line: dict) -> float:
-    """Of one sync, without its proof and its probe."""
-    return line["sync/seconds"] - line.get("sync/verify_seconds", 0.0) - line.get("sync/probe_seconds", 0.0)

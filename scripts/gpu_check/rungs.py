@@ -19,6 +19,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(HERE), str(HERE.parent / "wheelhouse")]
 
 import loops  # noqa: E402
+import speed  # noqa: E402
 from answers import Answer, at_least, at_most  # noqa: E402
 from ladder import SkipRung  # noqa: E402
 
@@ -124,6 +125,16 @@ def ipc(place: Place) -> Answer:
     return loops.sync_rate(place, "ipc")
 
 
+def train_speed(place: Place) -> Answer:
+    """Our train step against a bare Megatron loop."""
+    return speed.train_step(place)
+
+
+def generate_speed(place: Place) -> Answer:
+    """Generation through driver and router against the bare server."""
+    return speed.generate(place)
+
+
 def broadcast(place: Place) -> Answer:
     """Trainer and engine on a GPU each: a sync by broadcast, proven."""
     return loops.sync_rate(place, "broadcast")
@@ -183,8 +194,8 @@ def _layouts(place: Place, one: list[dict], others: dict[str, list[dict]]) -> An
 RUNGS: dict[str, Callable[[Place], Answer]] = {
     function.__name__: function
     for function in (
-        driver, imports, train_step, engine, colocate, ipc, broadcast, killed_engine, parallel, transformer_engine,
-        experts,
+        driver, imports, train_step, engine, colocate, ipc, train_speed, generate_speed,
+        broadcast, killed_engine, parallel, transformer_engine, experts,
     )
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ from slime_like.planning.placement import PlacementPlan
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.cpu_compat import BATCH_INVARIANT
 from slime_like.sglang_backend.launcher import EngineSpec
+from slime_like.sglang_backend.shared_memory import shared_environment
 from slime_like.utils.net import host_port
 
 #: Deadline of one question to the actors, in seconds.
@@ -100,11 +101,13 @@ class EngineProcesses:
         return next(endpoint for name, endpoint in zip(parts, answers, strict=True) if "node rank" not in name)
 
     def dead(self, known: Collection[int] = ()) -> dict[int, RunError]:
-        """Engines beside the `known` ones that have ended, and what the end of their log says.
+        """Engines beside the `known` ones that have ended, and what the end of their log says. An actor that starts one
+        answers no question before it is done, minutes of a large model: `poll` asks after those.
 
         Raises WaitTimeout if an actor does not answer.
         """
-        actors = {index: parts for index, parts in self._actors.items() if index not in known}
+        settled = self._actors.keys() - set(known) - self._starting.keys()
+        actors = {index: self._actors[index] for index in sorted(settled)}
         checks = {
             index: {name: actor.check.remote() for name, actor in parts.items()} for index, parts in actors.items()
         }
@@ -144,6 +147,7 @@ class EngineProcesses:
             dtype={True: "bfloat16", False: "float32", None: None}[config.optimizer.bf16],
             gpu_ids=tuple(self._bundles.gpus[i].gpu_id for i in bundles),
             environment=nccl_environment(os.environ, config.engine.sglang)
+            | shared_environment()
             | ({BATCH_INVARIANT: "1"} if config.observability.deterministic else {}),
             context_length=config.rollout.rollout_max_context_len or config.model.max_position_embeddings,
             seed=config.data.rollout_seed + engine.index,

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
@@ -27,6 +28,11 @@ logger = logging.getLogger(__name__)
 _ECHO_S = 3.0
 #: Least time between two rounds of asking for signs of life, in seconds.
 _PING_S = 3.0
+#: From the end of the control server of a Ray that was started here to the end of the run, in seconds: a host that is
+#: very busy may leave it without an answer for some.
+_GCS_GONE_S = 20
+#: How long leaving the cluster may take; then its node process hangs. In seconds.
+_LEAVE_S = 15.0
 #: How a call fails whose actor's process has ended; the second: Ray's memory monitor has killed it.
 _DEATHS = (RayActorError, OutOfMemoryError)
 #: In Ray's words for a dead actor.
@@ -56,6 +62,9 @@ def connect(num_gpus: int) -> bool:
             # A worker that ends kills its children, guards (utils/guard.py) among them, before they can tidy up. They
             # end by themselves.
             os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+            # Nobody starts its control server (GCS) again: how long the processes of a run work on without one until
+            # Ray ends them, which takes a minute else.
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_GCS_GONE_S))
             ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _temp_dir=f"{folder}/r", **options)
             return True
         try:
@@ -68,7 +77,22 @@ def connect(num_gpus: int) -> bool:
 
 def disconnect() -> None:
     """Leave the cluster; one that was started here ends. Harmless when called twice."""
-    ray.shutdown()
+    # Ray waits for its node process's answer without a deadline, in C++; killing a node that hangs would let go of it,
+    # but ends us on the spot, before whatever went wrong has been told.
+    leaving = threading.Thread(target=ray.shutdown, name="ray.shutdown", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_S)
+    if leaving.is_alive():
+        logger.warning("Ray's node process on this machine hangs: the run ends without its answer")
+        atexit.register(_end_our_node)  # before Ray's own handler, which would wait, too
+
+
+def _end_our_node() -> None:
+    """Kill the node process that was started here."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name() == "raylet":
+                child.kill()
 
 
 def running_cluster() -> str | None:
@@ -97,7 +121,7 @@ def _cluster() -> Recorded:
 
 
 def _end_with_folder(folder: str) -> None:
-    ray.shutdown()  # Ray's own handler, registered before ours, comes after it
+    disconnect()  # Ray's own handler, registered before ours, comes after it
     shutil.rmtree(folder, ignore_errors=True)
 
 

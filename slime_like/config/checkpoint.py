@@ -94,10 +94,10 @@ class CheckpointConfig:
         most=MOST_PREEMPTION_S,
     )
     max_trainer_restarts: int = flag(
-        0,
+        2,
         help=(
-            "How often in a run all training ranks are started anew, from its newest checkpoint, when one of them is"
-            " killed; engines stay. 0: a lost rank ends the run."
+            "How often in a run all training ranks are started anew, from its newest checkpoint or its beginning, when"
+            " one of them is killed; engines stay. 0: a lost rank ends the run."
         ),
         least=0,
     )

@@ -338,7 +338,8 @@ class Phases:
             self.saves.critic_saved = num_rollouts_done
         self.saves.save_hf(num_rollouts_done)  # first: a resumed run would not come here again
         state = state or self.rollout_state(num_rollouts_done)
-        state |= {"weight_version": self.weights.version, "evaluating": self.evaluating}
+        version = self.weights.version - (not self._is_ahead)  # the next sync's, at a resume, brings what it has saved
+        state |= {"weight_version": version, "evaluating": self.evaluating}
         went_well = self.saves.begun if self.job.config.checkpoint.async_save else self.saves.succeeded
         went_well(num_rollouts_done, self._trainer.save(num_rollouts_done, state))
 

@@ -21,6 +21,7 @@ from slime_like.observability.console import ProgressConsole
 from slime_like.observability.metrics import MetricsLog
 from slime_like.planning.report.render import PlanReport, as_json, render_plan
 from slime_like.utils.files import keep_files_private, write_atomic
+from slime_like.utils.full_disk import LOST_WRITES
 from slime_like.utils.supervise import keep_run_dir, keep_state
 
 
@@ -43,7 +44,8 @@ def whole_run(command: Command, report: PlanReport) -> int:
     except BaseException as error:
         _tell(error, resolved)
         raise
-    ending.ending_of(None, 0, resolved.progress, run).write(run)
+    with LOST_WRITES.going_on(f"{run.path}/{ending.FILE}"):  # a full disk fails no run that is done
+        ending.ending_of(None, 0, resolved.progress, run).write(run)
     console.note(f"done; see {run.path}")
     return 0
 

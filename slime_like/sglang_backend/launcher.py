@@ -315,7 +315,7 @@ def _environment(spec: EngineSpec, cuda: bool) -> dict[str, str]:
     """The server's environment variables."""
     env = os.environ | spec.environment
     env["PYTHONPATH"] = os.pathsep.join([PACKAGE_ROOT, *filter(None, [env.get("PYTHONPATH")])])
-    env[DIRECTORY_VARIABLE] = shared_directory()
+    env[DIRECTORY_VARIABLE] = spec.environment.get(DIRECTORY_VARIABLE, shared_directory())  # never a caller's own
     # Else /health generates a token and takes a second, and fails while generation is paused.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if os.path.isdir(spec.model_path):

@@ -38,7 +38,7 @@ _GRACE_S = 5
 
 def main(argv: list[str]) -> int:
     """Run a command line; returns the exit status."""
-    from slime_like.sglang_backend.shared_memory import tidy_shared_memory
+    from slime_like.sglang_backend.shared_memory import name_shared_directory, tidy_shared_memory
 
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
             return 2 if command.report.problems else 0
         level = command.config.observability.log_level or "info"
         start_logging(level, line_format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        name_shared_directory()
         if (status := fork_driver(tidy_shared_memory)) is not None:  # we are the supervisor, and the server has ended
             return status
         return _run(command)

@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: How often the supervisor looks whether its parent is still there, should another process hold the pipe open.
 _PARENT_CHECK_S = 1.0
 #: When a command's mapped files are first looked for, and the longest time until the next look.
-_FIRST_LOOK_S, _LONGEST_PAUSE_S = 2.0, 60.0
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 2.0, 5.0
 #: Between TERM and KILL when the parent has died without saying goodbye.
 _ORPHAN_GRACE_S = 2.0
 
@@ -287,7 +287,7 @@ class _Mapped:
         self._next = time.monotonic() + self._pause_s
 
     def look_again(self) -> None:
-        """Look if it is time: twice as late each time, as long as a minute."""
+        """Look if it is time: later each time, and never much later; what is mapped may be killed soon after."""
         if self._prefixes and time.monotonic() >= self._next:
             self.look()
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

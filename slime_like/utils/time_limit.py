@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import heapq
 import itertools
 import os
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -17,53 +17,67 @@ class TimeIsUp(Exception):
     """Raised inside the code that ran too long, between two steps of Python's interpreter."""
 
 
-@dataclasses.dataclass
 class _Limit:
-    thread: int
-    is_over: bool = False
-    is_raised: bool = False
+    """One block's. Whoever takes the ticket first says how it ends: its thread, or the watch, which then raises.
+
+    No lock is ever held in a thread that has a limit: the error may arrive between any two of its steps, also between
+    taking a lock and being ready to give it back.
+    """
+
+    def __init__(self, seconds: float):
+        self.thread, self.ends_at = threading.get_ident(), time.monotonic() + seconds
+        self.is_raised = False
+        self._ticket = [None]
+
+    def takes_ticket(self) -> bool:
+        """Whether nobody has taken it before; one step of the interpreter."""
+        try:
+            self._ticket.pop()
+        except IndexError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """After this returns nothing arrives any more."""
+        if self.takes_ticket():
+            return
+        while not self.is_raised:
+            time.sleep(0.0001)
+        _raise_in(self.thread, None)  # it may not have arrived yet
 
 
 class _Watch:
     """One thread for all limits of a process; it sleeps until the next one ends."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self._limits: list[tuple[float, int, _Limit]] = []
-        self._count = itertools.count()
+        self._new: queue.SimpleQueue[_Limit] = queue.SimpleQueue()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, seconds: float) -> _Limit:
-        limit = _Limit(threading.get_ident())
-        with self.changed:
-            entry = (time.monotonic() + seconds, next(self._count), limit)
-            heapq.heappush(self._limits, entry)
+    def start(self) -> None:
+        """Before the first limit; again does nothing."""
+        with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="time limits", daemon=True)
                 self._thread.start()
-            elif self._limits[0] is entry:
-                self.changed.notify()
-        return limit
 
-    def end(self, limit: _Limit) -> None:
-        with self.changed:
-            limit.is_over = True
-            if limit.is_raised:  # it may not have arrived yet, and must not arrive later
-                _raise_in(limit.thread, None)
-            while self._limits and self._limits[0][2].is_over:
-                heapq.heappop(self._limits)
+    def add(self, limit: _Limit) -> None:
+        """From any thread; one step of the interpreter."""
+        self._new.put(limit)
 
     def _run(self) -> None:
-        with self.changed:
-            while True:
-                rest = self._limits[0][0] - time.monotonic() if self._limits else None
-                if rest is None or rest > 0:
-                    self.changed.wait(rest)
-                    continue
-                limit = heapq.heappop(self._limits)[2]
-                if not limit.is_over:
-                    limit.is_raised = True
+        waiting: list[tuple[float, int, _Limit]] = []
+        count = itertools.count()
+        while True:
+            rest = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+            try:
+                limit = self._new.get(timeout=rest)
+                heapq.heappush(waiting, (limit.ends_at, next(count), limit))
+            except queue.Empty:
+                limit = heapq.heappop(waiting)[2]
+                if limit.takes_ticket():
                     _raise_in(limit.thread, TimeIsUp)
+                    limit.is_raised = True
 
 
 _watch = _Watch()
@@ -89,9 +103,14 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     Ends loops of Python code, in any thread; one long call into C (10**10**10) is ended when it returns.
     """
-    watch = _watch
-    limit = watch.add(seconds)
+    _watch.start()
+    limit = _Limit(seconds)
     try:
+        _watch.add(limit)
         yield
     finally:
-        watch.end(limit)
+        try:
+            limit.end()
+        except TimeIsUp:  # its own, or that of a limit around this one: this one is ended all the same
+            limit.end()
+            raise

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 #: How long an abort may take. NCCL's own waits for locks that another thread may hold.
 _ABORT_S = 10.0
+#: Groups that were let go of, and when their own threads have ended.
+_left: list[tuple[Any, float]] = []
+_leaving = threading.Lock()
 
 
 def abort_group(group: Any, who: str, *, timeout_s: float = _ABORT_S) -> bool:
@@ -38,3 +43,27 @@ def abort_group(group: Any, who: str, *, timeout_s: float = _ABORT_S) -> bool:
         return False
     logger.info("%s: a process group was aborted", who)
     return True
+
+
+def leave_group(group: Any, who: str, *, timeout_s: float) -> None:
+    """Abort a group that may be in the middle of something for good; let go of gloo's, which cannot be aborted, until
+    `destroy_left_groups` finds that timeout_s, its own deadline, has passed: its threads may be in it until then.
+
+    One of NCCL that could not be aborted is never ended: to destroy it would wait for its kernels.
+    """
+    if group is not None and not abort_group(group, who) and group.name() != "nccl":
+        with _leaving:
+            _left.append((group, time.monotonic() + timeout_s))
+
+
+def destroy_left_groups() -> None:
+    """End groups that were let go of and in which nobody can be any more: each holds 14 sockets and 4 threads."""
+    import torch.distributed as dist
+
+    with _leaving:
+        now = time.monotonic()
+        due = [group for group, ends in _left if ends <= now]
+        _left[:] = [(group, ends) for group, ends in _left if ends > now]
+    for group in due:
+        with contextlib.suppress(ValueError):  # torch no longer knows it: it went when all groups did
+            dist.destroy_process_group(group)

@@ -4,7 +4,8 @@ of train.py>.
 JSON: {"version": the sync, "rank": of the trainer, "mark": a file that comes to be when that sync begins, "what": of
     the following} {"kind", "names"}: a fault of tests.helpers.sync_faults between receipt and transport "trainer": this
     rank is killed after some tensors were gathered "engine", "engine hangs": so is the last rank of the last engine; or
-    it is stopped "disk": this rank may write no file of more than 40 kB from then on
+    it is stopped "version": engines keep their version "disk": this rank may write no file of more than 40 kB from then
+    on
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class FaultyActor(train_group.TrainActor):
             sync_faults.arm(self._worker, "in flight", sync_faults.Fault(what["kind"], tuple(what["names"])))
         elif what == "disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        elif what == "version":
+            sync_faults.arm_version(self._worker)
         else:
             pids, number = (
                 [] if what == "trainer" else schedulers(engine)[-1:],

@@ -40,6 +40,8 @@ KILLED = {
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),
 }
+#: Within this time, in seconds, a run must end whose Ray has no control server any more.
+GCS_NOTICED_S = 40.0
 POINTS = (
     *("build", "start", "take", "generate", "score", "train", "trained"),
     *("publish checkpoint", "saved", "sync", "synced", "eval"),
@@ -80,6 +82,9 @@ def strike(point: str, step: int) -> None:
     ]
     assert victims, f"no {who} is running"
     sorted(victims, key=lambda victim: victim.create_time())[order.get("which", 0)].kill()
+    if who == "gcs":  # a run works on without it until Ray ends the driver, which is to be here
+        time.sleep(GCS_NOTICED_S)
+        raise AssertionError(f"the driver outlives a killed GCS by {GCS_NOTICED_S:.0f} s")
 
 
 class StrikingPhases(Phases):
@@ -90,6 +95,11 @@ class StrikingPhases(Phases):
         first = super().restore()
         strike("start", first)
         return first
+
+    def begin_generate(self, step):
+        """As Phases: one step ahead, requests of a rollout are sent from here on."""
+        StrikingClient.watch("generate", step)
+        super().begin_generate(step)
 
     def generate(self, step):
         """As Phases. At "take" whoever is killed dies while groups are awaited, whether or not requests are sent."""
@@ -110,9 +120,9 @@ class StrikingPhases(Phases):
         strike("trained", step)
         return done
 
-    def save(self, num_rollouts_done):
+    def save(self, num_rollouts_done, state=None):
         """As Phases."""
-        super().save(num_rollouts_done)
+        super().save(num_rollouts_done, state)
         strike("saved", num_rollouts_done)
 
     def sync(self, step):
@@ -183,12 +193,12 @@ class StrickenActor(train_group.TrainActor):
 
             publish = folder.Draft.publish
 
-            def stricken(draft):
+            def stricken(draft, *given, **named):
                 for order in orders:
                     if draft.number == order["step"] and not os.path.exists(order["mark"]):
                         Path(order["mark"]).write_text(str(time.time()))
                         os.kill(os.getpid(), signal.SIGKILL)
-                publish(draft)
+                publish(draft, *given, **named)
 
             folder.Draft.publish = stricken
         return report

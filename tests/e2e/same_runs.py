@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,15 @@ from tests.e2e.runs import Finished
 TIMES = ("seconds", "per_second", "bound_share")
 #: Kinds of metric lines that begin with a step, and those that come after it with the number of steps done.
 KINDS = ("rollout", "train", "sync", "eval")
+_AFTER = ("sync", "eval")
 
 
-def numbers(run: Finished, first: int = 0) -> dict[tuple[str, int], dict]:
-    """(kind, step) -> every metric but times, of steps from `first` on."""
+def numbers(run: Finished, first: int = 0, until: float = math.inf) -> dict[tuple[str, int], dict]:
+    """(kind, step) -> every metric but times, of steps from `first` on, before `until`, and what comes after them."""
     lines = {}
     for kind in KINDS:
         for line in run.metrics(kind):
-            if line["step"] >= first:
+            if first <= line["step"] < until + (kind in _AFTER):
                 key = (kind, line["step"])
                 assert key not in lines, f"{key} stands twice in {run.run_dir / 'metrics.jsonl'}"
                 lines[key] = {
@@ -30,20 +32,24 @@ def numbers(run: Finished, first: int = 0) -> dict[tuple[str, int], dict]:
     return lines
 
 
-def samples(run: Finished, first: int = 0) -> dict[int, dict[str, bytes]]:
+def samples(run: Finished, first: int = 0, until: float = math.inf) -> dict[int, dict[str, bytes]]:
     """Rollout -> its arrays as --save-debug-rollout-data run_dir/rollouts/{rollout_id}.npz wrote them: tokens,
     log-probs, versions, and rewards and texts as JSON."""
     rollouts = {}
     for path in (run.run_dir / "rollouts").glob("*.npz"):
-        if int(path.stem) >= first:
+        if first <= int(path.stem) < until:
             with np.load(path, allow_pickle=False) as arrays:
                 rollouts[int(path.stem)] = {name: arrays[name].tobytes() for name in arrays.files}
     return rollouts
 
 
-def assert_same(first: Finished, second: Finished, since: int = 0, without: tuple[str, ...] = ()) -> int:
-    """Every metric but times and `without`, and every token, from step `since` on; gives how many numbers."""
-    ours, theirs = numbers(first, since), numbers(second, since)
+def assert_same(
+    first: Finished, second: Finished, since: int = 0, without: tuple[str, ...] = (), until: float = math.inf
+) -> int:
+    """Every metric but times and `without`, and every token, from step `since` on, before `until`; gives how many
+    numbers.
+    """
+    ours, theirs = numbers(first, since, until), numbers(second, since, until)
     assert list(ours) and set(ours) == set(theirs), set(ours) ^ set(theirs)
     names = {key: {name for name in {**ours[key], **theirs[key]} if name not in without} for key in ours}
     differing = [
@@ -53,7 +59,7 @@ def assert_same(first: Finished, second: Finished, since: int = 0, without: tupl
         if ours[key].get(name) != theirs[key].get(name)
     ]
     assert not differing, "\n".join(differing[:30])
-    one, other = samples(first, since), samples(second, since)
+    one, other = samples(first, since, until), samples(second, since, until)
     assert one and set(one) == set(other)
     for rollout, arrays in one.items():
         parts = [name for name in arrays if arrays[name] != other[rollout].get(name)]

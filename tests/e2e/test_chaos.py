@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.e2e.chaos.__main__ import FAST
@@ -24,7 +26,6 @@ def world(tiny_model_dir, tiny_data_dir, tmp_path) -> World:
     return World(tmp_path, tiny_model_dir, tiny_data_dir)
 
 
-@pytest.mark.long_run
 def test_a_run_on_scripted_engines_outlives_faults_one_after_the_other(world):
     outcomes = ChaosRun(world, LIGHT, light=True).outcomes()
     assert [one.what for one in outcomes] == ["recovered"] * len(LIGHT), outcomes
@@ -53,5 +54,6 @@ def test_what_a_run_cannot_outlive_has_a_name(world, cell):
 
 
 @pytest.mark.long_run
+@pytest.mark.skipif(os.getuid() != 0, reason="each run gets a /dev/shm of its own, which needs root")
 def test_a_soaked_run_is_the_calm_one(world):
     assert soak(world, 60.0) == 0

@@ -45,8 +45,8 @@ def command(model: Path, data: Path, run_dir: Path, order: dict) -> list[str]:
     flags[flags.index("--custom-rm-path") + 1] = "tests.e2e.killed_train.even_tokens"
     return [
         sys.executable, str(ROOT / "tests/e2e/killed_train.py"), json.dumps(order), *flags,
-        "--deterministic", "--max-engine-restarts", "0", "--max-trainer-restarts", "0", "--resume", "auto",
-        "--save-interval", "1", "--save-total-limit", "2",
+        "--deterministic", "--max-engine-restarts", "0", "--max-trainer-restarts", "0", "--max-router-restarts", "0",
+        "--resume", "auto", "--save-interval", "1", "--save-total-limit", "2",
         "--colocate", "--actor-num-gpus-per-node", "1", "--hf-checkpoint", str(model),
         "--prompt-data", f"{data}/train.jsonl", "--eval-prompt-data", "sort", f"{data}/train.jsonl@[0:8]",
         "--eval-interval", "1", "--run-dir", str(run_dir), *same_runs.flags(run_dir),
@@ -79,6 +79,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(chain, unharmed, tiny_model
         order = {"who": who, "at": where, "step": step, "mark": str(tmp_path / f"mark-{number}")}
         killed = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order)
         assert Path(order["mark"]).exists() and killed.returncode != 0, killed.logs()
+        assert "the driver outlives" not in killed.output, killed.logs()
         assert_nothing_left(before, seconds=45)
         print(f"{who} killed at {where} {step}: status {killed.returncode}", flush=True)
     done = run(tiny_model_dir, tiny_data_dir, tmp_path / "run", order)

@@ -63,8 +63,9 @@ def run(model: Path, data: Path, run_dir: Path, order: dict, mode: tuple[str, ..
     """One process of the run."""
     line = [
         sys.executable, str(ROOT / "tests/e2e/killed_train.py"), json.dumps(order), *common(model, data), *mode,
-        "--max-engine-restarts", "0", "--max-trainer-restarts", "0", "--resume", "auto",
-        "--save-interval", "1", "--save-total-limit", "2", "--run-dir", str(run_dir), *same_runs.flags(run_dir),
+        "--max-engine-restarts", "0", "--max-trainer-restarts", "0", "--max-router-restarts", "0",
+        "--resume", "auto", "--save-interval", "1", "--save-total-limit", "2",
+        "--run-dir", str(run_dir), *same_runs.flags(run_dir),
     ]  # fmt: skip
     environ = environment(PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     done = subprocess.run(
@@ -81,6 +82,7 @@ def test_each_prompt_is_trained_on_once_whoever_is_killed(chain, tiny_model_dir,
         order = {"who": who, "at": where, "step": step, "mark": str(tmp_path / f"mark-{number}")}
         killed = run(tiny_model_dir, tiny_data_dir, folder, order, mode)
         assert Path(order["mark"]).exists() and killed.returncode != 0, killed.logs()
+        assert "the driver outlives" not in killed.output, killed.logs()
         assert_nothing_left(before, seconds=45)
         saved = sorted(path.name for path in (folder / "checkpoints").glob("iter_*"))
         print(f"{who} killed at {where} {step}: status {killed.returncode}, checkpoints {saved}", flush=True)

@@ -9,11 +9,12 @@ import re
 import signal
 import tempfile
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
 
-from slime_like.sglang_backend.shared_memory import shared_directory
+from slime_like.sglang_backend.shared_memory import shared_directories
 from tests.e2e.runs import SMALL_RUN, assert_nothing_left, our_processes, run_train, start_train, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -137,17 +138,11 @@ def _mapped(pid: int) -> set[str]:
 
 
 def _weights_of_the_dead() -> set[str]:
-    """Folders `<pid>-...` of processes that have ended, in the user's one folder for weights: other tests use it at the
+    """Folders `<pid>-...` of processes that have ended, in the user's folders for weights: other tests have some at the
     same time.
     """
-    with contextlib.suppress(FileNotFoundError):
-        names = os.listdir(shared_directory())
-        return {
-            name
-            for name in names
-            if name.partition("-")[0].isdigit() and not psutil.pid_exists(int(name.partition("-")[0]))
-        }
-    return set()
+    names = [path.name for folder in shared_directories() for path in Path(folder).glob("[0-9]*-*")]
+    return {name for name in names if not psutil.pid_exists(int(name.partition("-")[0]))}
 
 
 def test_train_only_replays_saved_rollouts_to_the_same_losses(base, tmp_path):

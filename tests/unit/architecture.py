@@ -124,8 +124,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "config.tree": ("unit/config/test_run.py",),
     "cluster.engine_actor": ("e2e/test_config_file.py",),
     "cluster.engine_guests": ("contract/test_engine_guests.py", "e2e/test_engine_guests.py"),
-    "cluster.engine_processes": ("multiprocess/test_engine_fleet.py",),
-    "cluster.ray_session": ("e2e/test_cluster.py", "multiprocess/test_reward_group.py"),
     "cluster.fleet_router": ("contract/test_fleet_router.py",),
     "cluster.receivers": ("unit/config/test_delta.py",),
     "cluster.reward_group": ("multiprocess/test_reward_group.py",),

@@ -189,11 +189,13 @@ def _engine_phases(config: RunConfig, engine: EngineBytes) -> PhaseBytes:
         "engine weights": engine.weights,
         "engine adapter weights": engine.adapters,
         "communication": PROCESS_BYTES,
+        "engine graphs": engine.graphs,
     }
     held = weights | {"kv_cache": max(0, engine.kv_cache)}
     bucket = {"sync buffers": config.sync.update_weight_buffer_size}
     back = weights if config.offload_rollout else held
-    idle = {"communication": PROCESS_BYTES} if "weights" in config.released_by_engines else back
+    own = ("communication", "engine graphs")
+    idle = {name: weights[name] for name in own} if "weights" in config.released_by_engines else back
     return {
         "start": held,
         "generate": held | {"engine work": engine.work},

@@ -25,8 +25,10 @@ from slime_like.planning.memory.trainer_bytes import Precision
 _RESERVE_BYTES = 10 * GIB
 #: On smaller cards its reserve depends on many things; this is the order of it.
 _RESERVE_SHARE = 0.12
-#: SGLang's own reckoning for CUDA graphs: 512 MiB and 2 MiB for each of up to 256 batch sizes (memory_hook.py).
-_GRAPH_BYTES = GIB
+#: CUDA graphs and the workspaces of attention kernels, which an engine keeps when it gives back weights and cache.
+#: SGLang's own reckoning of the graphs is 512 MiB and 2 MiB for each of up to 256 batch sizes (memory_hook.py); an H100
+#: held 1.4 GiB in all beside the process's 1 GiB (benchmarks/results/gpu-h100.md).
+_GRAPH_BYTES = int(1.4 * GIB)
 _PREFILL_TOKENS = 8192
 #: SGLang's own default of --sglang-max-loras-per-batch.
 _ADAPTERS_A_BATCH = 8
@@ -47,6 +49,7 @@ class EngineBytes:
     weights: int
     adapters: int
     kv_cache: int
+    graphs: int
     work: int
     share: float
 
@@ -63,7 +66,7 @@ def mem_fraction(config: RunConfig, card: int) -> float:
 def colocated_share(config: RunConfig, card: int, beside: Mapping[str, int], work: int) -> float:
     """--sglang-mem-fraction-static of an engine that shares its card with training roles, rounded down to 1/1000.
 
-    beside: most bytes of those roles on one card, by phase; work: the engine's beside its weights and cache. SGLang
+    beside: most bytes of those roles on one card, by phase; work: the engine's beside weights, cache, graphs. SGLang
     takes the flag of what is free when it starts (kv_cache_configurator.py, 0.5.23), which is when training roles are
     built and, with --offload-train, have left the card. Static memory must fit beside them in every phase in which it
     is there, and leave SGLang its own reserve.
@@ -72,7 +75,8 @@ def colocated_share(config: RunConfig, card: int, beside: Mapping[str, int], wor
     if free <= 0:
         return 0.0
     phases = [phase for phase in beside if phase in ("start", "generate") or not config.offload_rollout]
-    room = min(card - beside[phase] - PROCESS_BYTES - (work if phase == "generate" else 0) for phase in phases)
+    own = PROCESS_BYTES + _GRAPH_BYTES
+    room = min(card - beside[phase] - own - (work if phase == "generate" else 0) for phase in phases)
     return max(0, int(1000 * min(room / free, mem_fraction(config, free)))) / 1000
 
 
@@ -91,14 +95,14 @@ def engine_bytes(config: RunConfig, card: int, beside: Mapping[str, int] | None 
     sizes = ActivationSizes(model=config.model, parallel=ParallelConfig(tensor_model_parallel_size=tp), width=width)
     tokens = config.engine.sglang.get("chunked_prefill_size")
     prefill = int(tokens) if isinstance(tokens, str) and int(tokens) > 0 else _PREFILL_TOKENS
-    work = _GRAPH_BYTES + int(prefill * sizes.forward_only())
+    work = int(prefill * sizes.forward_only())
     free = card - (beside or {}).get("start", 0)
     share = mem_fraction(config, card)
     if beside is not None and not has_share(config):
         share = colocated_share(config, card, beside, work)
     adapters = width * _adapter_elements(config)
     cache = int(share * free) - weights - adapters
-    return EngineBytes(weights=weights, adapters=adapters, kv_cache=cache, work=work, share=share)
+    return EngineBytes(weights=weights, adapters=adapters, kv_cache=cache, graphs=_GRAPH_BYTES, work=work, share=share)
 
 
 def _adapter_elements(config: RunConfig) -> int:

@@ -28,6 +28,7 @@ _COLORS = {
     "activations": "#72b7b2",
     "logits": "#54a24b",
     "kv_cache": "#eeca3b",
+    "graphs": "#d6a5c9",
     "work": "#b279a2",
     "buffers": "#9d755d",
     "communication": "#bab0ac",

@@ -20,6 +20,7 @@ LETTERS = {
     "activations": "A",
     "logits": "L",
     "kv_cache": "K",
+    "graphs": "g",
     "work": "E",
     "buffers": "B",
     "communication": "c",

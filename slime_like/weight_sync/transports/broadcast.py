@@ -28,7 +28,7 @@ from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import interface_of, listen_at
 from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, Reader, SentReport
-from slime_like.weight_sync.group_abort import abort_group
+from slime_like.weight_sync.group_abort import destroy_left_groups, leave_group
 from slime_like.weight_sync.in_engine.devices import settle
 from slime_like.weight_sync.in_engine.groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.stores import serve_store
@@ -80,6 +80,7 @@ class BroadcastPublisher:
         """
         if self._group is not None:
             return
+        destroy_left_groups()
         options = self._options
         self._group_name = f"slime-like-{options.source_index}-{secrets.token_hex(4)}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
@@ -114,9 +115,8 @@ class BroadcastPublisher:
                 self._options.sources.new_round()
             return send_in_slots(tensors, self._slots, self._sending(self._broadcast_in_turn, version))
         except BaseException:
-            # The group may be in the middle of a broadcast for good: end it, or where that cannot be let go of it (not
-            # destroyed, because our own thread may still be waiting in it), so that the next use makes a new one.
-            abort_group(self._group, self._who)
+            # The group may be in the middle of a broadcast for good: the next use makes a new one.
+            leave_group(self._group, self._who, timeout_s=self._options.timeout_s)
             self._tell_engines_to_leave()
             self._group = None
             raise

@@ -14,14 +14,13 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 
 import torch
 
 from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
-from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_shared_directory, remove_dead_sources
+from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_source_folder, remove_dead_sources
 from slime_like.utils.net import is_own_address, url_host
 from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, Reader, SentReport
 from slime_like.weight_sync.in_engine.shm_slots import SharedFile
@@ -97,9 +96,8 @@ class IpcPublisher:
                     f"engine {endpoint.index} at {endpoint.url} is not on this host, so it cannot read our memory. Fix:"
                     " --update-weight-transport disk."
                 )
-        root = make_shared_directory()
         remove_dead_sources()
-        self._directory = tempfile.mkdtemp(prefix=f"{os.getpid()}-source-{self._options.source_index}-", dir=root)
+        self._directory = make_source_folder(f"{os.getpid()}-source-{self._options.source_index}-")
         self._slots = [
             device_ipc.DeviceBucketSlot(number)
             if self._on_device

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="Begin no run after so long.")
     parser.add_argument("--light", action="store_true", help="On scripted engines, without Ray: seconds a run.")
     parser.add_argument("--table", action="store_true", help="Only write the table anew.")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="A random fault every 20 s, against a calm run.")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="A random fault every 20 s, beside a calm run.")
     parser.add_argument("--folder", type=Path, help="Keep the runs here. Default: a temporary one.")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/chaos.json")
     options = parser.parse_args(argv)
@@ -69,8 +69,10 @@ def runs_of(options: argparse.Namespace, kept: Kept) -> Iterator[list[Cell]]:
     if options.fast:
         yield FAST
         return
-    only, together = options.only, 60 if options.light else 12
-    for cells in [*([*one.cells] for one in campaigns(together)), *([cell] for cell in singles())]:
+    only = options.only
+    runs = [*([*one.cells] for one in campaigns()), *([cell] for cell in singles())]
+    runs.sort(key=lambda cells: cells[0].mode != "sync")  # stable; synchronous ones first
+    for cells in runs:
         chosen = [
             cell
             for cell in cells

@@ -58,11 +58,11 @@ class Blows:
                 return self._left.pop(0) if self.all_serve() else None
             return self._left.pop(0)
 
-    def at(self, phase: str, step: int, *, within: str | None = None) -> None:
+    def at(self, phase: str, step: int, *, within: str | None = None) -> bool:
         """Be struck now, if that is due. within: the phase that the driver is still in if the blow comes in time."""
         blow = self.take(phase, step)
         if blow is None:
-            return
+            return False
         folder, number = Path(ORDER["folder"]), blow["number"]
         write_atomic(folder / f"due-{number}", json.dumps(blow | {"time": time.time(), "driver": os.getpid()}))
         deadline = time.monotonic() + STRIKE_S
@@ -71,6 +71,7 @@ class Blows:
             time.sleep(0.002)
         if within is not None and self.phase != within:
             (folder / f"late-{number}").write_text(self.phase)
+        return True
 
     def beside(self, phase: str, step: int) -> None:
         """Be struck while the call that follows goes on."""
@@ -169,7 +170,8 @@ class AnnouncingFleet(build.EngineFleet):
     def wait_started(self):
         """As EngineFleet."""
         time.sleep(2.0)
-        BLOWS.at("start", 0)
+        while BLOWS.at("start", 0):
+            pass
         return super().wait_started()
 
 

@@ -20,8 +20,9 @@ from slime_like import errors
 from slime_like.observability.doctor.__main__ import diagnose
 from slime_like.observability.doctor.verdict import as_text
 from slime_like.rollout.debug_data import load_rollout
+from slime_like.sglang_backend.client import EngineHttpError
 from tests.e2e.chaos.cells import Cell
-from tests.e2e.chaos.strikes import NobodyThere, RewardServer, ScriptedServers, Target, small_disk, strike
+from tests.e2e.chaos.strikes import STALL_S, NobodyThere, RewardServer, ScriptedServers, Target, small_disk, strike
 from tests.e2e.runs import ROOT, SMALL_RUN, Finished, assert_nothing_left, environment, our_processes
 from tests.e2e.syncs import buckets_left
 
@@ -34,21 +35,32 @@ OUTLIVE_S = 240.0 * PATIENCE
 #: Of a start with a fault in it.
 START_S = 90.0 * PATIENCE
 _NAMES = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
+_NAMES.append(EngineHttpError.__name__)
 _ERROR = re.compile(rf"^({'|'.join(_NAMES)}):\s+(.*)", re.MULTILINE)
 _TRACEBACK = re.compile(r"^Traceback", re.MULTILINE)
 
 
-def deadlines() -> list[str]:
-    """Of everything that waits, so that LIMIT_S can hold."""
-    seconds = {"train": 20, "update-weight": 20, "rollout-request": 20, "reward": 15}
-    flags = [part for name, most in seconds.items() for part in (f"--{name}-timeout-s", f"{most * PATIENCE:g}")]
+def deadlines(longest_s: float = 20.0) -> list[str]:
+    """Of everything that waits, so that LIMIT_S can hold; the tiny model takes a second for any of it, and few more on
+    a busy host.
+    """
+    seconds = {"train": longest_s, "update-weight": longest_s, "rollout-request": longest_s, "reward": 0.75 * longest_s}
+    flags = [part for name, most in seconds.items() for part in (f"--{name}-timeout-s", f"{most:g}")]
     return [*flags, "--engine-start-timeout-s", f"{START_S:g}"]
 
 
 PLACEMENT = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "1"]
+ONE_ENGINE = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1"]
 #: Two ranks, so that one waits for the other; one engine.
 TWO_RANKS = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1"]
 MODES = {"sync": [], "async": ["--async-mode", "full", "--max-staleness", "2"]}
+OUTLIVES = ["--max-engine-restarts", "100", "--max-router-restarts", "100"]
+#: Silence of an engine, or router, that was stopped: the shortest deadline.
+HANG_S = 8.0
+#: Of the deadlines of a run whose only fault is that somebody stops for good: they are all that is waited for.
+STALLED_S = 12.0
+#: A part that is to be struck while it starts is waited for.
+COMES_S = 60.0
 #: Steps that an engine's successor may take to come: an engine is struck when all serve.
 STEPS_OF_A_DEATH = 6
 
@@ -63,6 +75,7 @@ class Outcome:
     error: str = ""
     remark: str = ""
     light: bool = False  # on scripted engines
+    host: str = ""
 
     @property
     def is_good(self) -> bool:
@@ -88,7 +101,8 @@ class World:
     def next_folder(self) -> Path:
         """For one run."""
         self.num_runs += 1
-        folder = self.folder / f"{self.num_runs:03d}"
+        while (folder := self.folder / f"{self.num_runs:03d}").exists():  # of an earlier call
+            self.num_runs += 1
         folder.mkdir(parents=True)
         return folder
 
@@ -110,6 +124,23 @@ def disks(cells: Sequence[Cell], folder: Path):
         yield folders
 
 
+def flags_for(cells: Sequence[Cell], *, is_scripted: bool) -> list[str]:
+    """Placement, deadlines, and what outlives faults, as these cells need it."""
+    first, alone = cells[0], len(cells) == 1
+    placement = PLACEMENT
+    if first.whom == "trainer" and first.fault in ("kill", "stall"):
+        placement = TWO_RANKS
+    elif alone and first.whom not in ("engine", "router"):
+        placement = ONE_ENGINE
+    stalls = alone and first.fault == "stall" and first.whom not in STALL_S
+    flags = [*([] if is_scripted else placement), *(deadlines(STALLED_S) if stalls else deadlines()), *OUTLIVES]
+    if any(cell.fault == "stall" for cell in cells):
+        flags += ["--engine-hang-timeout-s", f"{HANG_S:g}"]
+    if not alone and (first.fault, first.whom) == ("kill", "trainer"):
+        flags += ["--max-trainer-restarts", "100"]
+    return flags
+
+
 def command(
     world: World,
     cells: Sequence[Cell],
@@ -126,16 +157,16 @@ def command(
     run_dir = places["driver"] / "run"
     by_disk = any((cell.whom, cell.fault, cell.phase) == ("trainer", "full disk", "sync") for cell in cells)
     disk_flags = ["--update-weight-transport", "disk", "--update-weight-disk-dir", places["trainer"] / "w"]
-    placement = TWO_RANKS if cells[0].whom == "trainer" and cells[0].fault in ("kill", "stall") else PLACEMENT
+    flags += flags_for(cells, is_scripted=servers is not None)
     if servers is not None:
-        placement = ["--actor-num-gpus-per-node", "2", "--rollout-external", "--verify-weight-sync", "off"]
-        placement += ["--rollout-external-engine-addrs", *servers.urls]
+        flags += ["--actor-num-gpus-per-node", "2", "--rollout-external", "--verify-weight-sync", "off"]
+        flags += ["--rollout-external-engine-addrs", *servers.urls]
     return [
-        *flags, *deadlines(), *placement, *MODES[cells[0].mode], *(disk_flags if by_disk else []),
+        *flags, *MODES[cells[0].mode], *(disk_flags if by_disk else []),
         "--hf-checkpoint", world.model, "--prompt-data", f"{world.data / 'train.jsonl'}@[0:800]",
         "--eval-prompt-data", "sort", f"{world.data / 'eval.jsonl'}@[0:4]", "--eval-interval", "1",
         "--save", places["trainer"] / "checkpoints", "--save-interval", "1", "--save-total-limit", "2",
-        "--max-engine-restarts", "100", "--run-dir", run_dir,
+        "--run-dir", run_dir,
         "--save-debug-rollout-data", run_dir.parent / "rollouts" / "{rollout_id}.npz",
     ]  # fmt: skip
 
@@ -147,7 +178,7 @@ def blows_of(cells: Sequence[Cell], first_step: int = 1) -> tuple[list[dict], in
         phase = "eval rewards" if (cell.whom, cell.phase) == ("reward", "eval") else cell.phase
         at = 0 if phase == "start" else step
         blows.append({"number": number, "phase": phase, "step": at, "fault": cell.fault, "whom": cell.whom})
-        step += STEPS_OF_A_DEATH if (cell.fault, cell.whom) == ("kill", "engine") and len(cells) > 1 else 1
+        step += STEPS_OF_A_DEATH if cell.whom == "engine" and cell.fault in ("kill", "stall") and len(cells) > 1 else 1
     return blows, step + 1
 
 
@@ -168,14 +199,15 @@ class ChaosRun:
         self.world, self.cells, self.folder = world, list(cells), world.next_folder()
         self.script, self.servers = ("light.py", ScriptedServers()) if light else ("announcing.py", None)
         self.struck: dict[int, float] = {}  # number of a cell -> when
-        self.num_missed = 0
+        self.hangs_after_s = OUTLIVE_S if len(self.cells) > 1 else START_S + LIMIT_S
 
     def outcomes(self) -> list[Outcome]:
         """Run it to its end, and judge."""
         before, (blows, num_rollout) = our_processes(), blows_of(self.cells)
         order = {"folder": str(self.folder), "blows": blows}
         if fault := sync_fault(self.cells[0], self.folder):
-            order |= {"sync_fault": fault, "blows": []}
+            blows = []
+            order |= {"sync_fault": fault, "blows": blows}
         with (
             disks(self.cells, self.folder) as places,
             RewardServer(self.folder) as reward,
@@ -198,18 +230,21 @@ class ChaosRun:
         while process.poll() is None:
             now = time.time()
             if waiting and (due := self.folder / f"due-{waiting[0]}").exists():
-                number, blow = waiting.pop(0), json.loads(due.read_text())
-                self.struck[number] = now
+                number, blow = waiting[0], json.loads(due.read_text())
                 target = Target(process.pid, blow["driver"], reward, self.folder, places, self.servers)
                 try:
                     strike(target, blow["fault"], blow["whom"])
+                    self.struck[number] = now
                 except NobodyThere:
-                    del self.struck[number]
+                    if blow["phase"] == "start" and now - blow["time"] < COMES_S:
+                        time.sleep(0.1)
+                        continue
+                waiting.pop(0)
                 (self.folder / f"struck-{number}").touch()
             if not blows and not self.struck and (mark := self.folder / "struck-0").exists():
                 self.struck[0] = mark.stat().st_mtime
             since = now - max(self.struck.values()) if self.struck else time.monotonic() - started
-            if since > OUTLIVE_S:
+            if since > self.hangs_after_s:
                 verdict, num_rollout = diagnose(str(places["driver"] / "run"))
                 return as_text(verdict, str(places["driver"] / "run"), num_rollout)
             time.sleep(0.005)
@@ -239,18 +274,27 @@ class ChaosRun:
             elif number < last:  # it went on to the next fault; what it did in all was not judged, since it did not end
                 outcomes.append(Outcome(cell, OUTLIVED, 0.0))
             else:
-                seconds = self.ended - self.struck[number] if not hung else OUTLIVE_S
+                seconds = self.ended - self.struck[number] if not hung else self.hangs_after_s
                 most = (START_S if cell.phase == "start" else LIMIT_S) + CLOSE_S
                 what = "LATE" if what == "ended" and seconds > most else what
                 outcomes.append(Outcome(cell, what, round(seconds, 1), error[:300], remark))
-        return [dataclasses.replace(one, light=self.servers is not None) for one in outcomes]
+        return [dataclasses.replace(one, light=self.servers is not None, host=this_host()) for one in outcomes]
+
+
+def this_host() -> str:
+    """Hardware that a run had, and may have shared."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (
+        f"{os.cpu_count()} cores ({models[0] if models else 'unknown'}), no GPU; deadlines of ends times {PATIENCE:g}"
+    )
 
 
 def start(
-    order: dict, flags: Sequence, folder: Path, *, script: str = "announcing.py", **extra: str
+    order: dict, flags: Sequence, folder: Path, *, script: str = "announcing.py", prefix: Sequence = (), **extra: str
 ) -> subprocess.Popen:
-    """announcing.py with an order, in the background; what it says goes to `out`."""
-    line = [sys.executable, ROOT / "tests/e2e/chaos" / script, json.dumps(order), *flags]
+    """announcing.py with an order, in the background; what it says goes to `out`. prefix: a command that becomes it."""
+    line = [*prefix, sys.executable, ROOT / "tests/e2e/chaos" / script, json.dumps(order), *flags]
     with open(folder / "out", "w") as output:
         return subprocess.Popen(
             list(map(str, line)), cwd=ROOT, env=environment(PYTHONPATH=str(ROOT), **extra), stdout=output,
@@ -298,13 +342,21 @@ def left_by(before: dict[int, str]) -> str:
 def wrong(run: Finished, folder: Path, num_rollout: int, mode: str, *, proves: bool = True) -> str:
     """What is wrong with what a run that ended well did: its accounting, or the weights that it was trained with."""
     steps = list(range(num_rollout))
+    # Of a full disk the run has said that lines are missing: those that there are must be right.
+    lost = "metrics.jsonl: No space left" in run.output
+    # A step whose trainer was lost behind its save is not done again: of it there are no times.
+    untimed = {int(done) - 1 for done in re.findall(r"anew from the checkpoint after (\d+) rollouts", run.output)}
     for kind in ("rollout", "train", "step"):
-        if (done := [line["step"] for line in run.metrics(kind)]) != steps:
+        done = [line["step"] for line in run.metrics(kind)]
+        expected = steps[: len(done)] if lost else steps
+        if sorted({*done, *(untimed if kind == "step" else ())}) != expected or len(done) != len(set(done)):
             return f"{kind} lines of steps {done}, not of 0 to {num_rollout - 1}"
-    if (done := [line["step"] for line in run.metrics("eval")]) != list(range(num_rollout + 1))[-len(done) :]:
+    done = [line["step"] for line in run.metrics("eval")]
+    if done != (list(range(len(done))) if lost else list(range(num_rollout + 1))[-len(done) :]):
         return f"evaluations after {done}"
     syncs = run.metrics("sync")
-    if (versions := [line["sync/version"] for line in syncs]) != list(range(1, num_rollout + 2)):
+    num_syncs = len(syncs) if lost else num_rollout + 1
+    if (versions := [line["sync/version"] for line in syncs]) != list(range(1, num_syncs + 1)):
         return f"weight versions {versions}"
     if proves and any(line["sync/engines_proven"] < 1 for line in syncs):
         return "a sync proved nothing"
@@ -314,12 +366,13 @@ def wrong(run: Finished, folder: Path, num_rollout: int, mode: str, *, proves: b
     if mode == "async" and (stale := max(line["async/staleness_max"] for line in run.metrics("rollout"))) > 2:
         return f"trained on answers that were {stale} versions old"
     prompts: list[int] = []
+    steps = [step for step in steps if not lost or (folder / "d" / "rollouts" / f"{step}.npz").exists()]
     for step in steps:
         groups = load_rollout(str(folder / "d" / "rollouts" / f"{step}.npz"), step)
         prompts += [group.prompt.index for group in groups]
         oldest = {int(v) for g in groups for sample in g.samples for v in sample.weight_versions if v >= 0}
         if mode == "sync" and oldest - {step + 1}:
             return f"rollout {step} was made by weight versions {sorted(oldest)}"
-    if len(prompts) != 4 * num_rollout or len(set(prompts)) != len(prompts):
-        return f"{len(prompts)} prompts were trained on, {len(set(prompts))} different ones, not {4 * num_rollout}"
+    if len(prompts) != 4 * len(steps) or len(set(prompts)) != len(prompts):
+        return f"{len(prompts)} prompts were trained on, {len(set(prompts))} different ones, not {4 * len(steps)}"
     return ""

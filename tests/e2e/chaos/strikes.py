@@ -23,7 +23,7 @@ from tests.e2e.runs import ROOT
 WORDS = {
     "engine": ("sglang::scheduler",),
     "router": ("sglang::router",),
-    "trainer": ("ray::", "TrainActor"),
+    "trainer": ("ray::", "ChaosActor"),  # as announcing.py calls it
     "node": ("raylet/raylet",),
 }
 #: A file whose presence tears the next answer (announcing.py).
@@ -32,6 +32,8 @@ TEAR = "tear"
 SLOW_S, TURN_S = 6.0, 0.2
 #: After this a driver, or a reward server, that was stopped goes on: nobody but its owner can know better.
 STALL_S = {"driver": 12.0, "reward": 4.0}
+#: After this the owner of a scripted engine ends one that was stopped, and starts another.
+OWNER_S = 15.0
 #: A reward server is started again by whoever looks after it.
 RESTART_S = 2.0
 
@@ -88,12 +90,19 @@ class ScriptedServers:
 
     def _start(self, port: int) -> subprocess.Popen:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen([sys.executable, ROOT / "tests/e2e/chaos/scripted_server.py", str(port)], env=environ)
+        line = [sys.executable, ROOT / "tests/e2e/chaos/scripted_server.py", str(port)]
+        return subprocess.Popen(line, env=environ, stderr=subprocess.DEVNULL)  # each HTTP/2 preface is an error there
 
     @property
     def urls(self) -> list[str]:
         """For --rollout-external-engine-addrs."""
         return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def stop_first(self) -> None:
+        """Stop one; its owner notices after a while."""
+        os.kill(self.processes[0].pid, signal.SIGSTOP)
+        time.sleep(OWNER_S)
+        self.kill_first()
 
     def kill_first(self) -> None:
         """End one; after a moment another is there."""
@@ -168,8 +177,8 @@ def strike(target: Target, fault: str, whom: str) -> None:
     if whom == "reward" and fault == "kill":
         _in_background(target.reward.kill)
         return
-    if whom == "engine" and fault == "kill" and target.engines is not None:
-        _in_background(target.engines.kill_first)
+    if whom == "engine" and fault in ("kill", "stall") and target.engines is not None:
+        _in_background(target.engines.kill_first if fault == "kill" else target.engines.stop_first)
         return
     pids = target.pids(whom)
     if not pids:

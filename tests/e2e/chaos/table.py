@@ -19,6 +19,8 @@ when, in both modes.
 
 - "recovers": the run ended with status 0, every step once, no prompt twice, weights proven, and the log-probs of what
   it trained on within 1e-4 of the trainer's (sync), or within the bound on staleness (async).
+  Two exceptions: a step whose trainer was lost behind its save is not done again, and has no line of times; of a full
+  disk of the driver's files, records that the run says are lost are not asked for.
 - "ends": by a named error, with the seconds from the fault until every process was gone.
 - "(scripted)": the loop, the rollout side, the fleet and its router are the real ones; two scripted engines, started
   again 2 s after they have died, and a scripted trainer stand for SGLang, Megatron and Ray.
@@ -26,8 +28,10 @@ when, in both modes.
 - "= cell": not run itself; the same code waits for the same thing there.
 
 A slow part has a quarter of its time for 6 s; a stopped driver goes on after 12 s and a reward server after 4 s,
-everybody else never; a killed reward server is started again after 2 s. Deadlines of these runs are 20 s, a start's
-90 s (`tests/e2e/chaos/runs.py`).
+everybody else never; a killed reward server is started again after 2 s. Faults that a run outlives share one, a fault a
+step: there `--max-engine-restarts`, `--max-router-restarts` and, for killed trainer ranks, `--max-trainer-restarts` are
+100, and a stopped engine or router is ended after a silence of 8 s (`--engine-hang-timeout-s`). Deadlines of these runs
+are 20 s, 12 s where somebody is stopped for good, a start's 90 s (`tests/e2e/chaos/runs.py`).
 """
 
 
@@ -49,7 +53,8 @@ class Kept:
         """Keep newer ones; one that was not struck takes nobody's place, nor a scripted one a real one's."""
         for outcome in outcomes:
             before = self.outcomes.get(outcome.cell)
-            if before is None or (outcome.what not in OPEN and (before.light or not outcome.light)):
+            says_more = outcome.what not in OPEN
+            if before is None or (says_more and (before.what in OPEN or before.light or not outcome.light)):
                 self.outcomes[outcome.cell] = outcome
         rows = [dataclasses.asdict(outcome) for _, outcome in sorted(self.outcomes.items())]
         write_atomic(self.path, json.dumps(rows, indent=1) + "\n")
@@ -78,7 +83,8 @@ def summary(kept: Kept) -> str:
 
 def markdown(kept: Kept) -> str:
     """The whole table."""
-    lines = [_HEAD, summary(kept) + f", {time.strftime('%Y-%m-%d')}.", ""]
+    hosts = "; ".join(sorted({outcome.host for outcome in kept.outcomes.values()} - {""}))
+    lines = [_HEAD, summary(kept) + f", {time.strftime('%Y-%m-%d')}, on {hosts}.", ""]
     reasons: list[str] = []
     for mode in MODES:
         for fault in FAULTS:

@@ -93,7 +93,14 @@ def test_its_prompts_are_neither_asked_again_nor_lost():
 
 @pytest.mark.parametrize("when", ["generate", "train"])
 def test_a_preempted_run_saves_what_is_trained_and_ends_with_143(tmp_path, when):
-    """While it waits for answers it gives up at once; a train step is done first."""
+    """While it waits for answers it gives up at once; a train step is done first. Either way the sync of the run that
+    goes on has the version of the one that brought, or would have brought, these weights.
+    """
+    versions = []
+
+    def save(num_done, state):
+        versions.append(state["weight_version"])
+        return str(tmp_path)
 
     def train(step, samples):
         if when == "train" and step == 1:
@@ -108,11 +115,11 @@ def test_a_preempted_run_saves_what_is_trained_and_ends_with_143(tmp_path, when)
 
     run = Run(
         tmp_path, config(checkpoint=CheckpointConfig(save=str(tmp_path / "save"))), num_rollout=5,
-        trainer={"train": train}, rollouts={"generate": generate},
+        trainer={"train": train, "save": save}, rollouts={"generate": generate},
     )  # fmt: skip
     with pytest.raises(SystemExit) as end:
         run.go()
-    assert end.value.code == 143
+    assert end.value.code == 143 and versions == [2]
     assert [call for call in run.calls if call.startswith("trainer.save")] == ["trainer.save 2"]
     assert run.calls[-1] == "trainer.save 2" and "trainer.train 2" not in run.calls
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from slime_like.config.checkpoint import CheckpointConfig
 from slime_like.config.observability import ObservabilityConfig
 from slime_like.errors import ConfigError, ProcessLost
+from slime_like.loops import whole_run
 from slime_like.loops.whole_run import advice, exit_status
 from slime_like.megatron_backend.checkpoint.folder import Draft
 from tests.unit.job.recorded_run import config
@@ -48,3 +51,23 @@ def test_a_run_goes_on_from_what_was_saved(tmp_path):
     (Path(saved.final_path) / "shard").write_text("torn")
     assert "no checkpoint in" in advice(lost, options)
     assert "mend" in advice(ConfigError(["x"]), options)
+
+
+def test_a_full_disk_fails_no_run_that_is_done(monkeypatch, tmp_path, caplog):
+    run = SimpleNamespace(path=str(tmp_path), config=tmp_path / "config.json", plan=tmp_path / "plan.json")
+    progress = SimpleNamespace(to_json=dict, keep=None)
+    config = SimpleNamespace(observability=SimpleNamespace(share_run_dir=False), to_json=str)
+    resolved = SimpleNamespace(run=run, plan=None, config=config, progress=progress, num_rollout=1, notes=())
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    named = {"resolve": lambda *_: resolved, "as_json": str, "render_plan": str, "_drive": lambda *_: None}
+    for name, function in named.items():
+        monkeypatch.setattr(whole_run, name, function)
+    for name in ("keep_run_dir", "keep_state", "keep_files_private"):
+        monkeypatch.setattr(whole_run, name, lambda *_, **__: None)
+    monkeypatch.setattr(whole_run.dataclasses, "replace", lambda report, **_: report)
+    monkeypatch.setattr(whole_run.ending, "ending_of", lambda *_: SimpleNamespace(write=full))
+    assert whole_run.whole_run(SimpleNamespace(config=config, notes=()), SimpleNamespace(plan=None)) == 0
+    assert "end.json: No space left on device" in caplog.text

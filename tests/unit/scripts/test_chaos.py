@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
 from tests.e2e.chaos.cells import FAULTS, MODES, PHASES, WHOM, Cell, alike, all_cells, campaigns, singles, why_not
+from tests.e2e.chaos.growth import FEWEST, Life, Lives, named
 from tests.e2e.chaos.runs import Outcome, blows_of, ended_how
-from tests.e2e.chaos.soak import Life
 from tests.e2e.chaos.table import Kept, markdown, summary
 
 KILLED = Cell("kill", "trainer", "generate", "sync")
@@ -80,10 +81,55 @@ def test_outcomes_are_kept_and_one_stands_for_those_like_it(tmp_path):
     assert "3 red" in summary(again) and "**HANGS**" in markdown(again)
 
 
-def test_a_process_that_grows_is_seen_and_one_that_is_warm_is_not():
-    flat = [(float(t), 500 << 20, 10 << 20, 40) for t in range(40)]
-    assert not Life("flat", flat).grows()
-    assert not Life("warms up", [(t, size // 2 if t < 8 else size, s, f) for t, size, s, f in flat]).grows()
-    assert Life("leaks memory", [(t, size + int(t) * (4 << 20), s, f) for t, size, s, f in flat]).grows()
-    assert Life("leaks files", [(t, size, s, f + int(t)) for t, size, s, f in flat]).grows()
-    assert Life("short", flat[:8]).growth() is None
+FLAT = [(20.0 * number, 500 << 20, 10 << 20, 40) for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("what", "samples", "grows"),
+    [
+        ("flat", FLAT, False),
+        ("warms up", [(t, r // 2 if t < 160 else r, s, f) for t, r, s, f in FLAT], False),
+        ("works late", [(t, r, s, f + 30 * (t > 400 and t % 100 > 0)) for t, r, s, f in FLAT], False),
+        ("leaks memory", [(t, r + int(t) * (1 << 18), s, f) for t, r, s, f in FLAT], True),
+        ("leaks shared memory", [(t, r, s + int(t) * (1 << 15), f) for t, r, s, f in FLAT], True),
+        ("leaks files", [(t, r, s, f + int(t) // 20) for t, r, s, f in FLAT], True),
+        ("log_monitor.py", [(t, r, s, f + int(t) // 20) for t, r, s, f in FLAT], False),
+        ("not at its size yet", [(t / 20, r + int(t) * (1 << 18), s, f) for t, r, s, f in FLAT], False),
+    ],
+)
+def test_a_process_that_grows_is_seen_and_one_that_is_warm_is_not(what, samples, grows):
+    assert Life(what, samples=samples).grows() is grows
+
+
+def test_a_process_that_is_begun_under_way_counts_when_it_is_warm():
+    begun = [(t, r // 2 if t < 300 else r, s, f) for t, r, s, f in FLAT]
+    assert Life("begins", samples=begun).grows() and not Life("begins under way", 200.0, begun).grows()
+    assert Life("short", samples=FLAT[: FEWEST - 1]).growth() is None
+
+
+def test_each_process_is_looked_at_and_the_shared_memory(tmp_path):
+    lives = Lives(os.getpid(), tmp_path)
+    (tmp_path / "left").touch()
+    lives.look()
+    shared, *processes = lives
+    assert (shared.name, shared.samples[0][3]) == ("shared memory of all", 1)
+    own = processes[0].samples[0]
+    assert own[1] > own[2] > 0 and own[3] > 2
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (["ray::ChaosActor.call", ""], "ray::ChaosActor"),
+        (["sglang::scheduler"], "sglang::scheduler"),
+        (
+            ["/v/python", "-m", "slime_like.sglang_backend.cpu_server", "--port=1"],
+            "slime_like.sglang_backend.cpu_server",
+        ),
+        (["/v/python", "-I", "-S", "/x/guard.py", "36"], "guard.py"),
+        (["/v/raylet/raylet", "--x"], "raylet"),
+        ([], ""),
+    ],
+)
+def test_a_process_has_a_short_name(line, name):
+    assert named(line) == name

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -57,6 +58,25 @@ def test_a_rung_at_its_deadline_is_ended_with_all_it_started(tmp_path):
     assert not [line for line in lines if str(tmp_path) in line]
 
 
+def test_a_ladder_that_is_ended_ends_its_rung(tmp_path, repo_root):
+    command = [sys.executable, "scripts/gpu_check/check.py", "--device", "pretend", "--only", "engine"]
+    ladder_run = subprocess.Popen(
+        [*command, "--output", str(tmp_path)], cwd=repo_root, stdout=subprocess.PIPE, start_new_session=True
+    )
+    rung: list[psutil.Process] = []
+    end = time.monotonic() + 60.0
+    try:
+        while not rung and time.monotonic() < end:
+            time.sleep(0.02)
+            children = psutil.Process(ladder_run.pid).children()
+            rung = [process for process in children if "rungs.py" in str(process.cmdline())]
+        ladder_run.terminate()
+        assert ladder_run.wait(timeout=60) == 128 + 15
+    finally:
+        ladder_run.kill()
+    assert rung and not any(process.is_running() for process in rung)
+
+
 def test_a_rung_that_breaks_shows_the_end_of_its_log(tmp_path):
     outcome = ladder.run_rung(_rung("no_such_rung"), PRETEND, tmp_path)
     assert outcome.verdict == "failed"
@@ -91,6 +111,18 @@ def test_memory_is_the_peak_of_each_phase(tmp_path):
     event = {"name": "train", "ts": 0, "dur": 2_000_000, "args": {"step": 0, "time": 100.0}}
     (tmp_path / "trace.json").write_text("[\n" + json.dumps(event) + ",\n")
     assert memory.read_trace(tmp_path / "trace.json") == [("train", 100.0, 102.0)]
+
+
+def test_memory_of_trainers_and_engines_apart():
+    lines = [
+        "ray::TrainActor.train, 5072",
+        "ray::TrainActor, 1302",
+        "sglang::scheduler, 2440",
+        "/usr/bin/other, 9",
+        "x",
+    ]
+    held = memory.process_bytes([*lines, "sglang::scheduler, [N/A]"])
+    assert held == {"trainer": 5072 << 20, "engine": 2440 << 20}
 
 
 @pytest.mark.parametrize(

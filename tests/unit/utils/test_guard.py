@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from slime_like.utils import guard
 from slime_like.utils.guard import start_guarded
 
 # A command with a child in its group and a grandchild in a session of its own, none of which listens to TERM.
@@ -160,6 +161,17 @@ time.sleep(60)
     assert_gone([process.supervisor_pid])
     assert sorted(os.listdir(tmp_path)) == ["log"]
     process.close(grace_s=1.0)
+
+
+def test_what_a_slow_start_maps_late_is_found_soon(monkeypatch):
+    now, looks = [0.0], []
+    monkeypatch.setattr(guard.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(guard._Mapped, "look", lambda mapped: looks.append(now[0]))
+    mapped = guard._Mapped(0, ["/dev/shm/x"])
+    while now[0] < 200.0:
+        now[0] += 1.0
+        mapped.look_again()
+    assert max(late - early for early, late in zip(looks, looks[1:], strict=False)) <= 5.0 and looks[-1] >= 195.0
 
 
 def test_missing_command_is_named(tmp_path):

@@ -58,3 +58,18 @@ def test_the_inner_of_two_limits_is_the_first():
         with pytest.raises(TimeIsUp), time_limit(0.1):
             spin()
         spin(0.05)
+
+
+def test_limits_hold_after_thousands_that_ended_about_when_their_time_did():
+    """One that arrived while a lock was being taken left it taken: no limit of that process held any more."""
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+        try:
+            with time_limit(30.0), time_limit(0.0005):
+                spin(0.0005)
+        except TimeIsUp:
+            continue
+    start = time.monotonic()
+    with pytest.raises(TimeIsUp), time_limit(0.1):
+        spin()
+    assert time.monotonic() - start < 10

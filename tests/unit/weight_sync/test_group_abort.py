@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
+import psutil
 import pytest
 import torch.distributed as dist
 
-from slime_like.weight_sync.group_abort import abort_group
+from slime_like.utils.net import listen_at
+from slime_like.weight_sync import group_abort
+from slime_like.weight_sync.group_abort import abort_group, destroy_left_groups, leave_group
 from slime_like.weight_sync.in_engine.groups import _Source
-from slime_like.weight_sync.transports.broadcast import BroadcastPublisher
+from slime_like.weight_sync.transports.broadcast import BroadcastPublisher, _join_group
 from slime_like.weight_sync.transports.registry import PublisherOptions
 
 
@@ -30,6 +34,28 @@ class RecordedGroup:
         if self.waits is not None:
             self.waits.wait(60)
         self.is_aborted = True
+
+
+def test_a_group_that_was_let_go_of_is_ended_once_its_deadline_has_passed(monkeypatch):
+    """A trainer that outlives engines kept the sockets and threads of every such group."""
+    sockets = psutil.Process().num_fds()
+    listener = listen_at("127.0.0.1")
+    with listener:
+        group = _join_group("gloo", listener, 1, "alone", 5.0)
+    assert psutil.Process().num_fds() > sockets
+    leave_group(group, "me", timeout_s=60.0)
+    destroy_left_groups()
+    assert dist.distributed_c10d._world.pg_map.get(group) is not None
+    later = time.monotonic() + 61.0
+    monkeypatch.setattr(group_abort.time, "monotonic", lambda: later)
+    destroy_left_groups()
+    assert dist.distributed_c10d._world.pg_map.get(group) is None
+    leave_group(RecordedGroup(), "me", timeout_s=0.0)
+    leave_group(RecordedGroup(raises="NCCL is in ruins"), "me", timeout_s=0.0)
+    assert [left for left, _ in group_abort._left] == []
+    leave_group(group, "me", timeout_s=0.0)
+    later += 1.0
+    destroy_left_groups()  # an aborted one is not there to be destroyed, nor one that torch does not know any more
 
 
 def test_nccl_is_aborted_and_gloo_cannot_be():
