@@ -7,5 +7,7 @@ PEERS="${PEERS:-${HOME}/.cache/slime-like-peers}"
 PYTHON="${PYTHON:-${HERE}/../../.venv/bin/python}"
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 if [[ ! -x "${PEERS}/trl/bin/python" ]]; then "${PYTHON}" -m venv "${PEERS}/trl"; fi
-"${PEERS}/trl/bin/python" -m pip --disable-pip-version-check install --quiet --extra-index-url "${TORCH_CPU_INDEX}" -r "${HERE}/requirements-trl.txt"
+pip_install() { "${PEERS}/trl/bin/python" -m pip --disable-pip-version-check install --quiet "$@" -r "${HERE}/requirements-trl.txt"; }
+# Where the configured index has the CPU build of torch, take it.
+pip_install || pip_install --extra-index-url "${TORCH_CPU_INDEX}"
 "${PEERS}/trl/bin/python" -c 'import torch, transformers, trl; print("trl", trl.__version__, "torch", torch.__version__, "transformers", transformers.__version__)'

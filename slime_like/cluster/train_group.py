@@ -5,6 +5,7 @@ rank and waits with a deadline.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -23,9 +24,10 @@ from slime_like.cluster.gpu_environment import device_number, nccl_environment
 from slime_like.cluster.object_store import put
 from slime_like.cluster.ray_session import Wait, deaths, kill_actors
 from slime_like.cluster.sample_batch import SampleBatch, merged
+from slime_like.cluster.signs_of_life import Ear, EarAddress, speak
 from slime_like.config.run import RunConfig
 from slime_like.config.tree import TENANTS
-from slime_like.errors import RunError
+from slime_like.errors import ProcessLost, RunError
 from slime_like.planning.placement import PlacementPlan
 from slime_like.records import StepReport, SyncReceipt, TrainSample
 from slime_like.sglang_backend.shared_memory import shared_environment
@@ -40,8 +42,18 @@ logger = logging.getLogger(__name__)
 class TrainActor:
     """One rank in its own process: a megatron_backend.worker.TrainWorker, and the recipe of its role over it."""
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, log_path: str, environment: dict[str, str]):
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int,
+        world_size: int,
+        log_path: str,
+        environment: dict[str, str],
+        ear: EarAddress | None = None,
+    ):
         redirect_output(log_path)
+        if ear is not None:
+            speak(ear, rank)
         start_logging(config.observability.log_level)
         os.environ.update(environment)  # before torch is imported
         interface = config.sync.update_weight_interface
@@ -149,6 +161,10 @@ class TrainGroup:
         self._who = _WHO[role_name]
         role = plan.roles[role_name]
         nodes = [bundles.gpus[index].node_id for index in role.bundles]
+        self._one_host = bundles.on_one_host()
+        hang_s, host = config.parallel.trainer_hang_timeout_s, "127.0.0.1" if self._one_host else ray.util.get_node_ip_address()
+        self._ear = Ear(host, role.num_gpus) if hang_s else None
+        self._silent: dict[str, RunError] = {}  # ranks that were ended since they gave no sign of life
         actor_class = ray.remote(TrainActor)
         self.actors = []
         for rank, index in enumerate(role.bundles):
@@ -157,9 +173,8 @@ class TrainGroup:
             environment["OMP_NUM_THREADS"] = str(threads_of(nodes.count(nodes[rank])))
             options = bundles.options(index, plan.bundles[index].roles[role_name])
             log_path = f"{log_dir}/{role_name}-{rank}.log"
-            actor = actor_class.options(**options).remote(config, rank, role.num_gpus, log_path, environment)
-            self.actors.append(actor)
-        self._one_host = bundles.on_one_host()
+            what = (config, rank, role.num_gpus, log_path, environment, self._ear and self._ear.address)
+            self.actors.append(actor_class.options(**options).remote(*what))
         self._building: dict[str, ray.ObjectRef] = {}
         self._folder: str | None = None  # of the ranks' store, where all are on this machine
 
@@ -169,15 +184,17 @@ class TrainGroup:
             self._folder = tempfile.mkdtemp(prefix="slime-like-ranks-")  # only we can enter it
             meeting = ("127.0.0.1", 0, os.path.join(self._folder, "store"))
         else:
-            wait = Wait(self._config.engine.engine_start_timeout_s, whom=f"{self._who} rank 0", phase="start")
-            meeting = (*wait.gather({f"{self._who} rank 0": self.actors[0].address.remote()})[0], None)
+            meeting = (*self._wait_start({f"{self._who} rank 0": self.actors[0].address.remote()})[0], None)
         self._building = {f"{self._who} rank {i}": actor.build.remote(*meeting) for i, actor in enumerate(self.actors)}
 
     def wait_started(self) -> dict:
         """Rank 0's report: num_rollouts_done, client_state, num_parameters, seconds."""
-        return Wait(self._config.engine.engine_start_timeout_s, whom=f"the {self._who}", phase="start").gather(
-            self._building
-        )[0]
+        return self._wait_start(self._building)[0]
+
+    def _wait_start(self, refs: dict[str, ray.ObjectRef]) -> list:
+        seconds = self._config.engine.engine_start_timeout_s
+        watch = functools.partial(self.check_signs_of_life, "start")
+        return Wait(seconds, whom=f"the {self._who}", phase="start", watch=watch).gather(refs)
 
     def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
         """The samples in the object store, for every role that scores or trains on them."""
@@ -279,10 +296,34 @@ class TrainGroup:
         seconds: float | None = None,
         watch: Callable[[], None] | None = None,
     ) -> list:
+        def look() -> None:
+            self.check_signs_of_life(phase)
+            if watch is not None:
+                watch()
+
         named = {f"{self._who} rank {i}": ref for i, ref in enumerate(refs)}
         return Wait(
-            seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=watch
+            seconds or self._config.parallel.train_timeout_s, whom=f"the {self._who}", phase=phase, watch=look
         ).gather(named)
+
+    def check_signs_of_life(self, phase: str) -> None:
+        """End ranks whose process has given none for --trainer-hang-timeout-s. Raises ProcessLost for the first."""
+        if self._ear is None:
+            return
+        for rank, silence in self._ear.silent(self._config.parallel.trainer_hang_timeout_s).items():
+            name = f"{self._who} rank {rank}"
+            if name in self._silent:
+                continue
+            ray.kill(self.actors[rank], no_restart=True)
+            lost = ProcessLost(
+                f"{name} (process {silence.pid}) gave no sign of life for {silence.seconds:.0f} s during {phase}: it is"
+                " stopped, or its machine hangs. It was ended. A rank that is busy for so long in a call that lets no"
+                " other thread run needs a longer --trainer-hang-timeout-s"
+            )
+            lost.who, lost.pid = name, silence.pid
+            self._silent[name] = lost
+        for lost in self._silent.values():
+            raise lost
 
     def pings(self) -> dict[str, ray.ObjectRef]:
         """A call to each rank that answers when it is free; it fails if the rank is dead."""
@@ -290,13 +331,15 @@ class TrainGroup:
 
     def lost_ranks(self) -> dict[str, RunError]:
         """Ranks whose process has ended without an error of its own, by name; waits a moment for the news."""
-        return deaths(self.pings(), "check")
+        return deaths(self.pings(), "check") | self._silent
 
     def close(self) -> None:
         """End every rank; those that are not in the middle of something first give back what would outlive them."""
         refs = [actor.leave.remote() for actor in self.actors]
         ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
         kill_actors(self.actors)
+        if self._ear is not None:
+            self._ear.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

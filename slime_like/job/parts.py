@@ -103,8 +103,7 @@ class Parts:
 
     def watch(self) -> None:
         """From now on a phase notices the death of a process that nobody calls."""
-        groups: Sequence[TrainGroup | RewardGroup] = [*self.roles.values(), *([self.reward] if self.reward else [])]
-        self.job.watch = _watching(None if self.job.tend else self.fleet, groups)
+        self.job.watch = _watching(None if self.job.tend else self.fleet, list(self.roles.values()), self.reward)
 
     # ------------------------------------------------------------------ a rank is lost
 
@@ -137,10 +136,13 @@ class Parts:
                 self.fleet.release_memory()
 
 
-def _watching(fleet: EngineFleet | None, groups: Sequence[TrainGroup | RewardGroup]) -> Callable[[str], Watch]:
+def _watching(
+    fleet: EngineFleet | None, roles: Sequence[TrainGroup], reward: RewardGroup | None
+) -> Callable[[str], Watch]:
     """What to ask each second during a phase: raises RunError if an engine, or a process that waits meanwhile, has
-    died.
+    died, or hangs.
     """
+    groups: Sequence[TrainGroup | RewardGroup] = [*roles, *([reward] if reward else [])]
     life = LifeWatch(lambda: {name: ping for group in groups for name, ping in group.pings().items()})
 
     def watch(phase: str) -> Watch:
@@ -148,6 +150,8 @@ def _watching(fleet: EngineFleet | None, groups: Sequence[TrainGroup | RewardGro
             if fleet is not None:
                 fleet.check_watch()
             life.check(phase)
+            for role in roles:
+                role.check_signs_of_life(phase)
 
         return check
 

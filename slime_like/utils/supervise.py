@@ -239,7 +239,10 @@ def _verdict(code: int, board: Board, received: list[int]) -> tuple[int, str]:
             "; if nobody sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
         )
     else:
-        how = f"ended itself with status {code}, without an exception: os._exit, or a library that calls exit"
+        how = (
+            f"ended itself with status {code}, without an exception: os._exit, or a library that calls exit (Ray does,"
+            " when its node process, the raylet, has died)"
+        )
     during = board.texts(_RUNNING)
     more = f"\n  and {len(during) - _LISTED} more" if len(during) > _LISTED else ""
     what = (

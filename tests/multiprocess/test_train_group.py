@@ -2,8 +2,11 @@
 
 import dataclasses
 import os
+import signal
+import time
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray._private.internal_api import node_stats
@@ -13,6 +16,7 @@ from slime_like.cluster.ray_session import connect
 from slime_like.cluster.sample_batch import SampleBatch
 from slime_like.cluster.train_group import TrainGroup
 from slime_like.config.placement import PlacementConfig
+from slime_like.errors import ProcessLost
 from slime_like.planning.placement import make_plan
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.train_world import make_config, make_samples
@@ -77,3 +81,20 @@ def test_samples_are_put_once_a_step_and_arrays_travel_beside_them(groups):
     for rows in columns.values():
         assert [len(row) for row in rows] == [len(sample.tokens) for sample in samples] and rows[0].dtype == np.float32
     assert max(np.abs(row).max() for row in columns["kl"]) > 0.01 and np.isfinite(report.metrics["train/kl_loss"])
+
+
+def test_a_rank_that_is_stopped_is_ended_by_name(groups, monkeypatch):
+    """Long before the deadline of the call; the last test here, since the reference is gone afterwards."""
+    group = groups["ref"]
+    parallel = dataclasses.replace(group._config.parallel, trainer_hang_timeout_s=3.0)
+    monkeypatch.setattr(group, "_config", dataclasses.replace(group._config, parallel=parallel))
+    batch, pid = group.put(make_samples()), ray.get(group.actors[0].pid.remote())
+    group.probe(make_samples())  # looked at, as in any wait
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(ProcessLost, match=rf"reference rank 0 \(process {pid}\) gave no sign of life for \d s during"):
+        group._all("with_reference", "score", batch)
+    assert time.monotonic() - started < 30 and list(group.lost_ranks()) == ["reference rank 0"]
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.1)
+        assert time.monotonic() - started < 30

@@ -100,7 +100,7 @@ def campaigns(most: int = 60) -> list[Campaign]:
     outlived = [cell for cell in all_cells() if not why_not(cell) and _is_outlived(cell)]
     runs = []
     for mode in MODES:
-        for kind in ("brief", "kill", "stall", "kill trainer"):
+        for kind in ("brief", "kill", "stall", "kill trainer", "stall trainer"):
             cells = [cell for cell in outlived if cell.mode == mode and _kind(cell) == kind]
             cells.sort(key=lambda cell: PHASES.index(cell.phase))
             for number, start in enumerate(range(0, len(cells), most), 1):
@@ -112,7 +112,7 @@ def _kind(cell: Cell) -> str:
     """Which cells share a run: those that need the same flags."""
     if cell.fault in ("slow", "corrupt reply"):
         return "brief"
-    return "kill trainer" if cell.whom == "trainer" else cell.fault
+    return f"{cell.fault} trainer" if cell.whom == "trainer" else cell.fault
 
 
 def singles() -> list[Cell]:
@@ -138,5 +138,5 @@ def _is_outlived(cell: Cell) -> bool:
     if cell.fault == "kill":
         return cell.whom in ("engine", "router", "trainer")  # a reward server may be away for longer than the retries
     if cell.fault == "stall":
-        return cell.whom in ("engine", "router", "driver", "reward")
+        return cell.whom != "node"
     return cell.fault == "corrupt reply" and cell.phase != "sync" and cell.whom != "reward"

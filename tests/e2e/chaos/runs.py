@@ -55,7 +55,7 @@ ONE_ENGINE = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--ro
 TWO_RANKS = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1"]
 MODES = {"sync": [], "async": ["--async-mode", "full", "--max-staleness", "2"]}
 OUTLIVES = ["--max-engine-restarts", "100", "--max-router-restarts", "100"]
-#: Silence of an engine, or router, that was stopped: the shortest deadline.
+#: Silence of an engine, a router or a trainer rank that was stopped: the shortest deadline.
 HANG_S = 8.0
 #: Of the deadlines of a run whose only fault is that somebody stops for good: they are all that is waited for.
 STALLED_S = 12.0
@@ -135,8 +135,8 @@ def flags_for(cells: Sequence[Cell], *, is_scripted: bool) -> list[str]:
     stalls = alone and first.fault == "stall" and first.whom not in STALL_S
     flags = [*([] if is_scripted else placement), *(deadlines(STALLED_S) if stalls else deadlines()), *OUTLIVES]
     if any(cell.fault == "stall" for cell in cells):
-        flags += ["--engine-hang-timeout-s", f"{HANG_S:g}"]
-    if not alone and (first.fault, first.whom) == ("kill", "trainer"):
+        flags += ["--engine-hang-timeout-s", f"{HANG_S:g}", "--trainer-hang-timeout-s", f"{HANG_S:g}"]
+    if not alone and first.whom == "trainer" and first.fault in ("kill", "stall"):
         flags += ["--max-trainer-restarts", "100"]
     return flags
 
@@ -179,7 +179,8 @@ def blows_of(cells: Sequence[Cell], first_step: int = 1) -> tuple[list[dict], in
         at = 0 if phase == "start" else step
         blows.append({"number": number, "phase": phase, "step": at, "fault": cell.fault, "whom": cell.whom})
         step += STEPS_OF_A_DEATH if cell.whom == "engine" and cell.fault in ("kill", "stall") and len(cells) > 1 else 1
-    return blows, step + 1
+    # What is generated ahead comes before its step: of the last steps nothing is left to be struck.
+    return blows, step + (3 if cells[0].mode == "async" else 1)
 
 
 def sync_fault(cell: Cell, folder: Path) -> dict | None:

@@ -29,9 +29,10 @@ when, in both modes.
 
 A slow part has a quarter of its time for 6 s; a stopped driver goes on after 12 s and a reward server after 4 s,
 everybody else never; a killed reward server is started again after 2 s. Faults that a run outlives share one, a fault a
-step: there `--max-engine-restarts`, `--max-router-restarts` and, for killed trainer ranks, `--max-trainer-restarts` are
-100, and a stopped engine or router is ended after a silence of 8 s (`--engine-hang-timeout-s`). Deadlines of these runs
-are 20 s, 12 s where somebody is stopped for good, a start's 90 s (`tests/e2e/chaos/runs.py`).
+step: there `--max-engine-restarts`, `--max-router-restarts` and, for trainer ranks, `--max-trainer-restarts` are 100,
+and a stopped engine, router or trainer rank is ended after a silence of 8 s (`--engine-hang-timeout-s`,
+`--trainer-hang-timeout-s`). Deadlines of these runs are 20 s, 12 s where somebody is stopped for good, a start's 90 s
+(`tests/e2e/chaos/runs.py`).
 """
 
 
