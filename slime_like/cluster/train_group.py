@@ -162,8 +162,8 @@ class TrainGroup:
         role = plan.roles[role_name]
         nodes = [bundles.gpus[index].node_id for index in role.bundles]
         self._one_host = bundles.on_one_host()
-        hang_s, host = config.parallel.trainer_hang_timeout_s, "127.0.0.1" if self._one_host else ray.util.get_node_ip_address()
-        self._ear = Ear(host, role.num_gpus) if hang_s else None
+        host = "127.0.0.1" if self._one_host else ray.util.get_node_ip_address()
+        self._ear = Ear(host, role.num_gpus) if config.parallel.trainer_hang_timeout_s else None
         self._silent: dict[str, RunError] = {}  # ranks that were ended since they gave no sign of life
         actor_class = ray.remote(TrainActor)
         self.actors = []
@@ -322,8 +322,8 @@ class TrainGroup:
             )
             lost.who, lost.pid = name, silence.pid
             self._silent[name] = lost
-        for lost in self._silent.values():
-            raise lost
+        if self._silent:
+            raise next(iter(self._silent.values()))
 
     def pings(self) -> dict[str, ray.ObjectRef]:
         """A call to each rank that answers when it is free; it fails if the rank is dead."""

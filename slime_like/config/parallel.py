@@ -136,8 +136,8 @@ class ParallelConfig:
     trainer_hang_timeout_s: float = flag(
         300.0,
         help=(
-            "A training rank whose process gives no sign of life for so long, in seconds, counts as lost: it is stopped,"
-            " or its machine hangs. Longer than any call that lets no other thread of its process run. 0: nobody looks."
+            "A training rank whose process gives no sign of life for so long, in seconds, is lost: it is stopped, or"
+            " its machine hangs. Longer than any call that lets no other thread of its process run. 0: nobody looks."
         ),
         least=0,
         most=LONGEST_WAIT_S,

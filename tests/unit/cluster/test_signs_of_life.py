@@ -19,9 +19,9 @@ from slime_like.cluster.signs_of_life import Ear, EarAddress, speak
 
 @pytest.fixture
 def ear() -> Iterator[Ear]:
-    made = Ear("127.0.0.1", num_senders=2)
-    yield made
-    made.close()
+    of_driver = Ear("127.0.0.1", num_senders=2)
+    yield of_driver
+    of_driver.close()
 
 
 @pytest.fixture
