@@ -13,8 +13,27 @@ HEAD = """| against | work | ours | theirs | ratio | goal | |
 |---|---|---|---|---|---|---|"""
 
 
-def row(result: dict) -> str:
-    """One comparison, as a row."""
+def rows(result: dict) -> list[str]:
+    """One comparison, as rows."""
+    if result.get("what") != "driver":
+        return [_one(result)]
+    return [
+        _row(
+            "slime's rollout driver",
+            f"{row['samples']} samples of 512 tokens, scripted engine",
+            *(
+                f"{row[who]['per_second']:.0f} samples/s ({row[who]['cpu_us']:.0f} us of CPU)"
+                for who in ("ours", "slime")
+            ),
+            row["ratio"],
+            result["goal"],
+            higher=True,
+        )
+        for row in result["rows"]
+    ]
+
+
+def _one(result: dict) -> str:
     if "tokens_per_second" in result:
         work = (
             f"{result['requests']} requests of {result['prompt_tokens']} + {result['new_tokens']} tokens,"
@@ -47,7 +66,7 @@ def main() -> None:
     """Command line."""
     results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
     hardware = sorted({result["hardware"] for result in results})
-    print("; ".join(hardware), "", HEAD, *map(row, results), sep="\n")
+    print("; ".join(hardware), "", HEAD, *(row for result in results for row in rows(result)), sep="\n")
 
 
 if __name__ == "__main__":
