@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.peers.table import row
+from benchmarks.peers.table import rows
 from benchmarks.peers.work import Shape, endless_model, fixed_samples, noise, prompt
 from tests.helpers.tiny_rewards import TINY
 
@@ -38,12 +38,15 @@ def test_rows_of_the_table_say_whether_a_goal_is_met():
         name: {"step_s": seconds, "generate_s": 1.0, "train_s": 2.0} for name, seconds in (("ours", 4), ("trl", 8))
     }
     common = {"shape": "4x8x140x12", "model": "small", "hardware": "a host"}
-    missed = row(common | steps | {"what": "steps", "faster": {"step_s": 2.0}, "goal": 3.0})
+    (missed,) = rows(common | steps | {"what": "steps", "faster": {"step_s": 2.0}, "goal": 3.0})
     assert missed.endswith("| 2.00 | ≥ 3 | MISSED |") and "8.0 s a step" in missed
     losses = {name: {"loss": -0.5, "grad_norm": 2.0} for name in ("ours", "trl")}
-    assert row(common | losses | {"what": "loss", "apart": {"loss": 4e-7}, "goal": 1e-5}).endswith(
-        "| 4.0e-07 | ≤ 1e-05 | met |"
-    )
+    (met,) = rows(common | losses | {"what": "loss", "apart": {"loss": 4e-7}, "goal": 1e-5})
+    assert met.endswith("| 4.0e-07 | ≤ 1e-05 | met |")
     rates = {"tokens_per_second": {"ours": 99.0, "bare": 100.0}, "ratio": 0.99, "goal": 0.97}
     sizes = {"requests": 128, "prompt_tokens": 32, "new_tokens": 64, "concurrency": 64}
-    assert "| 99 tokens/s | 100 tokens/s | 0.99 | ≥ 0.97 | met |" in row(common | rates | sizes)
+    assert "| 99 tokens/s | 100 tokens/s | 0.99 | ≥ 0.97 | met |" in rows(common | rates | sizes)[0]
+    drivers = {who: {"cpu_us": cpu, "per_second": cpu / 2} for who, cpu in (("ours", 400.0), ("slime", 100.0))}
+    found = rows({"what": "driver", "goal": 3.0, "rows": [drivers | {"samples": n, "ratio": 4.0} for n in (10, 20)]})
+    assert len(found) == 2 and found[1].startswith("| slime's rollout driver | 20 samples")
+    assert found[0].endswith("| 200 samples/s (400 us of CPU) | 50 samples/s (100 us of CPU) | 4.00 | ≥ 3 | met |")
