@@ -47,6 +47,8 @@ def test_rows_of_the_table_say_whether_a_goal_is_met():
     sizes = {"requests": 128, "prompt_tokens": 32, "new_tokens": 64, "concurrency": 64}
     assert "| 99 tokens/s | 100 tokens/s | 0.99 | ≥ 0.97 | met |" in rows(common | rates | sizes)[0]
     drivers = {who: {"cpu_us": cpu, "per_second": cpu / 2} for who, cpu in (("ours", 400.0), ("slime", 100.0))}
-    found = rows({"what": "driver", "goal": 3.0, "rows": [drivers | {"samples": n, "ratio": 4.0} for n in (10, 20)]})
-    assert len(found) == 2 and found[1].startswith("| slime's rollout driver | 20 samples")
-    assert found[0].endswith("| 200 samples/s (400 us of CPU) | 50 samples/s (100 us of CPU) | 4.00 | ≥ 3 | met |")
+    of_drivers = rows(
+        {"what": "driver", "goal": 3.0, "rows": [drivers | {"samples": n, "ratio": 4.0} for n in (10, 20)]}
+    )
+    assert len(of_drivers) == 2 and of_drivers[1].startswith("| slime's rollout driver | 20 samples")
+    assert of_drivers[0].endswith("| 200 samples/s (400 us of CPU) | 50 samples/s (100 us of CPU) | 4.00 | ≥ 3 | met |")
