@@ -361,10 +361,13 @@ def wrong(run: Finished, folder: Path, num_rollout: int, mode: str, *, proves: b
         return f"weight versions {versions}"
     if proves and any(line["sync/engines_proven"] < 1 for line in syncs):
         return "a sync proved nothing"
-    difference = max(line.get("train/logprob_abs_diff_max", 0.0) for line in run.metrics("train"))
+    difference = max((line.get("train/logprob_abs_diff_max", 0.0) for line in run.metrics("train")), default=0.0)
     if mode == "sync" and difference > 1e-4:
         return f"trained on answers of other weights: log-probs differ by {difference:.2g}"
-    if mode == "async" and (stale := max(line["async/staleness_max"] for line in run.metrics("rollout"))) > 2:
+    if (
+        mode == "async"
+        and (stale := max((line["async/staleness_max"] for line in run.metrics("rollout")), default=0)) > 2
+    ):
         return f"trained on answers that were {stale} versions old"
     prompts: list[int] = []
     steps = [step for step in steps if not lost or (folder / "d" / "rollouts" / f"{step}.npz").exists()]
