@@ -98,6 +98,15 @@ class RolloutConfig:
         False,
         help="Samples cut off at a length limit train nothing; their group's others are still compared with them.",
     )
+    share_prefill: str = flag(
+        "auto",
+        choices=("auto", "on", "off"),
+        help=(
+            "Send a prompt through an engine once before its samples ask for it together, which compute it again each"
+            " where they come into one batch. auto: where the engine that has it gets them, and keeps it in a cache;"
+            " of prompts that are long enough."
+        ),
+    )
     rollout_request_timeout_s: float = flag(
         600.0, help="Deadline of one generation request, in seconds.", above=0, most=LONGEST_WAIT_S
     )

@@ -22,6 +22,7 @@ from slime_like.records import ABORTED, COMPLETED, TRUNCATED, EngineEndpoint, Pr
 from slime_like.rollout.asking import NoAnswer, ask, unlimited_session
 from slime_like.rollout.kept_answers import slot_of
 from slime_like.rollout.policy import Policy
+from slime_like.rollout.prefill import after_prefill
 from slime_like.rollout.routed_experts import RoutingShape
 from slime_like.utils.activity import Activity
 
@@ -159,7 +160,7 @@ class GenerationClient:
         self._tries = rollout.rollout_request_retries
         self._weight_version, self._adapter = weight_version, adapter
         self._serving: Policy | None = None
-        self.concurrency = concurrency
+        self.concurrency, self.prefills = concurrency, rollout.share_prefill == "on"
         self._slots = asyncio.Semaphore(concurrency)
         self._headers = _headers(api_key)
         self.activity = Activity()
@@ -247,11 +248,17 @@ class GenerationClient:
 
     async def _exchange(self, asked: _Asked, session: str | None) -> tuple[bytes, int]:
         """(the answer, its HTTP status); the request names its adapters when it is sent, however long it has waited."""
+
+        def sent(body: dict) -> Awaitable[tuple[bytes, int]]:
+            return self._sent(orjson.dumps(body, option=_JSON), session)
+
         if self._adapter is None:
+            await after_prefill(sent)
             return await self._sent(asked.whole, session)
         with self._adapter() as weights:
-            asked.weights = weights
-            return await self._sent(orjson.dumps(asked.body | {"lora_path": str(weights)}, option=_JSON), session)
+            asked.weights, named = weights, {"lora_path": str(weights)}
+            await after_prefill(lambda body: sent(body | named))
+            return await sent(asked.body | named)
 
     async def _sent(self, body: bytes, session: str | None) -> tuple[bytes, int]:
         """To the router or to an engine."""

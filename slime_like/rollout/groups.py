@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -13,6 +14,7 @@ from slime_like.errors import EngineError, RewardError, RunError
 from slime_like.records import ABORTED, FAILED, Prompt, Sample, SampleGroup
 from slime_like.rollout.generate import GenerationClient, Sampling
 from slime_like.rollout.policy import Policy
+from slime_like.rollout.prefill import is_worth, prefilled
 from slime_like.rollout.rewards.overlong import punish_overlong
 from slime_like.rollout.rewards.scorer import RewardScorer
 from slime_like.rollout.sample_builder import FAULT, SampleBuilder
@@ -111,7 +113,10 @@ class GroupMaker:
 
     async def group(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> GroupOutcome:
         """Generate and score num_samples answers to one prompt."""
-        episodes = await gather_or_cancel([self._episode(prompt, index, sampling) for index in range(num_samples)])
+        is_plain = self._player is None and self._custom_generate is None
+        prefills = is_plain and self._client.prefills and is_worth(prompt, num_samples)
+        with prefilled(prompt) if prefills else contextlib.nullcontext():
+            episodes = await gather_or_cancel([self._episode(prompt, index, sampling) for index in range(num_samples)])
         if self._scorer.config.group_rm:
             episodes = await self._scored_together(episodes, prompt, sampling)
         return GroupOutcome(

@@ -26,6 +26,7 @@ from slime_like.rollout.group_stream import GroupStream, StreamLimits
 from slime_like.rollout.groups import CUSTOM_DEADLINES, GroupMaker, GroupOutcome, groups_at_a_time
 from slime_like.rollout.hooks import chosen_prompts, eval_data, filtered_samples, logged
 from slime_like.rollout.policy import Policy
+from slime_like.rollout.prefill import with_prefill
 from slime_like.rollout.prompt_feed import PromptFeed
 from slime_like.rollout.put_aside import PutAside
 from slime_like.rollout.rewards.scorer import RewardScorer, ScoresSamples
@@ -377,21 +378,19 @@ class RolloutService:
 
     def _make_eval_client(self, access: EngineAccess) -> GenerationClient:
         """Evaluation is never held, and what a sync ends of it is asked for again."""
-        num_engines, policy = self._config.asynchrony.eval_num_engines, self._eval_policy
+        num_engines, policy = self._config.asynchrony.eval_num_engines, None
         if num_engines:
-            options = self._client_options(dataclasses.replace(access, num_engines=num_engines), policy)
-        elif self._config.keeps_partial_answers:
-            options = self._client_options(access)
-        else:
+            access, policy = dataclasses.replace(access, num_engines=num_engines), self._eval_policy
+        elif not self._config.keeps_partial_answers:
             return self._client
-        return GenerationClient(**options)
+        return GenerationClient(**self._client_options(access, policy))
 
     def _client_options(self, access: EngineAccess, policy: Policy | None = None) -> dict[str, Any]:
         config, policy = self._config, policy or self.policy
         return {
             "url": access.router_url,
             "api_key": access.router_api_key,
-            "rollout": config.rollout,
+            "rollout": with_prefill(config, access.num_engines),
             "concurrency": config.engine.sglang_server_concurrency * max(1, access.num_engines),
             "weight_version": lambda: policy.weights.version,
             "adapter": policy.request if config.sync.sends_adapters else None,

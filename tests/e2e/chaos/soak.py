@@ -31,9 +31,9 @@ SHORT = [
     ("slow", "engine"), ("slow", "router"), ("slow", "trainer"), ("slow", "driver"), ("slow", "node"),
 ]  # fmt: skip
 #: Those that somebody must be started anew after: one at a time, when all serve and steps are done.
-DEATHS = [("kill", "engine"), ("stall", "engine"), ("kill", "router"), ("kill", "trainer")]
+DEATHS = [("kill", "engine"), ("stall", "engine"), ("kill", "router"), ("kill", "trainer"), ("stall", "trainer")]
 SHARE_OF_DEATHS = 0.5  # of faults that come when all serve
-#: A silent engine is ended after this; more than the longest that a driver is stopped.
+#: A silent engine, or trainer rank, is ended after this; more than the longest that a driver is stopped.
 HANG_S = 15.0
 #: No fault in so many seconds before the end.
 LAST_S = 25.0
@@ -181,7 +181,7 @@ def _flags(world: World, folder: Path, reward_url: str) -> list:
     return [
         *flags, *deadlines(), *PLACEMENT, "--deterministic", "--max-engine-restarts", "1000",
         "--max-router-restarts", "1000", "--max-trainer-restarts", "1000", "--rm-retries", "50",
-        "--engine-hang-timeout-s", f"{HANG_S * PATIENCE:g}",
+        "--engine-hang-timeout-s", f"{HANG_S * PATIENCE:g}", "--trainer-hang-timeout-s", f"{HANG_S * PATIENCE:g}",
         "--hf-checkpoint", world.model, "--prompt-data", world.data / "train.jsonl",
         "--eval-prompt-data", "sort", f"{world.data / 'eval.jsonl'}@[0:4]", "--eval-interval", "5",
         "--save", folder / "checkpoints", "--save-interval", "5", "--save-total-limit", "2",
