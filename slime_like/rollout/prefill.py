@@ -1,8 +1,9 @@
 """A prompt goes through the engine once, before the samples of its group ask for it together.
 
 Requests that an engine takes into one batch do not see what the others of it compute: eight samples of a prompt that
-come at once are eight passes over it, and only later ones find it in the cache. The first sample that has a slot asks for the pass, and the others wait for it in
-theirs. SGLang does the same for its own parameter `n`, which would give all samples one seed.
+come at once are eight passes over it, and only later ones find it in the cache. The first sample that has a slot asks
+for the pass, and the others wait for it in theirs. SGLang does the same for its own parameter `n`, which would give all
+samples one seed.
 """
 
 from __future__ import annotations
