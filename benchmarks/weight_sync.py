@@ -226,6 +226,7 @@ def table(results: list[dict]) -> list[str]:
         "transfer",
         "source",
         "hash",
+        "copy",
         "engine",
         "requests",
         "MB/s",
@@ -240,7 +241,7 @@ def table(results: list[dict]) -> list[str]:
                 f"{result['bytes'] / MEGABYTE:.0f}", row["transport"], f"{proven['total_s']:.3f}",
                 f"{plain['begin_s'] + plain['finish_s']:.3f}",
                 f"{plain['transfer_s']:.3f}", f"{plain['source_s']:.3f}", f"{plain['hash_s']:.3f}",
-                f"{plain['engine_s']:.3f}", f"{plain['requests']:.0f}",
+                f"{plain['copy_s']:.3f}", f"{plain['engine_s']:.3f}", f"{plain['requests']:.0f}",
                 f"{row['bytes_per_second'] / MEGABYTE:.0f}", f"{result['bounds_s'][row['bound']]:.3f} ({row['bound']})",
                 f"**{row['share_of_bound']:.0%}**",
                 f"{row['goal']:.0%} {'met' if row['share_of_bound'] >= row['goal'] else 'MISSED'}",
@@ -294,11 +295,11 @@ def main() -> None:
             ),
             (
                 "sync: with its receipt, the other seconds without. transfer: from the first tensor gathered to the"
-                " last one loaded; source, hash and engine lie"
+                " last one loaded; source, hash, copy and engine lie"
             ),
             (
-                "inside it, may overlap, and are: gathering and converting, the publisher's own digest, and the engine"
-                " busy with requests that bring weights."
+                "inside it, may overlap, and are: gathering and converting, the publisher's own digest, putting tensors"
+                " into buckets, and the engine busy with requests that bring weights."
             ),
             "",
         ]

@@ -1,5 +1,5 @@
-"""One weight sync, taken apart: how long each phase took, and how much of it was spent in the source, in hashing and in
-the engine.
+"""One weight sync, taken apart: how long each phase took, and how much of it was spent in the source, in hashing, in
+copying and in the engine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from slime_like.weight_sync.buckets import Digest, NamedTensor, Proof, Publisher
 from slime_like.weight_sync.in_engine.receipt import RECEIPT_NAME
 from slime_like.weight_sync.proof.receipt import Receipt, loader_request
 from slime_like.weight_sync.session import EngineSide
+from slime_like.weight_sync.transports.slots import BucketSlot
 
 
 @dataclass(frozen=True)
 class SyncTimes:
     """Seconds.
 
-    The first five follow each other and add up to the sync; the next four lie inside send and load, and may overlap.
+    The first five follow each other and add up to the sync; the next five lie inside send and load, and may overlap.
     """
 
     begin_s: float  # pause, flush, open
@@ -38,6 +39,7 @@ class SyncTimes:
     finish_s: float  # close, flush, name the version, read it back, continue
     source_s: float  # waiting for the next tensor of the source: gathering and converting
     hash_s: float  # the trainer's digest of all that it sends
+    copy_s: float  # putting tensors into buckets
     receipt_s: float  # the receipt's digests of what it sends
     engine_s: float  # an engine busy with a request that brings it weights
     requests: float  # HTTP requests of the whole sync
@@ -96,11 +98,12 @@ class Recorder:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record every engine request that brings weights ("engine"), all requests' bodies, the publishers' hashing
-        ("hash"), and what a receipt takes in ("receipt", the source's own time included).
+        ("hash"), their copying into buckets ("copy"), and what a receipt takes in ("receipt", the source's own time
+        included).
 
         Publishers make clients and digests of their own, so the classes are watched, not the objects.
         """
-        request, add, take_in = EngineClient._request, Digest.add, Receipt.watching
+        request, take_in = EngineClient._request, Receipt.watching
 
         def watched_request(
             client: EngineClient,
@@ -117,19 +120,23 @@ class Recorder:
             self.http_bytes += _body_bytes(body)
             return answer
 
-        def watched_add(digest: Digest, *args: Any, **more: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return add(digest, *args, **more)
-            finally:
-                self.add("hash", started, time.perf_counter())
+        def watched(function: Callable, kind: str) -> Callable:
+            def timed(*args: Any, **more: Any) -> Any:
+                started = time.perf_counter()
+                try:
+                    return function(*args, **more)
+                finally:
+                    self.add(kind, started, time.perf_counter())
+
+            return timed
 
         def watched_watching(receipt: Receipt, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
             return self.timed(take_in(receipt, tensors), "receipt")
 
         with (
             mock.patch.object(EngineClient, "_request", watched_request),
-            mock.patch.object(Digest, "add", watched_add),
+            mock.patch.object(Digest, "add", watched(Digest.add, "hash")),
+            mock.patch.object(BucketSlot, "put", watched(BucketSlot.put, "copy")),
             mock.patch.object(Receipt, "watching", watched_watching),
         ):
             yield
@@ -149,7 +156,7 @@ def timed_sync(engines: EngineSide, send: Callable[[Recorder], None], verify: Ca
         marks.append(time.perf_counter())
         engines.load()
         marks.append(time.perf_counter())
-        inside = {kind: recorder.seconds(kind) for kind in ("source", "hash", "receipt", "engine")}
+        inside = {kind: recorder.seconds(kind) for kind in ("source", "hash", "copy", "receipt", "engine")}
         if verify is not None:
             engines.open()
             verify()
@@ -157,10 +164,10 @@ def timed_sync(engines: EngineSide, send: Callable[[Recorder], None], verify: Ca
         engines.finish()
         marks.append(time.perf_counter())
     begin, sending, load, verifying, finish = (after - before for before, after in zip(marks, marks[1:], strict=False))
-    receipt = max(0.0, inside["receipt"] - inside["source"])
     counts = {"requests": float(recorder.requests), "http_bytes": float(recorder.http_bytes)}
+    inside |= {"receipt": max(0.0, inside["receipt"] - inside["source"])}
     return SyncTimes(
-        begin, sending, load, verifying, finish, inside["source"], inside["hash"], receipt, inside["engine"], **counts
+        begin, sending, load, verifying, finish, **{f"{kind}_s": seconds for kind, seconds in inside.items()}, **counts
     )
 
 

@@ -24,6 +24,7 @@ def times(bench: dict, *, send: float, load: float, verify: float):
         finish_s=0.5,
         source_s=0.25,
         hash_s=0.25,
+        copy_s=0.25,
         receipt_s=0.0,
         engine_s=1.0,
         requests=9.0,
