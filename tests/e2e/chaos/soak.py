@@ -35,6 +35,8 @@ DEATHS = [("kill", "engine"), ("stall", "engine"), ("kill", "router"), ("kill", 
 SHARE_OF_DEATHS = 0.5  # of faults that come when all serve
 #: A silent engine, or trainer rank, is ended after this; more than the longest that a driver is stopped.
 HANG_S = 15.0
+#: Of what waits for them: longer, so that a sync is begun again without them, and does not end the run.
+DEADLINE_S = 20.0
 #: No fault in so many seconds before the end.
 LAST_S = 25.0
 #: Metrics that tell of faults and of engines, and not of what was trained.
@@ -179,7 +181,7 @@ def _flags(world: World, folder: Path, reward_url: str) -> list:
     flags[flags.index("--num-rollout") + 1] = "100000"
     flags[flags.index("--lr") + 1] = LR
     return [
-        *flags, *deadlines(), *PLACEMENT, "--deterministic", "--max-engine-restarts", "1000",
+        *flags, *deadlines(DEADLINE_S * PATIENCE), *PLACEMENT, "--deterministic", "--max-engine-restarts", "1000",
         "--max-router-restarts", "1000", "--max-trainer-restarts", "1000", "--rm-retries", "50",
         "--engine-hang-timeout-s", f"{HANG_S * PATIENCE:g}", "--trainer-hang-timeout-s", f"{HANG_S * PATIENCE:g}",
         "--hf-checkpoint", world.model, "--prompt-data", world.data / "train.jsonl",
