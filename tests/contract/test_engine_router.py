@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 import requests
 
+from slime_like.config.reward import RewardConfig
 from slime_like.config.rollout import RolloutConfig
 from slime_like.records import COMPLETED, EngineEndpoint, Prompt
 from slime_like.rollout.generate import GenerationClient, Sampling
+from slime_like.rollout.groups import GroupMaker
+from slime_like.rollout.policy import Policy
+from slime_like.rollout.rewards.scorer import RewardScorer
 from slime_like.rollout.tokenizer import load_tokenizer
 from slime_like.sglang_backend.router import Router, attach_router, launch_router
 from slime_like.testing.scripted_engine import Fault, ScriptedEngine
@@ -53,6 +58,32 @@ def test_generate_through_the_router(router, served, models):
     expected = hf_logprobs(models[1], tokens)[-4:]
     reported = [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
     assert max(abs(a - b) for a, b in zip(reported, expected.tolist(), strict=True)) < 1e-4
+
+
+def test_the_samples_of_a_prompt_find_what_went_ahead_of_them_in_the_cache(router, served):
+    """And without it they do not, where they come together."""
+    router.register(served.engine.endpoint, timeout_s=20)
+    sampling = Sampling.for_training(RolloutConfig(rollout_max_response_len=4), max_context_tokens=1000, seed="1")
+
+    async def cached(share: str, seed: int) -> list[int]:
+        asked = Prompt(index=seed, text="", tokens=np.array(prompt(seed, length=200), dtype=np.int32))
+        rollout, found = RolloutConfig(share_prefill=share), []
+        client = GenerationClient(router.url, router.api_key, rollout, concurrency=8, weight_version=lambda: 0)
+        read = client._read
+        client._read = lambda body, **more: (
+            found.append(json.loads(body)["meta_info"]["cached_tokens"]) or read(body, **more)
+        )
+        scorer = RewardScorer(RewardConfig(rm_type="exact"), None, None)
+        maker = GroupMaker(
+            client, scorer, Policy(), plugin_args=None, custom_generate=None, custom_timeout_s=60.0
+        )  # fmt: skip
+        outcome = await maker.group(asked, 8, sampling)
+        await client.close()
+        assert not outcome.failed and outcome.num_failures == 0
+        return found
+
+    assert min(asyncio.run(cached("on", 31))) >= 199
+    assert min(asyncio.run(cached("off", 32))) == 0
 
 
 def test_text_has_the_stop_string_that_ended_it(router, served):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import time
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -38,21 +41,25 @@ def engine(fault: Fault | None = None, *, seconds: float = 0.2) -> ScriptedEngin
     )  # fmt: skip
 
 
-def groups_of(url: str, *prompts: Prompt, samples: int = 8, share: str = "on", slots: int = 64) -> list[GroupOutcome]:
+@contextlib.asynccontextmanager
+async def group_maker(url: str, *, share: str = "on", slots: int = 64) -> AsyncIterator[Callable]:
+    """(prompt, number of samples) -> its group."""
+    rollout = RolloutConfig(share_prefill=share, rollout_request_timeout_s=20.0)
+    client = GenerationClient(url, None, rollout, concurrency=slots, weight_version=lambda: 1)
+    maker = GroupMaker(
+        client, RewardScorer(RewardConfig(rm_type="exact"), None, None), Policy(), plugin_args=None,
+        custom_generate=None, custom_timeout_s=60.0,
+    )  # fmt: skip
+    yield functools.partial(maker.group, sampling=Sampling.for_training(rollout, max_context_tokens=4096, seed="0"))
+    await client.close()
+
+
+def groups_of(url: str, *prompts: Prompt, samples: int = 8, **options) -> list[GroupOutcome]:
     """The groups of all prompts at once."""
 
     async def make() -> list[GroupOutcome]:
-        rollout = RolloutConfig(share_prefill=share, rollout_request_timeout_s=20.0)
-        client = GenerationClient(url, None, rollout, concurrency=slots, weight_version=lambda: 1)
-        maker = GroupMaker(
-            client, RewardScorer(RewardConfig(rm_type="exact"), None, None), Policy(), plugin_args=None,
-            custom_generate=None, custom_timeout_s=60.0,
-        )  # fmt: skip
-        sampling = Sampling.for_training(rollout, max_context_tokens=4096, seed="0")
-        try:
-            return await asyncio.gather(*(maker.group(prompt, samples, sampling) for prompt in prompts))
-        finally:
-            await client.close()
+        async with group_maker(url, **options) as group:
+            return await asyncio.gather(*(group(prompt, samples) for prompt in prompts))
 
     return asyncio.run(make())
 
@@ -100,18 +107,11 @@ def test_with_few_slots_groups_still_come_one_after_the_other():
 
 def test_a_group_that_is_given_up_asks_nothing_any_more():
     async def cancelled(url: str) -> None:
-        rollout = RolloutConfig(share_prefill="on")
-        client = GenerationClient(url, None, rollout, concurrency=8, weight_version=lambda: 1)
-        maker = GroupMaker(
-            client, RewardScorer(RewardConfig(rm_type="exact"), None, None), Policy(), plugin_args=None,
-            custom_generate=None, custom_timeout_s=60.0,
-        )  # fmt: skip
-        sampling = Sampling.for_training(rollout, max_context_tokens=4096, seed="0")
-        group = asyncio.ensure_future(maker.group(LONG, 8, sampling))
-        await asyncio.sleep(0.3)
-        group.cancel()
-        await asyncio.gather(group, return_exceptions=True)
-        await client.close()
+        async with group_maker(url) as group:
+            made = asyncio.ensure_future(group(LONG, 8))
+            await asyncio.sleep(0.3)
+            made.cancel()
+            await asyncio.gather(made, return_exceptions=True)
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
 
