@@ -21,13 +21,15 @@ from collections.abc import Iterator, Mapping
 
 #: How often a process speaks.
 _EVERY_S = 1.0
-#: Nobody listened for longer than this: what was said meanwhile may have been lost, so that silence counts anew.
+#: Nobody looked for longer than this: perhaps everybody stood still, so that others get as long to speak again.
 _AWAY_S = 5.0
 #: number, process id, and a count that makes each datagram another one, so that none can be sent again by a stranger.
 _SAID = struct.Struct("!IIQ")
 _MAC_BYTES, _KEY_BYTES = 16, 32
 #: A datagram waits for the driver's look in this much memory, or as much as the machine allows.
 _BUFFER_BYTES = 1 << 22
+#: Of that memory each takes at most this.
+_DATAGRAM_BYTES = 1024
 #: At most so many are taken in a look, whoever sends them.
 _AT_ONCE = 20_000
 
@@ -65,21 +67,26 @@ class Ear:
         self._counts: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._heard: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._room = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // _DATAGRAM_BYTES
+        self._looked = self._back = time.monotonic()
 
     def silent(self, seconds: float) -> Mapping[int, Silence]:
         """Processes that have said nothing for longer than `seconds`, by number.
 
-        One that was never heard is not among them: no datagram of its machine may come through. Time in which nobody
-        asked does not count.
+        One that was never heard is not among them: no datagram of its machine may come through. Nor is anybody just
+        after a time in which nobody asked; if that was so long that datagrams may have been lost, silence counts anew.
         """
         now = time.monotonic()
         for number, pid, count in self._said():
             if number < self._num_senders and count > self._counts.get(number, -1):
                 self._counts[number], self._pids[number], self._heard[number] = count, pid, now
-        if now - self._looked > _AWAY_S:
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
+        away, self._looked = now - self._looked, now
+        if away > _AWAY_S:
+            self._back = now
+            if away / _EVERY_S * self._num_senders > self._room:
+                self._heard = dict.fromkeys(self._heard, now)
+        if now - self._back < _AWAY_S:
+            return {}
         return {
             number: Silence(now - heard, self._pids[number])
             for number, heard in sorted(self._heard.items())

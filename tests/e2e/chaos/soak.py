@@ -35,8 +35,9 @@ DEATHS = [("kill", "engine"), ("stall", "engine"), ("kill", "router"), ("kill", 
 SHARE_OF_DEATHS = 0.5  # of faults that come when all serve
 #: A silent engine, or trainer rank, is ended after this; more than the longest that a driver is stopped.
 HANG_S = 15.0
-#: Of what waits for them: longer, so that a sync is begun again without them, and does not end the run.
-DEADLINE_S = 20.0
+#: Of what waits for them: longer, also where the driver is stopped meanwhile, so that it is begun again without them,
+#: and does not end the run.
+DEADLINE_S = 30.0
 #: No fault in so many seconds before the end.
 LAST_S = 25.0
 #: Metrics that tell of faults and of engines, and not of what was trained.

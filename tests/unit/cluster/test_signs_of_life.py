@@ -27,7 +27,7 @@ def ear() -> Iterator[Ear]:
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
     """The driver's clock: a list of one number."""
-    now = [100.0]
+    now = [time.monotonic()]
     monkeypatch.setattr(signs_of_life.time, "monotonic", lambda: now[0])
     return now
 
@@ -62,12 +62,25 @@ def test_one_that_stopped_speaking_is_silent_and_one_that_never_spoke_is_not(ear
     assert ear.silent(10.0) == {}
 
 
-def test_time_in_which_nobody_looked_is_no_silence(ear, clock):
-    say(ear.address, 0, 1)
-    wait(ear, clock, 5)
-    clock[0] += 1000.0
+def test_who_spoke_while_nobody_looked_is_heard_and_all_get_a_moment(ear, clock):
+    for number in (0, 1):
+        say(ear.address, number, 1)
+    wait(ear, clock, 6)
+    clock[0] += 12.0  # the driver was stopped
+    say(ear.address, 1, 2)
     assert ear.silent(10.0) == {}
-    wait(ear, clock, 12)
+    wait(ear, clock, 6)
+    ((number, silence),) = ear.silent(10.0).items()
+    assert number == 0 and silence.seconds == pytest.approx(24.0)
+
+
+def test_after_so_long_that_datagrams_may_be_lost_silence_counts_anew(ear, clock):
+    say(ear.address, 0, 1)
+    wait(ear, clock, 6)
+    clock[0] += 1e6
+    wait(ear, clock, 9)
+    assert ear.silent(10.0) == {}
+    wait(ear, clock, 3)
     assert list(ear.silent(10.0)) == [0]
 
 
