@@ -67,11 +67,11 @@ def test_the_samples_of_a_prompt_find_what_went_ahead_of_them_in_the_cache(route
 
     async def cached(share: str, seed: int) -> list[int]:
         asked = Prompt(index=seed, text="", tokens=np.array(prompt(seed, length=200), dtype=np.int32))
-        rollout, found = RolloutConfig(share_prefill=share), []
+        rollout, lengths = RolloutConfig(share_prefill=share), []
         client = GenerationClient(router.url, router.api_key, rollout, concurrency=8, weight_version=lambda: 0)
         read = client._read
         client._read = lambda body, **more: (
-            found.append(json.loads(body)["meta_info"]["cached_tokens"]) or read(body, **more)
+            lengths.append(json.loads(body)["meta_info"]["cached_tokens"]) or read(body, **more)
         )
         scorer = RewardScorer(RewardConfig(rm_type="exact"), None, None)
         maker = GroupMaker(
@@ -80,7 +80,7 @@ def test_the_samples_of_a_prompt_find_what_went_ahead_of_them_in_the_cache(route
         outcome = await maker.group(asked, 8, sampling)
         await client.close()
         assert not outcome.failed and outcome.num_failures == 0
-        return found
+        return lengths
 
     assert min(asyncio.run(cached("on", 31))) >= 199
     assert min(asyncio.run(cached("off", 32))) == 0

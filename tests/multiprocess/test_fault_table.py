@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from slime_like.errors import RunError, WaitTimeout
@@ -34,6 +35,8 @@ _LAYER = "model.layers.1."
 _Q, _K = _LAYER + "self_attn.q_proj.weight", _LAYER + "self_attn.k_proj.weight"
 #: on different trainer ranks
 _EXPERT, _OTHER = _LAYER + "mlp.experts.0.gate_proj.weight", _LAYER + "mlp.experts.2.gate_proj.weight"
+#: Fewer than an engine's rank has of a trainer's group over gloo.
+SOCKETS_OF_A_GROUP = 4
 #: By model: fault -> what is changed.
 FAULTS = {
     "dense": {
@@ -348,11 +351,14 @@ def test_engine_killed_during_transfer(request, world, transport, tp):
 
 @_LONG
 @pytest.mark.parametrize(
-    ("model", "transport", "rank"), [("dense", "broadcast", 1), ("moe", "ipc", 0), ("moe", "disk", 1)]
+    ("model", "transport", "rank"), [("dense", "broadcast", 0), ("moe", "ipc", 1), ("moe", "disk", 1)]
 )
 def test_trainer_rank_killed_during_transfer(request, world, transport, rank):
-    """The others end, and the run names the one that died; new ranks go on with the same engines."""
+    """The others end, and the run names the one that died; new ranks go on with the same engines, which keep nothing
+    of those before.
+    """
     synced(world, transport)
+    sockets = sockets_of_schedulers(world)
     pids = world.each_rank(sync_faults.pid_of)
     with Case(request, world, "trainer rank killed", "in flight", transport).caught(
         f"trainer rank {rank} died during weight sync"
@@ -367,6 +373,24 @@ def test_trainer_rank_killed_during_transfer(request, world, transport, rank):
     world.restart_trainer()
     world.each_rank(sync_faults.install)
     assert world.sync(1, 2).engines_proven == 2
+    assert all(more < SOCKETS_OF_A_GROUP for more in sockets_of_schedulers(world) - sockets), transport
+
+
+def sockets_of_schedulers(world: SyncWorld) -> np.ndarray:
+    """Of each engine's ranks together."""
+    numbers = []
+    for tp in (1, 2):
+        family = [psutil.Process(pid) for pid in group_members(world.engines[tp].pid)]
+        ranks = [one.pid for one in family if any("sglang::scheduler" in word for word in one.cmdline())]
+        assert len(ranks) == tp, [one.cmdline() for one in family]
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for pid in ranks for fd in _descriptors(pid)]
+        numbers.append(sum(link.startswith("socket:") for link in links))
+    return np.array(numbers)
+
+
+def _descriptors(pid: int) -> list[str]:
+    """Those that are still there a moment later."""
+    return [fd for fd in os.listdir(f"/proc/{pid}/fd") if os.path.islink(f"/proc/{pid}/fd/{fd}")]
 
 
 def test_every_fault_was_caught(request):

@@ -4,9 +4,9 @@ is rank 0.
 For each bucket the source broadcasts a header of three numbers [bytes, where its table begins, what it has room for
 itself] and then the bytes: the tensors, and behind them the table as JSON {"tensors": [[name, dtype, shape, start,
 stop], …], "digests": [of each layout: [of each rank: entries of receipt.py, …], …]}. Instead of the bytes END or
-GAVE_UP is the end; then all ranks tell each other how it went (STATUS_BYTES of JSON, {"digest"} or {"error"}). While a
-bucket is loaded the next one comes in. Nothing is raised and nothing lasts for good: when no end comes, the group's
-store says OVER.
+GAVE_UP is the end; then all ranks tell each other how it went: STATUS_BYTES of JSON, {"error"} or {"digest", "left":
+groups of trainers that are gone, which SGLang is to be told to leave}. While a bucket is loaded the next one comes in.
+Nothing is raised and nothing lasts for good: when no end comes, the group's store says OVER.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ _LOOK_S = 0.5
 STATUS_BYTES = 1024
 #: Memory that is larger than what its source has by more than this is given back: it was for one large tensor.
 _SLACK_BYTES = 1 << 20
+#: So many names of groups that were left fit beside a status.
+_MOST_LEFT = 8
+
+#: Groups over gloo that weights came from, and the threads that are in them. A trainer that is killed leaves its own
+#: behind: 7 sockets.
+_known: dict[str, list[threading.Thread]] = {}
 
 
 def take_groups(loading, order: dict) -> None:
@@ -47,6 +53,8 @@ def take_groups(loading, order: dict) -> None:
     arrived: queue.SimpleQueue = queue.SimpleQueue()
     me = f"engine {order['engine']}, rank {order['rank']}"
     sources = {name: _Source(name, device, arrived, me, order["timeout_s"]) for name in order["channels"]}
+    if device.type == "cpu":
+        _known.update({name: source.threads for name, source in sources.items()})
     failure = ""
     while any(source.is_open for source in sources.values()):
         try:
@@ -66,8 +74,11 @@ def take_groups(loading, order: dict) -> None:
                 failure = f"{type(error).__name__}: {error}"
         sources[name].free.put(bucket[0])
         del bucket  # its memory may be given up now
+    left = [] if failure else _take_left(sources)
     telling = [
-        source.tell({"error": failure[: STATUS_BYTES // 2]} if failure else {"digest": loading.digest(name)})
+        source.tell(
+            {"error": failure[: STATUS_BYTES // 2]} if failure else {"digest": loading.digest(name), "left": left}
+        )
         for name, source in sources.items()
     ]
     deadline = time.monotonic() + order["timeout_s"]
@@ -82,6 +93,18 @@ def take_groups(loading, order: dict) -> None:
     if any(thread.is_alive() for thread in telling):
         for source in sources.values():
             source.stop()
+
+
+def _take_left(used: Collection[str]) -> list[str]:
+    """Names of groups that are not used any more, each once."""
+    left = [
+        name
+        for name, threads in _known.items()
+        if name not in used and not any(thread.is_alive() for thread in threads)
+    ][:_MOST_LEFT]
+    for name in left:
+        del _known[name]
+    return left
 
 
 def store_of(group):
@@ -131,7 +154,11 @@ class _Source:
             # memory for SGLang's half an hour.
             _set_pg_timeout(datetime.timedelta(seconds=timeout_s), self._group)
         self._broken = self._is_stopped = False
-        threading.Thread(target=self._receive, args=(name, arrived), name=f"weights from {name}", daemon=True).start()
+        receiving = threading.Thread(
+            target=self._receive, args=(name, arrived), name=f"weights from {name}", daemon=True
+        )
+        self.threads = [receiving]
+        receiving.start()
 
     def stop(self) -> None:
         """Take in no more, let go of the memory, and end what waits on the device for a source that never sends."""
@@ -163,6 +190,7 @@ class _Source:
                     )
 
         thread = threading.Thread(target=gather, name="weights: how it went", daemon=True)
+        self.threads.append(thread)
         thread.start()
         return thread
 

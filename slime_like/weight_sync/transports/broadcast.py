@@ -284,6 +284,8 @@ class ProcessGroupChannel(Channel):
         answers = self._end(END, self.options.timeout_s)
         self.finish()
         for (engine, rank), answer in answers.items():
+            if rank == 0 and self.options.source_index == 0:
+                self._leave(engine, answer.get("left", ()))
             if "error" in answer:
                 self.check()  # it may be another source's failure that the engine complains about
                 raise WeightSyncError(
@@ -291,6 +293,15 @@ class ProcessGroupChannel(Channel):
                 )
             if self.proof is not None:
                 self.proof.heard(engine, rank, answer["digest"])
+
+    def _leave(self, engine: int, names: Sequence[str]) -> None:
+        """Tell an engine to leave groups of trainers that were lost, which only it knows of."""
+        client = next(client for client in self._clients if client.endpoint.index == engine)
+        for name in names:
+            try:
+                client.destroy_weights_update_group(name, timeout_s=min(10.0, self.options.timeout_s))
+            except SlimeLikeError as error:  # or they were left already
+                logger.info("%s: leaving the group of a trainer that was lost: %s", self.who, error)
 
     def _end(self, how: int, timeout_s: float) -> dict[Reader, dict]:
         statuses: list[torch.Tensor] = []

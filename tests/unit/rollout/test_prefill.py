@@ -108,10 +108,10 @@ def test_with_few_slots_groups_still_come_one_after_the_other():
 def test_a_group_that_is_given_up_asks_nothing_any_more():
     async def cancelled(url: str) -> None:
         async with group_maker(url) as group:
-            made = asyncio.ensure_future(group(LONG, 8))
+            making = asyncio.ensure_future(group(LONG, 8))
             await asyncio.sleep(0.3)
-            made.cancel()
-            await asyncio.gather(made, return_exceptions=True)
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
 
