@@ -37,9 +37,12 @@ _SLACK_BYTES = 1 << 20
 #: So many names of groups that were left fit beside a status.
 _MOST_LEFT = 8
 
-#: Groups over gloo that weights came from, and the threads that are in them. A trainer that is killed leaves its own
+#: How long the store of a group may take to answer, whose trainer may be gone.
+_ANSWER_S = 1.0
+
+#: Groups over gloo that weights came from: (store, threads that are in it). A trainer that is killed leaves its own
 #: behind: 7 sockets.
-_known: dict[str, list[threading.Thread]] = {}
+_known: dict[str, tuple] = {}
 
 
 def take_groups(loading, order: dict) -> None:
@@ -54,7 +57,7 @@ def take_groups(loading, order: dict) -> None:
     me = f"engine {order['engine']}, rank {order['rank']}"
     sources = {name: _Source(name, device, arrived, me, order["timeout_s"]) for name in order["channels"]}
     if device.type == "cpu":
-        _known.update({name: source.threads for name, source in sources.items()})
+        _known.update({name: (store_of(source.group), source.threads) for name, source in sources.items()})
     failure = ""
     while any(source.is_open for source in sources.values()):
         try:
@@ -96,15 +99,33 @@ def take_groups(loading, order: dict) -> None:
 
 
 def _take_left(used: Collection[str]) -> list[str]:
-    """Names of groups that are not used any more, each once."""
+    """Names of groups whose trainer is gone, each once."""
     left = [
         name
-        for name, threads in _known.items()
-        if name not in used and not any(thread.is_alive() for thread in threads)
+        for name, (store, threads) in _known.items()
+        if name not in used and not any(thread.is_alive() for thread in threads) and _is_gone(store)
     ][:_MOST_LEFT]
     for name in left:
         del _known[name]
     return left
+
+
+def _is_gone(store) -> bool:
+    """Whether nobody serves a store any more. In a thread: a machine that hangs never says so."""
+    from torch.distributed import DistError
+
+    gone = threading.Event()
+
+    def ask() -> None:
+        try:
+            store.check([OVER])
+        except DistError:
+            gone.set()
+
+    thread = threading.Thread(target=ask, name="weights: is it still there", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    return gone.is_set()
 
 
 def store_of(group):
@@ -147,12 +168,12 @@ class _Source:
         #: of this source alone: what comes from one must never wait for what comes from another (devices.py)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # torch's own register of groups by name (2.6 to 2.13), as is store_of
-        self._group = _resolve_process_group(name)
-        self._store = store_of(self._group)  # which forgets it once the group is destroyed
+        self.group = _resolve_process_group(name)
+        self._store = store_of(self.group)  # which forgets it once the group is destroyed
         if device.type == "cpu":
             # A thread that waits in gloo cannot be interrupted, not even by destroying the group: it would keep its
             # memory for SGLang's half an hour.
-            _set_pg_timeout(datetime.timedelta(seconds=timeout_s), self._group)
+            _set_pg_timeout(datetime.timedelta(seconds=timeout_s), self.group)
         self._broken = self._is_stopped = False
         receiving = threading.Thread(
             target=self._receive, args=(name, arrived), name=f"weights from {name}", daemon=True
@@ -164,7 +185,7 @@ class _Source:
         """Take in no more, let go of the memory, and end what waits on the device for a source that never sends."""
         self._is_stopped = True
         self.free.put(None)  # should it be waiting there
-        abort_group(self._group, self._me)
+        abort_group(self.group, self._me)
 
     def is_over(self) -> bool:
         """Whether its source has said that nothing more will come, in no other way than through the store."""
@@ -185,9 +206,7 @@ class _Source:
                 with contextlib.suppress(RuntimeError):
                     self._use_device()
                     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-                    dist.all_gather(
-                        [torch.empty_like(mine) for _ in range(self._group.size())], mine, group=self._group
-                    )
+                    dist.all_gather([torch.empty_like(mine) for _ in range(self.group.size())], mine, group=self.group)
 
         thread = threading.Thread(target=gather, name="weights: how it went", daemon=True)
         self.threads.append(thread)
@@ -237,5 +256,5 @@ class _Source:
     def _broadcast(self, tensor) -> None:
         import torch.distributed as dist
 
-        dist.broadcast(tensor, src=0, group=self._group)
+        dist.broadcast(tensor, src=0, group=self.group)
         settle(tensor.device)
