@@ -66,7 +66,7 @@ def test_the_samples_of_a_prompt_find_what_went_ahead_of_them_in_the_cache(route
     sampling = Sampling.for_training(RolloutConfig(rollout_max_response_len=4), max_context_tokens=1000, seed="1")
 
     async def cached(share: str, seed: int) -> list[int]:
-        asked = Prompt(index=seed, text="", tokens=np.array(prompt(seed, length=200), dtype=np.int32))
+        asked = Prompt(index=seed, text="", label="", tokens=np.array(prompt(seed, length=200), dtype=np.int32))
         rollout, lengths = RolloutConfig(share_prefill=share), []
         client = GenerationClient(router.url, router.api_key, rollout, concurrency=8, weight_version=lambda: 0)
         read = client._read
