@@ -43,7 +43,7 @@ LAST_S = 25.0
 #: Metrics that tell of faults and of engines, and not of what was trained.
 OF_FAULTS = (
     "rollout/failed_requests", "rollout/interrupted_requests", "sync/engines_proven", "sync/probe_logprob_abs_diff",
-    "rollout/surplus_groups",
+    "rollout/surplus_groups", "eval/engines",
 )  # fmt: skip
 PROMPTS_A_STEP = int(SMALL_RUN[SMALL_RUN.index("--rollout-batch-size") + 1])
 NUM_ENGINES = 2
