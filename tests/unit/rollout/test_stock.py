@@ -172,13 +172,13 @@ def test_answers_of_a_group_in_the_making_are_gone_on_with(world, tokenizer, mod
 
 def test_who_is_preempted_while_a_rollout_is_awaited_keeps_what_is_made(world):
     """train.py gives up the wait, then saves."""
-    run = world(async_mode="full", engine_options={"fault_for": lambda body: slow_ones(body)})
-    slow: list = []
+    asked: list = []
 
-    def slow_ones(body):
-        slow.append(body)
-        return Fault(delay_s=60.0) if len(slow) == 1 else None
+    def all_but_one_prompt_wait(body):
+        asked.append(body["input_ids"])
+        return Fault(delay_s=60.0) if body["input_ids"] != asked[0] else None
 
+    run = world(async_mode="full", engine_options={"fault_for": all_but_one_prompt_wait})
     run.begin()
     future = run.manager.start_generate(0)
     while run.manager._tell(lambda: run.manager._service.stream.num_ready) < 1:

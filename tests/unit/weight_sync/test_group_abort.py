@@ -98,6 +98,6 @@ def test_a_source_whose_sending_failed_aborts_its_group_before_it_makes_another(
 
 def test_an_engine_that_stops_to_receive_aborts_its_side():
     source, group = _Source.__new__(_Source), RecordedGroup()
-    source.free, source._group, source._me = queue.SimpleQueue(), group, "engine 0, rank 0"
+    source.free, source.group, source._me = queue.SimpleQueue(), group, "engine 0, rank 0"
     source.stop()
     assert group.is_aborted and source.free.get(timeout=1) is None
