@@ -183,11 +183,22 @@ def per_token(value: float, loss_mask: np.ndarray, dtype: type[np.floating] = np
 
     Example: .5, [1, 0, 1] -> [0, 0, .5]; nothing predicts the first token.
     """
-    trained = np.asarray(loss_mask) != 0
-    trained[:1] = False
-    values = np.zeros(trained.shape, dtype)
-    np.copyto(values, value, where=trained)
-    return values
+    return per_token_of_each([value], [loss_mask], dtype)[0]
+
+
+def per_token_of_each(
+    values: Sequence[float], loss_masks: Sequence[np.ndarray], dtype: type[np.floating] = np.float32
+) -> list[np.ndarray]:
+    """per_token of each sample, all at once: views of one array."""
+    if not len(values):
+        return []
+    lengths = [len(mask) for mask in loss_masks]
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
+    trained = np.concatenate(loss_masks) != 0
+    trained[starts[np.asarray(lengths) > 0]] = False
+    rows = np.where(trained, np.repeat(np.asarray(values, dtype), lengths), dtype(0))
+    return [rows[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

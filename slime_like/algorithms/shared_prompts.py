@@ -154,17 +154,21 @@ def _group(samples: Sequence[TrainSample], indices: Sequence[int]) -> PromptGrou
 
 
 def _inputs(sample: TrainSample) -> np.ndarray:
-    """[T, bytes] uint8, whose order as bytes is that of the tokens."""
-    columns = [np.ascontiguousarray(sample.tokens, dtype=">u4")]
-    if sample.routed_experts is not None:
-        columns.append(np.ascontiguousarray(sample.routed_experts).reshape(len(sample.tokens), -1))
-    return np.concatenate([column.view(np.uint8).reshape(len(sample.tokens), -1) for column in columns], axis=1)
+    """[T] big-endian, or [T, bytes] uint8, whose order as bytes is that of the tokens."""
+    tokens = np.ascontiguousarray(sample.tokens, dtype=">u4")
+    if sample.routed_experts is None:
+        return tokens
+    columns = (tokens, np.ascontiguousarray(sample.routed_experts).reshape(len(tokens), -1))
+    return np.concatenate([column.view(np.uint8).reshape(len(tokens), -1) for column in columns], axis=1)
 
 
 def _in_common(one: np.ndarray, other: np.ndarray) -> int:
     shorter = min(len(one), len(other))
-    differs = (one[:shorter] != other[:shorter]).any(axis=1)
-    return int(differs.argmax()) if differs.any() else shorter
+    differs = one[:shorter] != other[:shorter]
+    if differs.ndim > 1:
+        differs = differs.any(axis=1)
+    first = int(differs.argmax()) if shorter else 0
+    return first if shorter and differs[first] else shorter
 
 
 def _worthwhile(common: Sequence[int]) -> list[int]:

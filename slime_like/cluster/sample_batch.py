@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import ray
 
 from slime_like.records import TrainSample
 
-#: Field of TrainSample -> an array for each sample.
-Columns = dict[str, list[np.ndarray]]
+#: Of an array, in the mean: larger ones (routed experts) cost more to join than they cost to send one by one.
+_MOST_BYTES = 1 << 16
+_FIELDS = tuple(field.name for field in dataclasses.fields(TrainSample))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """An array for each sample, one behind the other: one buffer to send, where 10,000 samples have 60,000 arrays."""
+
+    joined: np.ndarray  # [sum of lengths, …]
+    lengths: np.ndarray  # [samples] int64
+
+    def split(self) -> list[np.ndarray]:
+        """Views of each sample's."""
+        stops = np.cumsum(self.lengths).tolist()
+        return [self.joined[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+#: One field of all samples; a list where it is no array, or they differ in more than their length.
+Column = Rows | list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +41,8 @@ class SampleBatch:
     """
 
     size: int
-    samples: ray.ObjectRef  # list[TrainSample]
-    columns: tuple[tuple[str, ray.ObjectRef], ...] = ()  # field of TrainSample, and its arrays, one a sample
+    samples: ray.ObjectRef  # of TrainSamples, as `packed` gives them
+    columns: tuple[tuple[str, ray.ObjectRef], ...] = ()  # field of TrainSample, and its Column
 
     def __len__(self) -> int:
         return self.size
@@ -38,16 +57,24 @@ class SampleBatch:
         return tuple(name for name, _ in self.columns), self.samples, *(ref for _, ref in self.columns)
 
 
-def merged(names: tuple[str, ...], samples: list[TrainSample], *columns: list[np.ndarray]) -> list[TrainSample]:
+def packed(samples: Sequence[TrainSample]) -> dict[str, Column]:
+    """The samples by field."""
+    return {name: packed_column([getattr(sample, name) for sample in samples]) for name in _FIELDS}
+
+
+def packed_column(values: list) -> Column:
+    """One value a sample."""
+    kinds = {(v.dtype, v.shape[1:]) if isinstance(v, np.ndarray) and v.ndim else None for v in values}
+    if len(kinds) != 1 or None in kinds or sum(value.nbytes for value in values) > _MOST_BYTES * len(values):
+        return values
+    return Rows(np.concatenate(values), np.fromiter(map(len, values), np.int64, len(values)))
+
+
+def merged(names: tuple[str, ...], samples: dict[str, Column], *columns: Column) -> list[TrainSample]:
     """The records with their columns in place, inside the rank that needs them.
 
     Arrays are views into the object store.
     """
-    fields: Columns = dict(zip(names, columns, strict=True))
-    if not fields:
-        return samples
-    rows = zip(*fields.values(), strict=True)
-    return [
-        dataclasses.replace(sample, **dict(zip(fields, row, strict=True)))
-        for sample, row in zip(samples, rows, strict=True)
-    ]
+    fields = samples | dict(zip(names, columns, strict=True))
+    rows = zip(*(column.split() if isinstance(column, Rows) else column for column in fields.values()), strict=True)
+    return [TrainSample(**dict(zip(fields, row, strict=True))) for row in rows]

@@ -23,7 +23,7 @@ from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.gpu_environment import device_number, nccl_environment
 from slime_like.cluster.object_store import put
 from slime_like.cluster.ray_session import Wait, deaths, kill_actors
-from slime_like.cluster.sample_batch import SampleBatch, merged
+from slime_like.cluster.sample_batch import Column, Rows, SampleBatch, merged, packed, packed_column
 from slime_like.cluster.signs_of_life import Ear, EarAddress, speak
 from slime_like.config.run import RunConfig
 from slime_like.config.tree import TENANTS
@@ -121,13 +121,13 @@ class TrainActor:
         """Train on a SampleBatch, given as its parts."""
         return self._timed(self._recipe, "train", step, merged(*parts))
 
-    def score(self, method: str, *parts) -> tuple[None, list[np.ndarray] | None]:
+    def score(self, method: str, *parts) -> tuple[None, Column | None]:
         """(that it is done, what a scoring method of the recipe says of a SampleBatch), the latter from rank 0.
 
         The others would only send the same.
         """
         rows = self._timed(self._recipe, method, merged(*parts))
-        return None, rows if self._place["rank"] == 0 else None
+        return None, packed_column(rows) if self._place["rank"] == 0 else None
 
     def _timed(self, who: Any, method: str, *args):
         started = time.monotonic()
@@ -198,7 +198,7 @@ class TrainGroup:
 
     def put(self, samples: Sequence[TrainSample]) -> SampleBatch:
         """The samples in the object store, for every role that scores or trains on them."""
-        return SampleBatch(size=len(samples), samples=self._put(list(samples), "sending samples"))
+        return SampleBatch(size=len(samples), samples=self._put(packed(samples), "sending samples"))
 
     def _put(self, value: Any, phase: str) -> ray.ObjectRef:
         return put(value, seconds=self._config.parallel.train_timeout_s, phase=phase)
@@ -234,7 +234,8 @@ class TrainGroup:
 
     def probe(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Log-probs [T] of every sample at temperature 1."""
-        return self._gather("score", [self._scored("probe", self.put(samples))])[0]
+        rows = self._gather("score", [self._scored("probe", self.put(samples))])[0]
+        return rows.split() if isinstance(rows, Rows) else rows
 
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
         """Write a Megatron checkpoint, or with --async-save begin to; returns its folder."""

@@ -11,7 +11,7 @@ from slime_like.algorithms.loss_plugins import load_loss_plugins
 from slime_like.config.loss import LossConfig
 from slime_like.config.run import RunConfig
 from slime_like.errors import RunError
-from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup, TrainSample, per_token
+from slime_like.records import FAILED, TRUNCATED, Sample, SampleGroup, TrainSample, per_token_of_each
 from slime_like.rollout.rollout_plugins import load_rollout_plugins
 from slime_like.utils.user_functions import Hook
 
@@ -73,7 +73,7 @@ def to_train_samples(
     mask is all zero, or a truncated one with mask_truncated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4),
     trains nothing, but its reward is a part of the baseline.
     """
-    train_samples = []
+    taught: list[tuple[Sample, float, float]] = []  # with its reward and advantage
     dtype = np.float64 if loss.has_token_advantages else np.float32  # rounded once, after the last computation
     usable = [
         SampleGroup(prompt=group.prompt, samples=tuple(sample for sample in group.samples if sample.status != FAILED))
@@ -99,10 +99,17 @@ def to_train_samples(
             last = [segments[-1] for segments in group.episodes]
             advantages = group_advantages.checked(custom(last), len(last), str(loss.custom_advantage_function_path))
         for segments, reward, advantage in zip(group.episodes, rewards, advantages, strict=True):
-            train_samples += [
-                _train_sample(sample, float(reward), float(advantage), mask_truncated, dtype) for sample in segments
-            ]
-    return train_samples
+            taught += [(sample, float(reward), float(advantage)) for sample in segments]
+    masks = [
+        np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask
+        for sample, _, _ in taught
+    ]
+    advantages_of = per_token_of_each([advantage for *_, advantage in taught], masks, dtype)
+    weights_of = per_token_of_each([1.0] * len(masks), masks)
+    return [
+        _train_sample(sample, reward, mask, advantages, weights)
+        for (sample, reward, _), mask, advantages, weights in zip(taught, masks, advantages_of, weights_of, strict=True)
+    ]
 
 
 def _last_samples(groups: Iterable[SampleGroup]) -> list[Sample]:
@@ -154,9 +161,8 @@ def _fault(sample: TrainSample) -> str:
 
 
 def _train_sample(
-    sample: Sample, reward: float, advantage: float, mask_truncated: bool, dtype: type[np.floating]
+    sample: Sample, reward: float, loss_mask: np.ndarray, advantages: np.ndarray, weights: np.ndarray
 ) -> TrainSample:
-    loss_mask = np.zeros_like(sample.loss_mask) if mask_truncated and sample.status == TRUNCATED else sample.loss_mask
     return TrainSample(
         prompt_index=sample.prompt_index,
         sample_index=sample.sample_index,
@@ -165,8 +171,8 @@ def _train_sample(
         engine_logprobs=sample.engine_logprobs,
         weight_versions=sample.weight_versions,
         reward=reward,
-        advantages=per_token(advantage, loss_mask, dtype),
-        weights=per_token(1.0, loss_mask),
+        advantages=advantages,
+        weights=weights,
         routed_experts=sample.routed_experts,
         metadata=sample.metadata,
     )

@@ -154,29 +154,29 @@ def trained_columns(
     samples: Sequence[TrainSample], token_weights: np.ndarray, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The columns [K] of PackedBatch: one entry for each trained token. token_weights: [len(samples)]."""
-    trained, weights, own_weights, owners, advantages, engine = [], [], [], [], [], []
-    start = 0  # of a sample among the scores
-    for place, sample in enumerate(samples):
-        at = np.flatnonzero(sample.loss_mask[1:])
-        trained.append(at + start)
-        own_weights.append(sample.weights[1:][at])
-        weights.append(token_weights[place] * sample.weights[1:][at].astype(np.float64))
-        owners.append(np.full(len(at), place))
-        advantages.append(sample.advantages[1:][at])
-        engine.append(sample.engine_logprobs[1:][at])
-        start += len(sample.tokens)
+    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    owners = np.repeat(np.arange(len(samples)), lengths)
+    is_trained = _joined([sample.loss_mask for sample in samples]) != 0
+    is_trained[np.cumsum(lengths) - lengths] = False  # nothing predicts a sample's first token
+    at = np.flatnonzero(is_trained)
+    own_weights = _joined([sample.weights for sample in samples])[at]
+    weights = token_weights[owners[at]] * own_weights.astype(np.float64)
 
-    def joined(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(np.concatenate([np.zeros(0), *parts]), dtype=dtype, device=device)
+    def column(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=device)
 
     return {
-        "trained": joined(trained, torch.int64),
-        "weights": joined(weights, torch.float32),
-        "own_weights": joined(own_weights, torch.float32),
-        "sample_of_token": joined(owners, torch.int64),
-        "advantages": joined(advantages, torch.float32),
-        "engine_logprobs": joined(engine, torch.float32),
+        "trained": column(at - 1, torch.int64),
+        "weights": column(weights, torch.float32),
+        "own_weights": column(own_weights, torch.float32),
+        "sample_of_token": column(owners[at], torch.int64),
+        "advantages": column(_joined([sample.advantages for sample in samples])[at], torch.float32),
+        "engine_logprobs": column(_joined([sample.engine_logprobs for sample in samples])[at], torch.float32),
     }
+
+
+def _joined(rows: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(rows) if rows else np.zeros(0)
 
 
 def _routed_experts(

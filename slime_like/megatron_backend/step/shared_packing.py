@@ -38,8 +38,8 @@ def pack_shared(
     sequences = shared_sequences(row.branches, padding, device)
     size = sum(row.lengths) + padding
     tokens, is_padding = np.zeros(size, dtype=np.int64), np.ones(size, dtype=bool)
-    for sample, places in zip(chosen, row.places, strict=True):
-        tokens[places], is_padding[places] = sample.tokens, False
+    everywhere = np.concatenate(row.places)
+    tokens[everywhere], is_padding[everywhere] = np.concatenate([sample.tokens for sample in chosen]), False
     predictions, targets, restoring = _predictions(chosen, row, size, device)
     assert sequences.positions is not None
     return PackedBatch(
@@ -66,7 +66,8 @@ def _predictions(
     The last token of a sample predicts token 0, for nobody.
     """
     places = np.concatenate(row.places)
-    targets = np.concatenate([np.append(sample.tokens[1:], 0) for sample in samples]).astype(np.int64)
+    targets = np.roll(np.concatenate([sample.tokens for sample in samples]).astype(np.int64), -1)
+    targets[np.cumsum([len(sample.tokens) for sample in samples]) - 1] = 0
     wanted, which = np.unique((places << _TOKEN_BITS) | targets, return_inverse=True)
     counts = np.bincount(wanted >> _TOKEN_BITS, minlength=size)
     return (
