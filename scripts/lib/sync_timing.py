@@ -18,8 +18,7 @@ from unittest import mock
 from slime_like.sglang_backend.bodies import Body
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
-from slime_like.weight_sync import buckets as weight_buckets
-from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes
+from slime_like.weight_sync.buckets import Digest, NamedTensor, Proof, PublisherOptions, SentReport, buckets, num_bytes
 from slime_like.weight_sync.in_engine.receipt import RECEIPT_NAME
 from slime_like.weight_sync.proof.receipt import Receipt, loader_request
 from slime_like.weight_sync.session import EngineSide
@@ -39,7 +38,7 @@ class SyncTimes:
     verify_s: float  # the engines' digests compared
     finish_s: float  # close, flush, name the version, read it back, continue
     source_s: float  # waiting for the next tensor of the source: gathering and converting
-    hash_s: float  # the trainer's digests of all that it sends, in a thread of their own
+    hash_s: float  # the trainer's digest of all that it sends
     copy_s: float  # putting tensors into buckets
     receipt_s: float  # the receipt's digests of what it sends
     engine_s: float  # an engine busy with a request that brings it weights
@@ -136,7 +135,7 @@ class Recorder:
 
         with (
             mock.patch.object(EngineClient, "_request", watched_request),
-            mock.patch.object(weight_buckets, "host_digest", watched(weight_buckets.host_digest, "hash")),
+            mock.patch.object(Digest, "add", watched(Digest.add, "hash")),
             mock.patch.object(BucketSlot, "put", watched(BucketSlot.put, "copy")),
             mock.patch.object(Receipt, "watching", watched_watching),
         ):

@@ -4,7 +4,6 @@ was sent.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
@@ -18,8 +17,6 @@ from slime_like.weight_sync.in_engine.receipt import host_digest, read_digests, 
 from slime_like.weight_sync.transports.sources import Sources
 
 NamedTensor = tuple[str, torch.Tensor]
-#: 8 bytes: there, still on a device, or still computed.
-UnreadDigest = bytes | torch.Tensor | concurrent.futures.Future
 #: One rank of one engine: (engine's index, rank).
 Reader = tuple[int, int]
 
@@ -197,38 +194,12 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-class HashingThread:
-    """Hashes host tensors beside whoever copies them.
-
-    One for a process, which takes them in turn: who has waited for his last one has waited for all of his.
-    """
-
-    def __init__(self) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weights: digest")
-        self._last: concurrent.futures.Future | None = None
-
-    def begin(self, flat: torch.Tensor) -> concurrent.futures.Future:
-        """host_digest of a uint8 tensor, whose bytes must stay until `settle`."""
-        self._last = self._pool.submit(host_digest, flat)
-        return self._last
-
-    def settle(self) -> None:
-        """Wait for all that was begun."""
-        if self._last is not None:
-            concurrent.futures.wait([self._last])
-
-
-HASHING = HashingThread()
-
-
-def content_digest(tensor: torch.Tensor) -> UnreadDigest:
-    """Of a tensor's elements, computed where they are: xxh3_64 on the host; on a GPU a weighted sum of its words.
-
-    Neither is waited for: in_engine.receipt.read_digests does. On the host the elements must stay until
-    HASHING.settle().
+def content_digest(tensor: torch.Tensor) -> bytes | torch.Tensor:
+    """Of a tensor's elements, computed where they are: 8 bytes, xxh3_64, on the host; on a GPU a weighted sum of its
+    words, which stays there until in_engine.receipt.read_digests.
     """
     flat = raw_bytes(tensor)
-    return weighted_sum(flat) if flat.is_cuda else HASHING.begin(flat)
+    return weighted_sum(flat) if flat.is_cuda else host_digest(flat)
 
 
 class Digest:
@@ -239,10 +210,10 @@ class Digest:
     def __init__(self) -> None:
         self._num_tensors = self._num_bytes = 0
         self._heads: list[str] = []
-        self._contents: list[UnreadDigest] = []
+        self._contents: list[bytes | torch.Tensor] = []
 
-    def add(self, name: str, tensor: torch.Tensor, content: UnreadDigest | None = None) -> None:
-        """Take one tensor in. content: its content_digest, where that is asked for already."""
+    def add(self, name: str, tensor: torch.Tensor, content: bytes | torch.Tensor | None = None) -> None:
+        """Take one tensor in. content: its content_digest, where that is known already."""
         self._heads.append(f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|")
         self._contents.append(content_digest(tensor) if content is None else content)
         self._num_tensors += 1

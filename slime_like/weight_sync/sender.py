@@ -20,15 +20,7 @@ from slime_like.records import DeltaCount, EngineEndpoint, SyncReceipt, WeightsR
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.utils.net import address_of_interface, is_own_address, own_address, url_host
 from slime_like.weight_sync.bounds import best_rate
-from slime_like.weight_sync.buckets import (
-    HASHING,
-    Digest,
-    NamedTensor,
-    PublisherOptions,
-    Reader,
-    Redirects,
-    WeightPublisher,
-)
+from slime_like.weight_sync.buckets import Digest, NamedTensor, PublisherOptions, Reader, Redirects, WeightPublisher
 from slime_like.weight_sync.fake_quantise import over_linear
 from slime_like.weight_sync.proof.receipt import Receipt, never_sent, raise_different
 from slime_like.weight_sync.quantise import Quantiser
@@ -359,7 +351,6 @@ class WeightSender:
         for name, tensor in sent if receipt is None else receipt.watching(sent):
             digest.add(name, tensor, None if receipt is None else receipt.content)
             yield name, tensor
-            HASHING.settle()  # the next tensor may lie where this one did
 
 
 def source_address(engine_urls: Sequence[str], master_address: str) -> str:

@@ -8,7 +8,6 @@ whether they are, from one number.
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import json
 from collections.abc import Sequence
@@ -45,15 +44,12 @@ def digest_of_entries(held: dict, entries: Sequence[list]) -> list:
 
 
 def read_digests(digests: Sequence) -> list[bytes]:
-    """8 bytes for each that `digest` gave: those that are still on a device are read from it all at once.
-
-    A future of one is waited for.
-    """
+    """8 bytes for each that `digest` gave: those that are still on a device are read from it all at once."""
     import torch
 
-    read = [one.result() if isinstance(one, concurrent.futures.Future) else one for one in digests]
-    on_device = [number for number, one in enumerate(read) if not isinstance(one, bytes)]
-    values = torch.stack([read[number] for number in on_device]).tolist() if on_device else []
+    on_device = [number for number, one in enumerate(digests) if not isinstance(one, bytes)]
+    values = torch.stack([digests[number] for number in on_device]).tolist() if on_device else []
+    read = list(digests)
     for number, value in zip(on_device, values, strict=True):
         read[number] = (value % 2**64).to_bytes(8, "big")
     return read

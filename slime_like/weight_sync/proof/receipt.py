@@ -31,9 +31,9 @@ from slime_like.config.quantisation import QuantScheme, is_served, served_config
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import WEIGHT_LOADER
-from slime_like.weight_sync.buckets import HASHING, NamedTensor, Reader, UnreadDigest, raw_bytes
+from slime_like.weight_sync.buckets import NamedTensor, Reader, raw_bytes
 from slime_like.weight_sync.in_engine.intake import new_hash
-from slime_like.weight_sync.in_engine.receipt import BUFFER, RECEIPT_NAME, read_digests, weighted_sum
+from slime_like.weight_sync.in_engine.receipt import BUFFER, RECEIPT_NAME, digest, read_digests, weighted_sum
 from slime_like.weight_sync.proof.engine_layout import Cut, Piece, pieces
 from slime_like.weight_sync.together import run_together
 
@@ -82,15 +82,15 @@ class Held:
 
 
 class _Digests:
-    """8 bytes for each piece that was sent. Those that a device or a thread computes stay there until one is asked for;
-    then all of them are read together.
+    """8 bytes for each piece that was sent. Those that a device computes stay on it until one is asked for; then all
+    of them are read together.
     """
 
     def __init__(self) -> None:
-        self._parts: list[UnreadDigest] = []
+        self._parts: list[bytes | torch.Tensor] = []
         self._num_read = 0
 
-    def add(self, part: UnreadDigest) -> int:
+    def add(self, part: bytes | torch.Tensor) -> int:
         """Its number."""
         self._parts.append(part)
         return len(self._parts) - 1
@@ -160,7 +160,7 @@ class Receipt:
         self.unknown: list[str] = []  # tensors of which it is not known where an engine keeps them
         self.names: list[str] = []
         #: buckets.content_digest of the tensor yielded last, if it was computed anyway
-        self.content: UnreadDigest | None = None
+        self.content: bytes | torch.Tensor | None = None
 
     def _ranks_of(self, client: EngineClient) -> list[int]:
         """Ranks of an engine that this source sends to."""
@@ -176,7 +176,6 @@ class Receipt:
         for name, tensor in tensors:
             self._take(name, tensor)
             yield name, tensor
-            HASHING.settle()  # the next tensor may lie where this one did
         self.content = None
 
     def layout_number(self, engine: int) -> int | None:
@@ -380,9 +379,9 @@ def loader_request(name: str, by_rank: Sequence[bytes]) -> list[str]:
     ]
 
 
-def _digest(tensor: torch.Tensor, on_cpu: bool) -> UnreadDigest:
+def _digest(tensor: torch.Tensor, on_cpu: bool) -> bytes | torch.Tensor:
     if on_cpu:
-        return HASHING.begin(raw_bytes(tensor.cpu()))
+        return digest(tensor.detach().cpu())
     return weighted_sum(raw_bytes(tensor))
 
 
