@@ -30,7 +30,7 @@ from slime_like.megatron_backend.reference import HeldWeights
 from slime_like.megatron_backend.step.batch import Batch, StepCutter
 from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
 from slime_like.megatron_backend.step.forward import device_of
-from slime_like.megatron_backend.step.gradient_sync import GradientSync
+from slime_like.megatron_backend.step.gradient_sync import GradientSync, add_gradients_in_blocks
 from slime_like.megatron_backend.step.loss_spec import LossSpec
 from slime_like.megatron_backend.step.optimizer import (
     AdamParams,
@@ -123,6 +123,7 @@ class TrainWorker(TenantVerbs):
         if self._trains:
             with timed(seconds, "optimizer"):
                 self._sync = GradientSync(self.model)
+                add_gradients_in_blocks(self.model)
                 self.optimizer = build_optimizer(self.model, config.optimizer, config.parallel, config.adapters)
                 self._card.add_optimizer(self.optimizer)
                 total_steps = (config.data.num_rollout or 1) * config.num_steps_per_rollout

@@ -1,6 +1,10 @@
-"""The patch of one megatron module (0.16.1) that buffers of several buckets need, with when it can go."""
+"""The patches of the megatron modules (0.16.1) that move weights and gradients about, each with when it can go."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
 
 
 def _patch_bucket_ends(module) -> None:
@@ -22,5 +26,39 @@ def _patch_bucket_ends(module) -> None:
     cls.__init__ = __init__
 
 
+def _patch_alone(module) -> None:
+    """:285 and :443 gather and reduce also where a rank is alone in its group, in place. There is nothing to do, but
+    gloo copies the buffer, twice: of 135 M parameters that is 0.75 s of a train step of 4.7 s (two CPU cores). Goes
+    when megatron asks for the group's size, or gloo sees that input and output are one.
+    """
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(module, name, _unless_alone(getattr(module, name)))
+
+
+def _unless_alone(collective: Callable) -> Callable:
+    def call(output, own, *args, group, **options):
+        if group.size() == 1 and output.data_ptr() == own.data_ptr():
+            return None
+        return collective(output, own, *args, group=group, **options)
+
+    return call
+
+
+def _patch_scale(module) -> None:
+    """utils.py:1212, which clips gradients where transformer-engine and apex are missing, scales into new memory and
+    copies it back. The same numbers in place: of 135 M parameters 0.05 s instead of 0.4. Goes when upstream does so.
+    """
+
+    def scale_in_place(chunk_size, noop_flag, tensor_lists, scale) -> None:
+        for source, target in zip(*tensor_lists, strict=True):
+            torch.mul(source, scale, out=target)
+
+    module.local_multi_tensor_scale = scale_in_place
+
+
 #: (module, patch, only without CUDA), as megatron.py lists its own.
-BUFFER_PATCHES = (("megatron.core.distributed.param_and_grad_buffer", _patch_bucket_ends, False),)
+BUFFER_PATCHES = (
+    ("megatron.core.distributed.param_and_grad_buffer", _patch_bucket_ends, False),
+    ("megatron.core.distributed.param_and_grad_buffer", _patch_alone, True),
+    ("megatron.core.utils", _patch_scale, False),
+)

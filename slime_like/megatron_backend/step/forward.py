@@ -85,10 +85,12 @@ class _VocabParallelLogProb(torch.autograd.Function):
         highest, total, mean_logit = (logits.new_zeros(logits.size(0), dtype=torch.float32) for _ in range(3))
         at_target = logits.new_zeros(len(targets), dtype=torch.float32)
         highest.fill_(torch.finfo(torch.float32).min)
-        for rows in _blocks(logits, scoring.chunk_tokens) if columns.width else ():
-            scaled, is_copy = columns.scaled(logits[rows])
+        blocks = _blocks(logits, scoring.chunk_tokens) if columns.width else []
+        scratch = _Scratch(logits, blocks, columns.width)
+        for rows in blocks:
+            scaled, is_copy = columns.scaled(logits[rows], scratch)
             torch.amax(scaled, -1, out=highest[rows])
-            shifted = torch.sub(scaled, highest[rows, None], out=scaled if is_copy else None)
+            shifted = torch.sub(scaled, highest[rows, None], out=scaled if is_copy else scratch.like(scaled, 0))
             if predictions is None:
                 mine, at = columns.find(targets[rows])
                 at_target[rows] = torch.where(mine, shifted.gather(-1, at[:, None]).squeeze(-1), 0.0)
@@ -96,10 +98,9 @@ class _VocabParallelLogProb(torch.autograd.Function):
                 wanted, row = predictions.within(rows)
                 mine, at = columns.find(targets[wanted])
                 at_target[wanted] = torch.where(mine, shifted[row, at], 0.0)
-            probs = shifted.exp()
+            probs = torch.exp(shifted, out=scratch.like(shifted, 1))
             torch.sum(probs, -1, out=total[rows])
             torch.sum(probs.mul_(shifted), -1, out=mean_logit[rows])
-            del scaled, shifted, probs  # else they live on while the next block's are made
         if group.size() > 1:
             own = highest.clone()
             torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -135,13 +136,15 @@ class _VocabParallelLogProb(torch.autograd.Function):
             grad_entropy = None
         per_row = [None if grad is None else grad / columns.temperature for grad in (grad_log_prob, grad_entropy)]
         grad = logits if ctx.replaces else torch.empty_like(logits)
-        for rows in _blocks(logits, ctx.chunk_tokens) if columns.width else ():
+        blocks = _blocks(logits, ctx.chunk_tokens) if columns.width else []
+        scratch = _Scratch(logits, blocks, columns.width)
+        for rows in blocks:
             by_log_prob, by_entropy = (_column(values, rows) for values in per_row)
             wanted, row = (rows, None) if predictions is None else predictions.within(rows)
             if not logits.is_cuda and by_entropy is None and not of_targets[wanted].any():
                 grad[rows] = 0.0  # tokens that are not trained on
                 continue
-            scaled, is_copy = columns.scaled(logits[rows])
+            scaled, is_copy = columns.scaled(logits[rows], scratch)
             place = grad[rows, : columns.width]
             part = torch.sub(scaled, normalizer[rows, None], out=scaled if is_copy else place)
             # dH/dz = -p (log p + H), d log p(target)/dz = [target] - p; each step in place: passes over the vocabulary
@@ -149,12 +152,11 @@ class _VocabParallelLogProb(torch.autograd.Function):
             if by_entropy is None:
                 part.exp_().mul_(-by_log_prob)
             else:
-                probs = part.exp()
+                probs = torch.exp(part, out=scratch.like(part, 1))
                 part.add_(entropy[rows, None]).mul_(-by_entropy)
                 if by_log_prob is not None:
                     part.sub_(by_log_prob)
                 part.mul_(probs)
-                del probs
             if by_log_prob is not None:
                 mine, at = columns.find(targets[wanted])
                 if row is None:
@@ -164,9 +166,24 @@ class _VocabParallelLogProb(torch.autograd.Function):
                     part.index_put_((row, at), each, accumulate=True)
             if is_copy:
                 place.copy_(part)
-            del scaled, part
         grad[:, columns.width :] = 0.0
         return grad, None, None, None, None, None
+
+
+class _Scratch:
+    """Two [longest block, width] fp32 tensors in which one block after another is worked on: on the host, memory that
+    was never touched costs more than the work.
+    """
+
+    def __init__(self, logits: torch.Tensor, blocks: list[slice], width: int):
+        self._logits, self._shape = logits, (max((b.stop - b.start for b in blocks), default=0), width)
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def like(self, block: torch.Tensor, number: int) -> torch.Tensor:
+        """Number 0 or 1, in the shape of a block."""
+        if number not in self._kept:
+            self._kept[number] = self._logits.new_empty(self._shape, dtype=torch.float32)
+        return self._kept[number][: len(block)]
 
 
 def _column(values, rows: slice):
@@ -188,12 +205,12 @@ class _Columns:
         first = parallel_state.get_tensor_model_parallel_rank() * width
         return cls(first, min(max(scoring.vocab_size - first, 0), width), scoring.temperature)
 
-    def scaled(self, logits: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """([rows, width] fp32 logits / temperature, whether they are a copy)."""
+    def scaled(self, logits: torch.Tensor, scratch: _Scratch) -> tuple[torch.Tensor, bool]:
+        """([rows, width] fp32 logits / temperature, whether they are a copy, in the first scratch)."""
         local = logits[:, : self.width]
-        copy = local.to(torch.float32) if local.dtype != torch.float32 else None
+        copy = scratch.like(local, 0).copy_(local) if local.dtype != torch.float32 else None
         if self.temperature != 1.0:
-            copy = torch.div(local if copy is None else copy, self.temperature, out=copy)
+            copy = torch.div(local if copy is None else copy, self.temperature, out=scratch.like(local, 0))
         return (local, False) if copy is None else (copy, True)
 
     def find(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,33 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.utils import get_model_config
+
+#: Elements of a gradient that are added up at once on the host.
+_BLOCK = 1 << 18
+
+
+def add_gradients_in_blocks(model: Sequence[DistributedDataParallel]) -> None:
+    """On the host, add bf16 gradients to fp32 sums block by block.
+
+    Megatron (0.16.1, distributed_data_parallel.py:440) adds them at once, for which torch makes a copy in fp32, in new
+    memory: three times as slow.
+    """
+    for chunk in model:
+        for parameter in chunk.parameters():
+            total = getattr(parameter, "main_grad", None)
+            if total is not None and total.device.type == "cpu" and total.dtype != parameter.dtype:
+                parameter.register_post_accumulate_grad_hook(_add_in_blocks)
+
+
+def _add_in_blocks(parameter: torch.Tensor) -> None:
+    total, own = parameter.main_grad, parameter.grad  # type: ignore[attr-defined]
+    scratch = total.new_empty(min(_BLOCK, total.numel()))
+    for sums, part in zip(total.view(-1).split(_BLOCK), own.reshape(-1).split(_BLOCK), strict=True):
+        sums.add_(scratch[: len(part)].copy_(part))
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # for Megatron's hook, which comes next
 
 
 class GradientSync:

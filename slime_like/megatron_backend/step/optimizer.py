@@ -53,6 +53,7 @@ def build_optimizer(
 @contextlib.contextmanager
 def stepping_with(built: MegatronOptimizer, params: AdamParams | None) -> Iterator[None]:
     """Inside, the optimizer has these numbers; afterwards its own again. None: its own."""
+    _step_in_one_pass(built)
     groups = built.param_groups if params is not None else []
     before = [{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")} for group in groups]
     if params is not None:
@@ -67,22 +68,37 @@ def stepping_with(built: MegatronOptimizer, params: AdamParams | None) -> Iterat
             group |= numbers
 
 
+def _step_in_one_pass(built: MegatronOptimizer) -> None:
+    """Let torch's Adam use its kernel of one pass on the host, where each pass over memory counts: 135 M parameters in
+    0.07 s instead of 0.46 (an AMD EPYC core). Asked for at each step: a loaded state brings settings of its own.
+    """
+    for adam in _adams(built):
+        if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in adam.param_groups:
+                if all(parameter.device.type == "cpu" for parameter in group["params"]):
+                    group["fused"] = True
+
+
+def _adams(built: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    for part in getattr(built, "chained_optimizers", [built]):
+        yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])
+
+
 def forget_moments(built: MegatronOptimizer) -> None:
     """Zero Adam's moments and its count of steps, as before the first step.
 
     weights, main weights and the learning rate's schedule stay.
     """
-    for part in getattr(built, "chained_optimizers", [built]):
-        for adam in getattr(part.optimizer, "sub_optimizers", [part.optimizer]):
-            for state in adam.state.values():
-                for name in ("exp_avg", "exp_avg_sq", "step"):
-                    if isinstance(state.get(name), torch.Tensor):
-                        state[name].zero_()
-                    elif name in state:
-                        state[name] = 0
-            for group in adam.param_groups:  # where transformer-engine's Adam counts
-                if "step" in group:
-                    group["step"] = torch.zeros_like(group["step"]) if isinstance(group["step"], torch.Tensor) else 0
+    for adam in _adams(built):
+        for state in adam.state.values():
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                if isinstance(state.get(name), torch.Tensor):
+                    state[name].zero_()
+                elif name in state:
+                    state[name] = 0
+        for group in adam.param_groups:  # where transformer-engine's Adam counts
+            if "step" in group:
+                group["step"] = torch.zeros_like(group["step"]) if isinstance(group["step"], torch.Tensor) else 0
 
 
 def fit_optimizer_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:

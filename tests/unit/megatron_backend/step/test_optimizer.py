@@ -12,7 +12,12 @@ import torch
 
 from slime_like.config.optimizer import OptimizerConfig
 from slime_like.errors import CheckpointError
-from slime_like.megatron_backend.step.optimizer import build_scheduler, fit_optimizer_state, forget_moments
+from slime_like.megatron_backend.step.optimizer import (
+    build_scheduler,
+    fit_optimizer_state,
+    forget_moments,
+    stepping_with,
+)
 
 
 def adam() -> torch.optim.AdamW:
@@ -35,6 +40,26 @@ def test_moments_are_forgotten_and_weights_stay():
     weight.grad = torch.tensor([4.0])
     optimizer.step()
     assert weight.item() == pytest.approx(before - 0.1)  # Adam's first step is the learning rate, whatever the gradient
+
+
+def test_adam_takes_one_pass_on_the_host_also_with_a_loaded_state():
+    """Torch's kernel of one pass against its loop, over a state that says nothing of kernels."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(33, 7)) for _ in range(2)]
+    weights[1].data.copy_(weights[0].data)
+    one_pass, plain = (torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1) for weight in weights)
+    built = SimpleNamespace(optimizer=one_pass, param_groups=one_pass.param_groups)
+    for _ in range(20):
+        one_pass.load_state_dict(one_pass.state_dict() | {"param_groups": plain.state_dict()["param_groups"]})
+        built.param_groups = one_pass.param_groups
+        weights[0].grad = torch.randn(33, 7)
+        weights[1].grad = weights[0].grad.clone()
+        with stepping_with(built, None):
+            assert one_pass.param_groups[0]["fused"]
+            one_pass.step()
+        plain.step()
+    assert not plain.param_groups[0]["fused"]
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
 
 
 def groups(*experts: bool) -> dict:
