@@ -215,8 +215,9 @@ class Phases:
     def release(self) -> None:
         """Engines give their memory to the trainer (colocated runs)."""
         if self.job.config.offload_rollout:
-            self._tending.look()
-            self._engines.release_memory()
+            with self.timers.phase("release"):
+                self._tending.look()
+                self._engines.release_memory()
 
     def sync(self, step: int) -> SyncReceipt:
         """Engines get the trainer's weights and prove that they hold them; their memory comes back around it."""
@@ -298,8 +299,7 @@ class Phases:
         """Take the result of an evaluation that has begun; wait: until it is there. What it kept from changing, all
         weights or those of the engines that were set aside, may change then.
         """
-        step = self.evaluating
-        if step is None or not (wait or self._rollouts.evaluation_is_over(step)):
+        if (step := self.evaluating) is None or not (wait or self._rollouts.evaluation_is_over(step)):
             return
         self.evaluating = None
         self._evaluate(step)

@@ -160,8 +160,13 @@ def _pieces_of(tree: Sequence[Branch], device: torch.device) -> list[SeenPiece]:
         rows = slice(branch.start - start, branch.stop - start)
         for a, b in branch.before:
             visible[rows, a - start : b - start] = True
-        visible[rows, rows] = np.tri(branch.stop - branch.start, dtype=bool)
+        visible[rows, rows] = _causal(branch.stop - branch.start)
     return [SeenPiece(start=start, stop=stop, seen=((start, stop),), visible=torch.as_tensor(visible, device=device))]
+
+
+@functools.lru_cache(maxsize=64)
+def _causal(length: int) -> np.ndarray:
+    return np.tri(length, dtype=bool)
 
 
 def _piece_of(branch: Branch, device: torch.device) -> SeenPiece:
