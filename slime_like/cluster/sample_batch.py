@@ -16,7 +16,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(TrainSample))
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class JoinedRows:
     """An array for each sample, one behind the other: one buffer to send, where 10,000 samples have 60,000 arrays."""
 
     joined: np.ndarray  # [sum of lengths, …]
@@ -29,7 +29,7 @@ class Rows:
 
 
 #: One field of all samples; a list where it is no array, or they differ in more than their length.
-Column = Rows | list
+Column = JoinedRows | list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def packed_column(values: list) -> Column:
     kinds = {(v.dtype, v.shape[1:]) if isinstance(v, np.ndarray) and v.ndim else None for v in values}
     if len(kinds) != 1 or None in kinds or sum(value.nbytes for value in values) > _MOST_BYTES * len(values):
         return values
-    return Rows(np.concatenate(values), np.fromiter(map(len, values), np.int64, len(values)))
+    return JoinedRows(np.concatenate(values), np.fromiter(map(len, values), np.int64, len(values)))
 
 
 def merged(names: tuple[str, ...], samples: dict[str, Column], *columns: Column) -> list[TrainSample]:
@@ -76,5 +76,7 @@ def merged(names: tuple[str, ...], samples: dict[str, Column], *columns: Column)
     Arrays are views into the object store.
     """
     fields = samples | dict(zip(names, columns, strict=True))
-    rows = zip(*(column.split() if isinstance(column, Rows) else column for column in fields.values()), strict=True)
+    rows = zip(
+        *(column.split() if isinstance(column, JoinedRows) else column for column in fields.values()), strict=True
+    )
     return [TrainSample(**dict(zip(fields, row, strict=True))) for row in rows]

@@ -134,12 +134,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "megatron_backend.checkpoint.agreement": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint.async_save": ("multiprocess/test_async_save.py",),
     "megatron_backend.checkpoint.state": ("multiprocess/test_async_save.py", "multiprocess/test_checkpoint.py"),
-    "megatron_backend.compat.buffers": ("multiprocess/test_interleaved.py",),
     "megatron_backend.compat.experts": ("multiprocess/test_experts.py",),
     "megatron_backend.convert": ("multiprocess/test_convert.py",),
     "megatron_backend.step.critic": ("multiprocess/test_critic.py",),
     "megatron_backend.step.forward": ("multiprocess/test_forward.py",),
-    "megatron_backend.step.gradient_sync": ("multiprocess/test_interleaved.py",),
     "megatron_backend.hf.eight_bits": ("unit/megatron_backend/hf/test_files.py",),
     "megatron_backend.hf.names_and_shards": (
         "multiprocess/test_interleaved.py",

@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 
-from slime_like.cluster.sample_batch import Rows, merged, packed, packed_column
+from slime_like.cluster.sample_batch import JoinedRows, merged, packed, packed_column
 from slime_like.records import TrainSample
 from tests.helpers.train_world import make_samples
 
@@ -54,6 +54,6 @@ def test_many_samples_travel_in_few_buffers():
     buffers: list = []
     pickle.dumps(packed(make_samples(100)), protocol=5, buffer_callback=buffers.append)
     assert len(buffers) == 2 * 6  # of each array that they have, and their lengths
-    assert isinstance(packed_column([np.zeros(2), np.zeros(3)]), Rows)
+    assert isinstance(packed_column([np.zeros(2), np.zeros(3)]), JoinedRows)
     large = [np.zeros(1 << 16), np.zeros(2)]
     assert packed_column(large) is large, "joining them would take their memory twice"
