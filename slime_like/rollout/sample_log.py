@@ -38,8 +38,7 @@ class SampleLog:
         ]
         path = self.folder / f"rollout-{step}.jsonl"
         with LOST_WRITES.going_on(str(self.folder)):
-            # a file for people: a rollout does not wait for the disk
-            write_atomic(path, "".join(line + "\n" for line in lines), waits_for_disk=False)
+            write_atomic(path, "".join(line + "\n" for line in lines))
         return path
 
     def best_and_worst(self, groups: Sequence[SampleGroup]) -> list[str]:

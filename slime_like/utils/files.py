@@ -19,18 +19,14 @@ from slime_like.errors import UserError
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
-def write_atomic(path: str | os.PathLike, content: str | bytes, *, waits_for_disk: bool = True) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
-
-    waits_for_disk: not before it is on the disk, which takes 5 to 20 ms; without, that holds for a crash of this
-    process, not of the machine.
-    """
-    with written_beside(path, content, waits_for_disk=waits_for_disk):
+def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    with written_beside(path, content):
         pass
 
 
 @contextlib.contextmanager
-def written_beside(path: str | os.PathLike, content: str | bytes, *, waits_for_disk: bool = True) -> Iterator[None]:
+def written_beside(path: str | os.PathLike, content: str | bytes) -> Iterator[None]:
     """As write_atomic, in two steps: what needs room on the disk is done when the block begins, and the file takes its
     place when it ends without an error.
     """
@@ -42,16 +38,14 @@ def written_beside(path: str | os.PathLike, content: str | bytes, *, waits_for_d
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            if waits_for_disk:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         give_usual_mode(temporary)
         yield
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    if waits_for_disk:
-        _sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
 def keep_files_private(*, share: bool = False) -> None:
