@@ -1,6 +1,7 @@
 """A GRPO step of ours against TRL's GRPOTrainer on a CPU: the same model, prompts and numbers of tokens, in turns.
 
-usage: python -m benchmarks.peers.against_trl steps --model FOLDER [--shape 4x8x140x12] [--turns 2] [--output FILE.json]
+usage: python -m benchmarks.peers.against_trl steps --model FOLDER [--shape 4x8x140x12] [--turns 2] [--ranks 1]
+                                                     [--output FILE.json]
        python -m benchmarks.peers.against_trl loss --model FOLDER [--shape 4x8x140x12] [--output FILE.json]
 
 steps: whole steps, generating included, of `train.py` (real SGLang and Megatron, colocated) and of GRPOTrainer, each in
@@ -61,8 +62,8 @@ def our_steps(folder: str, options: argparse.Namespace, shape: Shape) -> dict:
         texts = [prompt(number, shape.prompt_tokens) for number in range(shape.prompts * (options.steps + 1))]
         rows.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts), encoding="utf-8")
         command = [
-            sys.executable, "train.py", "--colocate", "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
-            "--rollout-num-gpus-per-engine", "1", "--hf-checkpoint", folder, "--prompt-data", str(rows),
+            sys.executable, "train.py", "--colocate", "--actor-num-nodes", "1",
+            "--actor-num-gpus-per-node", str(options.ranks), "--rollout-num-gpus-per-engine", "1", "--hf-checkpoint", folder, "--prompt-data", str(rows),
             "--input-key", "prompt", "--label-key", "label", "--num-rollout", str(options.steps + 1),
             "--rollout-batch-size", str(shape.prompts), "--n-samples-per-prompt", str(shape.samples),
             "--num-steps-per-rollout", "1", "--rollout-max-response-len", str(shape.new_tokens),
@@ -71,8 +72,9 @@ def our_steps(folder: str, options: argparse.Namespace, shape: Shape) -> dict:
             "--weight-decay", "0", "--clip-grad", "1.0", "--use-dynamic-batch-size",
             "--max-tokens-per-gpu", str(options.tokens), "--no-bf16", "--run-dir", f"{scratch}/run",
         ]  # fmt: skip
-        threads = {"SLIME_LIKE_ENGINE_OMP_THREADS": str(options.threads), "RAY_ADDRESS": "local"}
-        _run(command, options, threads)
+        of_each = str(max(1, options.threads // options.ranks))
+        threads = {"OMP_NUM_THREADS": of_each, "SLIME_LIKE_ENGINE_OMP_THREADS": of_each}
+        _run(command, options, threads | {"RAY_ADDRESS": "local"})
         lines = [json.loads(line) for line in Path(scratch, "run/metrics.jsonl").read_text("utf-8").splitlines()]
     of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("rollout", "train", "step")}
     tokens = of_kind["rollout"][-1]["rollout/generated_tokens"]
@@ -188,6 +190,7 @@ def main() -> None:
         ("batch", 8, "TRL's samples of a forward and backward pass."),
         ("tokens", 2048, "Our --max-tokens-per-gpu."),
         ("threads", os.cpu_count() or 1, "Of each side, which run one after the other."),
+        ("ranks", 1, "Our trainer ranks, and as many engines, which share the threads."),
         ("timeout-s", 1500, "Most seconds of a process."),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
@@ -199,7 +202,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = endless_model(options.model, Path(scratch) / "model")
         result = (steps if options.what == "steps" else loss)(options, shape, folder)
-    hardware = f"{cpu_name()}, {options.threads} threads"
+    hardware = f"{cpu_name()}, {options.threads} threads" + f", of {options.ranks} ranks" * (options.ranks > 1)
     result = {"what": options.what, "shape": options.shape, "model": options.model.name, "hardware": hardware} | result
     print(json.dumps({name: value for name, value in result.items() if name != "turns"}, indent=1))
     if options.output:
