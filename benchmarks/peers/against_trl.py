@@ -63,7 +63,8 @@ def our_steps(folder: str, options: argparse.Namespace, shape: Shape) -> dict:
         rows.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts), encoding="utf-8")
         command = [
             sys.executable, "train.py", "--colocate", "--actor-num-nodes", "1",
-            "--actor-num-gpus-per-node", str(options.ranks), "--rollout-num-gpus-per-engine", "1", "--hf-checkpoint", folder, "--prompt-data", str(rows),
+            "--actor-num-gpus-per-node", str(options.ranks), "--rollout-num-gpus-per-engine", "1",
+            "--hf-checkpoint", folder, "--prompt-data", str(rows),
             "--input-key", "prompt", "--label-key", "label", "--num-rollout", str(options.steps + 1),
             "--rollout-batch-size", str(shape.prompts), "--n-samples-per-prompt", str(shape.samples),
             "--num-steps-per-rollout", "1", "--rollout-max-response-len", str(shape.new_tokens),

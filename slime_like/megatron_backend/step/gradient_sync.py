@@ -27,11 +27,11 @@ def add_gradients_in_blocks(model: Sequence[DistributedDataParallel]) -> None:
 
 
 def _add_in_blocks(parameter: torch.Tensor) -> None:
-    total, own = parameter.main_grad, parameter.grad  # type: ignore[attr-defined]
+    total, own = parameter.main_grad, parameter.grad
     scratch = total.new_empty(min(_BLOCK, total.numel()))
     for sums, part in zip(total.view(-1).split(_BLOCK), own.reshape(-1).split(_BLOCK), strict=True):
         sums.add_(scratch[: len(part)].copy_(part))
-    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # for Megatron's hook, which comes next
+    parameter.grad_added_to_main_grad = True  # for Megatron's hook, which comes next
 
 
 class GradientSync:
