@@ -76,7 +76,7 @@ def test_samples_are_put_once_a_step_and_arrays_travel_beside_them(groups):
     assert fitted.num_train_steps == report.num_train_steps == 2 and fitted.num_samples == report.num_samples == len(
         samples
     )
-    columns = {name: ray.get(ref) for name, ref in batch.columns}
+    columns = {name: ray.get(ref).split() for name, ref in batch.columns}
     assert set(columns) == {"reference_logprobs", "kl", "values"}
     for rows in columns.values():
         assert [len(row) for row in rows] == [len(sample.tokens) for sample in samples] and rows[0].dtype == np.float32
