@@ -76,7 +76,7 @@ def started_cluster(folder: Path, *, num_gpus: int) -> Iterator[Cluster]:
     try:
         cluster = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         wait_for_dashboard(cluster, process, folder / "ray.log")
-        wait_for_agents(before, folder / "ray.log")
+        wait_for_agents(before, folder / "ray.log", agent)
         yield cluster
     finally:
         stop_group(process)
@@ -97,9 +97,17 @@ def wait_for_dashboard(cluster: Cluster, process: subprocess.Popen, log: Path) -
         time.sleep(0.3)
 
 
-def wait_for_agents(before: dict[int, str], log: Path) -> None:
-    """Wait for the last processes of the cluster, so that they do not pass for something that a run has left behind."""
-    deadline = time.monotonic() + 60
+def wait_for_agents(before: dict[int, str], log: Path, port: int) -> None:
+    """Wait for the last processes of the cluster, so that they do not pass for something that a run has left behind,
+    and until the one that takes jobs listens: on a busy host half a minute after it is there.
+    """
+    deadline = time.monotonic() + 120
+    while True:
+        with contextlib.suppress(requests.RequestException):
+            requests.get(f"http://127.0.0.1:{port}/api/local_raylet_healthz", timeout=2)
+            break  # whatever it answers
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
     while not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {
         line.strip() for pid, line in our_processes().items() if pid not in before
     }:
