@@ -65,7 +65,7 @@ WARM_UP_ARGS=(
 
 GRPO_ARGS=(
   --colocate
-  --no-offload-rollout                             # on a CPU SGLang gives no memory back; asking takes 30 ms a step
+  --no-offload-rollout                             # on a CPU SGLang gives no memory back; asking takes 20 ms a step
   --rollout-num-gpus-per-engine 1
   --hf-checkpoint "${RUN}/warm-up/hf"
   --prompt-data "${RUN}/data/train.jsonl"

@@ -167,8 +167,7 @@ def _in_common(one: np.ndarray, other: np.ndarray) -> int:
     differs = one[:shorter] != other[:shorter]
     if differs.ndim > 1:
         differs = differs.any(axis=1)
-    first = int(differs.argmax()) if shorter else 0
-    return first if shorter and differs[first] else shorter
+    return int(differs.argmax()) if differs.any() else shorter
 
 
 def _worthwhile(common: Sequence[int]) -> list[int]:

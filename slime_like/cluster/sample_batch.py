@@ -70,13 +70,16 @@ def packed_column(values: list) -> Column:
     return JoinedRows(np.concatenate(values), np.fromiter(map(len, values), np.int64, len(values)))
 
 
+def rows_of(column: Column) -> list:
+    """One value a sample again; arrays are views."""
+    return column.split() if isinstance(column, JoinedRows) else column
+
+
 def merged(names: tuple[str, ...], samples: dict[str, Column], *columns: Column) -> list[TrainSample]:
     """The records with their columns in place, inside the rank that needs them.
 
     Arrays are views into the object store.
     """
     fields = samples | dict(zip(names, columns, strict=True))
-    rows = zip(
-        *(column.split() if isinstance(column, JoinedRows) else column for column in fields.values()), strict=True
-    )
+    rows = zip(*map(rows_of, fields.values()), strict=True)
     return [TrainSample(**dict(zip(fields, row, strict=True))) for row in rows]

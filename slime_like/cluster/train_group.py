@@ -23,7 +23,7 @@ from slime_like.cluster.bundles import Bundles
 from slime_like.cluster.gpu_environment import device_number, nccl_environment
 from slime_like.cluster.object_store import put
 from slime_like.cluster.ray_session import Wait, deaths, kill_actors
-from slime_like.cluster.sample_batch import Column, JoinedRows, SampleBatch, merged, packed, packed_column
+from slime_like.cluster.sample_batch import Column, SampleBatch, merged, packed, packed_column, rows_of
 from slime_like.cluster.signs_of_life import Ear, EarAddress, speak
 from slime_like.config.run import RunConfig
 from slime_like.config.tree import TENANTS
@@ -234,8 +234,7 @@ class TrainGroup:
 
     def probe(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Log-probs [T] of every sample at temperature 1."""
-        rows = self._gather("score", [self._scored("probe", self.put(samples))])[0]
-        return rows.split() if isinstance(rows, JoinedRows) else rows
+        return rows_of(self._gather("score", [self._scored("probe", self.put(samples))])[0])
 
     def save(self, num_rollouts_done: int, client_state: dict) -> str:
         """Write a Megatron checkpoint, or with --async-save begin to; returns its folder."""

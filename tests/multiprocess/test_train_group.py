@@ -13,7 +13,7 @@ from ray._private.internal_api import node_stats
 
 from slime_like.cluster.bundles import reserve
 from slime_like.cluster.ray_session import connect
-from slime_like.cluster.sample_batch import SampleBatch
+from slime_like.cluster.sample_batch import SampleBatch, rows_of
 from slime_like.cluster.train_group import TrainGroup
 from slime_like.config.placement import PlacementConfig
 from slime_like.errors import ProcessLost
@@ -76,7 +76,7 @@ def test_samples_are_put_once_a_step_and_arrays_travel_beside_them(groups):
     assert fitted.num_train_steps == report.num_train_steps == 2 and fitted.num_samples == report.num_samples == len(
         samples
     )
-    columns = {name: ray.get(ref).split() for name, ref in batch.columns}
+    columns = {name: rows_of(ray.get(ref)) for name, ref in batch.columns}
     assert set(columns) == {"reference_logprobs", "kl", "values"}
     for rows in columns.values():
         assert [len(row) for row in rows] == [len(sample.tokens) for sample in samples] and rows[0].dtype == np.float32

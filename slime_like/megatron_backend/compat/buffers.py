@@ -46,7 +46,7 @@ def _unless_alone(collective: Callable) -> Callable:
 
 def _patch_scale(module) -> None:
     """utils.py:1212, which clips gradients where transformer-engine and apex are missing, scales into new memory and
-    copies it back. The same numbers in place: of 135 M parameters 0.05 s instead of 0.4. Goes when upstream does so.
+    copies it back. The same numbers in place: 135 M parameters in 0.03 s instead of 0.09. Goes when upstream does so.
     """
 
     def scale_in_place(chunk_size, noop_flag, tensor_lists, scale) -> None:

@@ -1,4 +1,6 @@
-"""When data parallel ranks add up gradients and gather weights: at the end, or while the passes still run."""
+"""How gradients add up: over a rank's passes, and over data parallel ranks, which gather weights too: at the end, or while
+the passes still run.
+"""
 
 from __future__ import annotations
 

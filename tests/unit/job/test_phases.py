@@ -114,6 +114,8 @@ def test_memory_changes_hands_around_training_and_comes_back_in_two_parts(tmp_pa
         "rollouts.trained (0, 1)",
     ]
     assert calls == [line.format(1) for line in sync] + around + [line.format(2) for line in sync]
+    (step,) = (line for line in read_json_lines(tmp_path / "metrics.jsonl") if line["kind"] == "step")
+    assert 0 < step["step/release_seconds"] <= step["step/overhead_seconds"]
 
 
 def test_every_role_on_the_cards_makes_room_and_the_probe_comes_while_the_trainer_has_its_weights(tmp_path):
