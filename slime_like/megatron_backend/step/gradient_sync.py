@@ -1,6 +1,4 @@
-"""How gradients add up: over a rank's passes, and over data parallel ranks, which gather weights too: at the end, or while
-the passes still run.
-"""
+"""How gradients add up: over a rank's passes, and over data parallel ranks, at the end or while passes still run."""
 
 from __future__ import annotations
 
