@@ -41,6 +41,7 @@ def install() -> None:
     _replace_groups()
     _replace_tensor_functions()
     ipc.install()
+    _look_up_operations()
     _enter_in_every_thread()
 
 
@@ -212,6 +213,17 @@ def _replace_tensor_functions() -> None:
         return fresh.pin_memory() if pin_memory else fresh
 
     torch.tensor = tensor
+
+
+def _look_up_operations() -> None:
+    """Two threads that look one up for the first time make two objects for it: one is freed, and torch 2.13 may have
+    kept its address (a crash in find_torch_dispatch_rule).
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace in ("aten", "c10d"):
+            packet, _, overload = rest.partition(".")
+            getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def _enter_in_every_thread() -> None:

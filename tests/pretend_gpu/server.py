@@ -6,6 +6,7 @@ Run by processes.Pretender, with the guard preloaded; ends when its starter clos
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import logging
 import multiprocessing
@@ -24,6 +25,7 @@ from tests.pretend_gpu.record import RECORD
 def main() -> None:
     """Serve jobs until the line ends."""
     processes.end_with_parent()
+    faulthandler.enable()  # a rank that crashes says where
     line = processes.connect(sys.argv[1])
     import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -131,6 +132,12 @@ class WorkerPool:
 
     async def _end(self, worker: asyncio.subprocess.Process) -> None:
         self._all.discard(worker)
+        assert worker.stdout is not None, "started with a pipe"
+        if worker.returncode is None and worker.stdout.at_eof():
+            # It is ending. kill() would take its status from asyncio's watcher, which then tells 255 (Python 3.11):
+            # whoever asks whether it ended itself would score its sample once more.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(worker.wait(), _GRACE_S)
         if worker.returncode is None:
             try:
                 worker.kill()
@@ -151,7 +158,7 @@ async def _ask(worker: asyncio.subprocess.Process, task: dict) -> dict | None:
         worker.stdin.write(json.dumps(task).encode() + b"\n")
         await worker.stdin.drain()
     except (BrokenPipeError, ConnectionResetError):
-        return None
+        pass  # it ended, or is about to: its output ends, too
     return await _read(worker)
 
 

@@ -147,9 +147,13 @@ class Channel:
 
     def check(self) -> None:
         """Raise if the sync is lost already: an engine refused, or another source failed."""
+        self.check_sources()
+        self.check_engines()
+
+    def check_sources(self) -> None:
+        """Raise if another source failed."""
         if self.options.sources is not None:
             self.options.sources.check()
-        self.check_engines()
 
     def check_engines(self) -> None:
         """Raise if an engine refused, or has stopped before our end."""
@@ -227,7 +231,7 @@ class SocketChannel(Channel):
 
     def _readers(self) -> Readers:
         if self._connected is None:
-            self._connected = self._listener.accept(self.options.timeout_s, self.who, self.check)
+            self._connected = self._listener.accept(self)
         return self._connected
 
 
@@ -243,20 +247,20 @@ class Listener:
         os.chmod(path, 0o600)
         self._socket.listen(max(1, len(self.names)))
 
-    def accept(self, timeout_s: float, who: str, check: Callable[[], None]) -> Readers:
-        """All of them. check: asked again and again; what it raises ends the wait.
+    def accept(self, channel: Channel) -> Readers:
+        """All of them. channel: what its check() raises ends the wait.
 
         Raises WaitTimeout naming who did not come.
         """
-        readers = Readers(self.names, who, timeout_s, check)
+        readers, timeout_s = Readers(self.names, channel), channel.options.timeout_s
         deadline = time.monotonic() + timeout_s
         try:
             while len(readers) < len(self.names):
-                check()
+                channel.check()
                 if time.monotonic() > deadline:
                     late = ", ".join(name for reader, name in self.names.items() if reader not in readers)
                     raise WaitTimeout(
-                        who=who,
+                        who=channel.who,
                         whom=late,
                         phase="connect for weight sync",
                         seconds=timeout_s,
@@ -280,8 +284,9 @@ class Listener:
 class Readers:
     """Connections to all ranks of all engines. One thread at a time uses them."""
 
-    def __init__(self, names: Mapping[Reader, str], who: str, timeout_s: float, check: Callable[[], None]):
-        self._names, self._who, self._timeout_s, self._check = names, who, timeout_s, check
+    def __init__(self, names: Mapping[Reader, str], channel: Channel):
+        self._names, self._channel = names, channel
+        self._who, self._timeout_s = channel.who, channel.options.timeout_s
         self._files: dict[Reader, BinaryIO] = {}
         self._sockets: dict[Reader, socket.socket] = {}
 
@@ -321,6 +326,7 @@ class Readers:
             try:
                 connection.sendall(json.dumps(message_of(reader)).encode() + b"\n")
             except OSError as error:
+                self._answer(reader, phase)  # it may have said why before it let go
                 self._went_away(reader, phase, error)
         answers: dict[Reader, dict] = {}
         deadline = time.monotonic() + self._timeout_s
@@ -328,22 +334,32 @@ class Readers:
             for reader, connection in self._sockets.items():
                 selector.register(connection, selectors.EVENT_READ, reader)
             while selector.get_map():
-                ready = selector.select(_LOOK_S)
+                ready = selector.select(_LOOK_S) or self._last_words(selector)
                 for key, _ in ready:
                     answers[key.data] = self._answer(key.data, phase)
                     selector.unregister(key.fileobj)
-                if not ready:
-                    self._check()
-                    if time.monotonic() > deadline:
-                        late = ", ".join(name for reader, name in self._names.items() if reader not in answers)
-                        raise WaitTimeout(
-                            who=self._who,
-                            whom=late,
-                            phase=phase,
-                            seconds=self._timeout_s,
-                            last=f"{len(answers)} answered",
-                        )
+                if not ready and time.monotonic() > deadline:
+                    late = ", ".join(name for reader, name in self._names.items() if reader not in answers)
+                    raise WaitTimeout(
+                        who=self._who,
+                        whom=late,
+                        phase=phase,
+                        seconds=self._timeout_s,
+                        last=f"{len(answers)} answered",
+                    )
         return answers
+
+    def _last_words(self, selector: selectors.BaseSelector) -> list[tuple]:
+        """Raise if waiting has become pointless; but an engine says why here before it answers its request, and by then
+        that is there: what can be read.
+        """
+        try:
+            self._channel.check()
+        except EngineError:
+            if words := selector.select(0):
+                return words
+            raise
+        return []
 
     def close(self) -> None:
         """Let go of all: an engine that is still waiting for weights stops."""
@@ -361,7 +377,7 @@ class Readers:
             self._went_away(reader, phase, None)
         answer = json.loads(line)
         if "error" in answer:
-            self._check()  # it may be another source's failure that the engine complains about
+            self._channel.check_sources()  # it may be another one's failure that the engine complains about
             raise WeightSyncError(
                 f"{self._names[reader]}: {phase}: {answer['error']}. It may hold half of the weights."
             )
@@ -370,7 +386,7 @@ class Readers:
     def _went_away(self, reader: Reader, phase: str, error: OSError | None) -> None:
         ends = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < ends:  # the answer to its request may say why
-            self._check()
+            self._channel.check()
             time.sleep(0.05)
         raise EngineError(
             f"{self._names[reader]} went away: {self._who}, {phase}{'' if error is None else f' ({error})'}"

@@ -25,7 +25,7 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend import shared_memory
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.weight_sync.in_engine import shm_loader, shm_slots
-from slime_like.weight_sync.transports.channel import EngineRequests
+from slime_like.weight_sync.transports.channel import Channel, EngineRequests, Readers
 from slime_like.weight_sync.transports.ipc import IpcPublisher
 from slime_like.weight_sync.transports.registry import PublisherOptions
 from slime_like.weight_sync.transports.sources import Sources
@@ -201,6 +201,30 @@ def test_what_one_rank_cannot_load_is_told_and_ends_it_everywhere():
         sender.send(iter(TENSORS), 1)
         assert set(ranks[0].got) == set(ranks[1].got) == {name for name, _ in TENSORS}
         sender.close()
+
+
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_what_an_engine_says_counts_more_than_its_answer_to_the_request(lets_go):
+    """It says what is wrong, lets go, and answers; whichever we see first."""
+
+    class Answered(Channel):
+        def check_engines(self):
+            raise EngineError("engine 0 stopped taking in weights before all were sent")
+
+    channel = Answered(PublisherOptions("ipc", (), 0, 1, 1 << 20, 5.0, None, "127.0.0.1"), (), None)
+    readers = Readers({(0, 0): "engine 0, rank 0"}, channel)
+    ours, engines = socket.socketpair()
+    engines.sendall(json.dumps({"engine": 0, "rank": 0}).encode() + b"\n")
+    readers.add(ours)
+    engines.sendall(json.dumps({"error": "ValueError: no such tensor"}).encode() + b"\n")
+    if lets_go:
+        engines.close()  # sending to it fails
+    try:
+        with pytest.raises(WeightSyncError, match="engine 0, rank 0: load: ValueError: no such tensor"):
+            readers.ask(lambda _: {"load": ["", 0, 0]}, "load")
+    finally:
+        readers.close()
+        engines.close()
 
 
 def test_an_engine_that_goes_away_is_named():
