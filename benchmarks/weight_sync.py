@@ -54,10 +54,9 @@ TIMEOUT_S = 300.0
 
 
 def make_config(folder: Path, transport: str, verify: str) -> RunConfig:
-    """One rank that holds the model of `folder` and trains nothing."""
+    """One rank that trains the model of `folder`, and here never does."""
     disk = str(folder / "sync") if transport == "disk" else None
     return RunConfig(
-        role="ref",  # no gradients, no optimizer
         placement=PlacementConfig(actor_num_gpus_per_node=1, colocate=transport == "ipc"),
         model=model_from_hf(read_hf_config(str(folder / "model")), ModelConfig()),
         checkpoint=CheckpointConfig(hf_checkpoint=str(folder / "model"), ref_load=str(folder / "model")),
@@ -92,6 +91,7 @@ class Bench:
             self.config.model,
             lambda: self._recorder.timed(self.worker.export(BASE), "source"),
             master_address="127.0.0.1",
+            shared=self.worker.shared_weights,
         )
         self._orders = {
             key: PublishOrder.of(config, key[0], [client.endpoint], WeightsRef()) for key, config in configs.items()

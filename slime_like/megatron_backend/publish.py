@@ -8,6 +8,7 @@ folder: from several); to engines on the trainer's own cards every rank sends ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -17,8 +18,12 @@ from slime_like.config.run import RunConfig
 from slime_like.megatron_backend.hf.names_and_shards import hf_names, num_export_ranks, rank_in_stage
 from slime_like.megatron_backend.hf.stages import of_every_stage
 from slime_like.megatron_backend.lora.peft_files import adapter_names, peft_config, stream_adapters
+from slime_like.records import BASE, WeightsRef
 from slime_like.weight_sync.ranks import RankPlace
 from slime_like.weight_sync.sender import Gathering
+from slime_like.weight_sync.session import PublishOrder
+from slime_like.weight_sync.shared_weights import SharedWeights
+from slime_like.weight_sync.transports.slots import slot_bytes
 
 
 def rank_place(*, by_card: bool = False) -> RankPlace:
@@ -34,16 +39,43 @@ def rank_place(*, by_card: bool = False) -> RankPlace:
     )
 
 
+class Exports(Protocol):
+    """A rank whose weights are sent (worker.TrainWorker)."""
+
+    config: RunConfig
+    stage: Sequence[torch.nn.Module]
+    master_address: str
+
+    def export(self, weights: WeightsRef) -> Iterator[tuple[str, torch.Tensor]]:
+        """This pipeline stage's tensors under their HF names."""
+
+
+def gathering_for(rank: Exports, order: PublishOrder, *, shared: SharedWeights | None) -> Gathering:
+    """What this rank has to send by the order: its base, or adapters alone. shared: as in gathering()."""
+    config, master_address = rank.config, rank.master_address
+    if config.sync.sends_adapters:
+        return gathering_of_adapters(rank.stage, config, master_address=master_address)
+    return gathering(
+        config.model,
+        lambda: rank.export(BASE),
+        master_address=master_address,
+        whole_bytes=slot_bytes(config.sync.update_weight_buffer_size) if order.cards else None,
+        shared=shared,
+    )
+
+
 def gathering(
     model: ModelConfig,
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]],
     *,
     master_address: str,
     whole_bytes: int | None = None,
+    shared: SharedWeights | None = None,
 ) -> Gathering:
     """What this rank has to send: its pipeline stage's tensors, which `tensors` gives as hf_convert.export_hf does.
 
     whole_bytes: every rank gathers all stages' tensors instead, in buckets of so many bytes from stage to stage.
+    shared: memory of these tensors that engines map, if they are in such.
     """
     everything = tensors if whole_bytes is None else lambda: of_every_stage(tensors(), whole_bytes)
     return Gathering(
@@ -51,6 +83,7 @@ def gathering(
         tensors=everything,
         names=frozenset(hf_names(model)),
         master_address=master_address,
+        shared=shared,
     )
 
 

@@ -25,8 +25,9 @@ from slime_like.megatron_backend.lora.held import held_beside
 from slime_like.megatron_backend.lora.peft_files import first_adapters
 from slime_like.megatron_backend.lora.tenant_verbs import TenantVerbs, tenants_config
 from slime_like.megatron_backend.model.provider import build_frozen, build_model, release_hooks, trains_in_bf16, unwrap
-from slime_like.megatron_backend.publish import gathering, gathering_of_adapters
+from slime_like.megatron_backend.publish import gathering_for
 from slime_like.megatron_backend.reference import HeldWeights
+from slime_like.megatron_backend.shared_parameters import share_parameters
 from slime_like.megatron_backend.step.batch import Batch, StepCutter
 from slime_like.megatron_backend.step.critic import ValueRunner, critic_config
 from slime_like.megatron_backend.step.forward import device_of
@@ -44,9 +45,9 @@ from slime_like.megatron_backend.step.runner import StepRunner
 from slime_like.megatron_backend.verbs import Outputs
 from slime_like.observability.metrics import timed
 from slime_like.records import BASE, REFERENCE, SyncReceipt, WeightsRef
-from slime_like.weight_sync.sender import Gathering, WeightSender
+from slime_like.weight_sync.sender import WeightSender
 from slime_like.weight_sync.session import PublishOrder, run_session
-from slime_like.weight_sync.transports.slots import slot_bytes
+from slime_like.weight_sync.shared_weights import SharedWeights
 
 
 class TrainWorker(TenantVerbs):
@@ -78,6 +79,7 @@ class TrainWorker(TenantVerbs):
         self.world_size, self.local_rank = world_size, local_rank
         self.master_address, self.master_port, self._store_path = master_address, master_port, store_path
         self._sender: WeightSender | None = None
+        self.shared_weights: SharedWeights | None = None  # engines map them
         self._held: HeldWeights
         #: a train step's records -> this rank's share of them in micro-batches: for several verbs over the same records
         self.prepare: StepCutter
@@ -113,6 +115,7 @@ class TrainWorker(TenantVerbs):
                 config.model, config.parallel, config.optimizer, value_head=self._is_critic, adapters=self._adapters
             )
             self.stage = unwrap(self.model)
+            self.shared_weights = share_parameters(config, self.model)
             self._held = held_beside(self.stage, self._adapters)
             offloads = config.offloads_train(on_gpu=device_of(self.stage).type == "cuda")
             self._card = CardMemory(self.stage, self.model if self._trains else (), offloads=offloads)
@@ -149,6 +152,8 @@ class TrainWorker(TenantVerbs):
         if self._sender is not None:
             self._sender.close()
             self._sender = None
+        if self.shared_weights is not None:
+            self.shared_weights.close()
         release_hooks(getattr(self, "model", ()))
         shut_down()
 
@@ -156,6 +161,8 @@ class TrainWorker(TenantVerbs):
         """Give back what would outlive this process, before it is killed."""
         if self._sender is not None:
             self._sender.remove_files()
+        if self.shared_weights is not None:
+            self.shared_weights.close()
 
     def release_memory(self, keep: Sequence[str] = ()) -> None:
         """Give the engines on this card what is not in `keep`, of TRAIN_STATE: to the host with --offload-train, else
@@ -268,7 +275,8 @@ class TrainWorker(TenantVerbs):
             sender.close()
             self._sender = None
         if self._sender is None:
-            self._sender = WeightSender(self.config, order, self._gathering(order))
+            what = gathering_for(self, order, shared=self.shared_weights)
+            self._sender = WeightSender(self.config, order, what)
         try:
             return run_session(order, self._sender)
         finally:
@@ -350,15 +358,6 @@ class TrainWorker(TenantVerbs):
                 self._held.keep_start(weights)
             else:
                 self.load_state(folder, weights=weights, step=frozen_step)
-
-    def _gathering(self, order: PublishOrder) -> Gathering:
-        config, master_address = self.config, self.master_address
-        if config.sync.sends_adapters:
-            return gathering_of_adapters(self.stage, config, master_address=master_address)
-        whole_bytes = slot_bytes(config.sync.update_weight_buffer_size) if order.cards else None
-        return gathering(
-            config.model, lambda: self.export(BASE), master_address=master_address, whole_bytes=whole_bytes
-        )
 
     def _state_of(self, *, optimizer: bool = False, schedule: bool = False, rng: bool = True) -> checkpoint.TrainState:
         return checkpoint.TrainState(

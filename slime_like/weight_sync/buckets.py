@@ -20,10 +20,24 @@ NamedTensor = tuple[str, torch.Tensor]
 #: One rank of one engine: (engine's index, rank).
 Reader = tuple[int, int]
 
+#: A bucket may have so many times as many bytes of what is not copied. An engine needs 2 ms for each bucket, whatever is
+#: in it (SGLang 0.5.23 lists all its parameters anew), in which it could load 20 MB.
+_MAPPED_PART = 4
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: SGLang fuses these two while it loads, and forgets the first one if the second is not in the same request (0.5.23,
 #: cached_a_proj).
 _WAITING, _AWAITED = ".self_attn.q_a_proj.", ".self_attn.kv_a_proj_with_mqa."
+
+
+class InSharedMemory(Protocol):
+    """A file that engines map, in which tensors may lie (shared_weights.SharedWeights)."""
+
+    @property
+    def path(self) -> str:
+        """Of the file."""
+
+    def start_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in the file a tensor's bytes lie one behind the other; None if they do not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +64,7 @@ class PublisherOptions:
     keep_files: bool = False  # of the disk transport: older versions stay
     delta_encoding: str = "xor"  # of deltas: xor or overwrite
     adapter_config: dict | None = None  # of adapters: PEFT's
+    shared: InSharedMemory | None = None  # of the ipc transport: where tensors lie that need not be copied
     cards: tuple[tuple[int, ...], ...] = ()  # of each endpoint, of each of its ranks: the source on its card
 
     @property
@@ -149,25 +164,29 @@ class Cutter:
     A bucket holds at most `max_bytes`, or one tensor that is larger alone. Tensors of experts have buckets of their
     own: an engine with expert parallelism keeps only some of them, and finds in them no other tensor that it must not
     skip. Each tensor begins at a multiple of its element size, since receivers look at the bytes in place, and there
-    are no gaps.
+    are no gaps. What need not be copied, since receivers can look at it where it is, takes no room, and counts for
+    a part, since they have to be told of each bucket.
     """
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
-        self._size = 0
+        self._size = self._copied = 0
         self._kind: bool | None = None  # of the tensors in the bucket; None: it is empty
         self._awaited = ""
 
-    def cuts_before(self, name: str, tensor: torch.Tensor) -> bool:
+    def cuts_before(self, name: str, tensor: torch.Tensor, *, is_copied: bool = True) -> bool:
         """Whether this tensor begins a new bucket; counts it as part of the bucket that it is in."""
-        kind, size = is_expert(name), num_bytes(tensor)
+        kind, room = is_expert(name), num_bytes(tensor) if is_copied else 0
+        size = room if is_copied else num_bytes(tensor) // _MAPPED_PART
         if not name.startswith(self._awaited.partition(".self_attn.")[0]):
             self._awaited = ""  # it never came: a transform renamed it, and SGLang has nothing to fuse either
         cuts = self._kind is not None and not self._awaited
         cuts = cuts and (
-            kind is not self._kind or self._size + size > self.max_bytes or self._size % tensor.element_size() != 0
+            kind is not self._kind
+            or self._size + size > self.max_bytes
+            or (is_copied and self._copied % tensor.element_size() != 0)
         )
-        self._size = size if cuts else self._size + size
+        self._size, self._copied = (size, room) if cuts else (self._size + size, self._copied + room)
         self._kind = kind
         if name == self._awaited:
             self._awaited = ""

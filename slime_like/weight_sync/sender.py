@@ -26,6 +26,7 @@ from slime_like.weight_sync.proof.receipt import Receipt, never_sent, raise_diff
 from slime_like.weight_sync.quantise import Quantiser
 from slime_like.weight_sync.ranks import RankGroup, RankPlace
 from slime_like.weight_sync.session import PublishOrder
+from slime_like.weight_sync.shared_weights import SharedWeights
 from slime_like.weight_sync.transform import TransformOutcome, WeightTransform
 from slime_like.weight_sync.transports.registry import make_publisher
 from slime_like.weight_sync.transports.sources import Sources
@@ -42,7 +43,7 @@ class Gathering:
     source's gatherers: its pipeline stage's, or with PublishOrder.cards everything.
 
     names: of the whole model, or of all its adapters. master_address: of the trainer's first rank, as the other ranks
-    know it. adapter_config: PEFT's, where adapters are sent.
+    know it. adapter_config: PEFT's, where adapters are sent. shared: memory that engines map, in which tensors may lie.
     """
 
     place: RankPlace
@@ -50,6 +51,7 @@ class Gathering:
     names: frozenset[str]
     master_address: str
     adapter_config: dict | None = None
+    shared: SharedWeights | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,6 +266,7 @@ class WeightSender:
             keep_files=sync.update_weight_disk_keep_files,
             delta_encoding=sync.delta_encoding,
             adapter_config=self._gathering.adapter_config,
+            shared=self._gathering.shared,
         )
 
     def _connect(self, options: PublisherOptions) -> None:

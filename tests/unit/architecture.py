@@ -164,6 +164,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
         "unit/megatron_backend/compat/test_megatron.py",
     ),
     "megatron_backend.publish": ("multiprocess/test_publish.py",),
+    "megatron_backend.shared_parameters": ("multiprocess/test_shared_parameters.py",),
     "megatron_backend.step.routing_replay": ("multiprocess/test_routing_replay.py",),
     "megatron_backend.step.several_targets": ("multiprocess/test_tenants.py",),
     "megatron_backend.step.runner": ("multiprocess/test_algorithms.py",),

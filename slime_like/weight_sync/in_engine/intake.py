@@ -126,9 +126,8 @@ def _next_bucket(loading: Loading, line: _Line, directory: str | None) -> bool:
         loading.load(line.path, shm_slots.views(memory, message["table"], message["stop"]), message["digest"])
         settle(memory.device)  # before the memory is written to again
     else:
-        path, start, stop = message["load"]
-        tensors = shm_slots.tensors(shm_slots.checked_path(path, directory), start, stop)
-        loading.load(line.path, tensors, message["digest"])
+        with shm_slots.tensors(*message["load"], directory) as tensors:
+            loading.load(line.path, tensors, message["digest"])
     line.say({"loaded": True})
     return False
 

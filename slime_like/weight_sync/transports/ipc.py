@@ -22,7 +22,14 @@ from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_source_folder, remove_dead_sources
 from slime_like.utils.net import is_own_address, url_host
-from slime_like.weight_sync.buckets import NamedTensor, Proof, PublisherOptions, Reader, SentReport
+from slime_like.weight_sync.buckets import (
+    InSharedMemory,
+    NamedTensor,
+    Proof,
+    PublisherOptions,
+    Reader,
+    SentReport,
+)
 from slime_like.weight_sync.in_engine.shm_slots import SharedFile
 from slime_like.weight_sync.transports import device_ipc
 from slime_like.weight_sync.transports.channel import SocketChannel
@@ -38,9 +45,22 @@ _HOST_SLOT_BYTES = 64 << 20
 class SharedBucketSlot(BucketSlot):
     """A slot whose bytes lie in a file in shared memory."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, shared: InSharedMemory | None = None):
+        """shared: what lies in it is not copied."""
         super().__init__()
-        self._file = SharedFile(path)
+        self._file, self._shared = SharedFile(path), shared
+
+    def copies(self, tensor: torch.Tensor) -> bool:
+        """As BucketSlot.copies: no tensor that engines can map."""
+        return self._shared is None or self._shared.start_of(tensor) is None
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """As BucketSlot.put, or a note of where the tensor lies anyway."""
+        start = None if self._shared is None else self._shared.start_of(tensor)
+        if self._shared is None or start is None:
+            super().put(name, tensor)
+        else:
+            self._enter(name, tensor, start, self._shared.path)
 
     def reserve(self, size: int) -> None:
         """As BucketSlot.reserve. Raises WeightSyncError where shared memory is full."""
@@ -101,7 +121,7 @@ class IpcPublisher:
         self._slots = [
             device_ipc.DeviceBucketSlot(number)
             if self._on_device
-            else SharedBucketSlot(f"{self._directory}/slot-{number}")
+            else SharedBucketSlot(f"{self._directory}/slot-{number}", self._options.shared)
             for number in range(2)
         ]
 

@@ -24,17 +24,19 @@ SLACK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class PlacedTensor:
-    """One tensor in a slot: bytes start to stop (exclusive)."""
+    """One tensor of a bucket: bytes start to stop (exclusive)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    path: str = ""  # of another file in which it lies, not in the slot
 
     def row(self) -> list:
-        """As shm_slots.views reads it."""
-        return [self.name, self.dtype, self.shape, self.start, self.stop]
+        """As shm_slots reads it."""
+        row = [self.name, self.dtype, self.shape, self.start, self.stop]
+        return [*row, self.path] if self.path else row
 
 
 class BucketSlot:
@@ -57,16 +59,22 @@ class BucketSlot:
             grown[: self.used] = self.memory[: self.used]
             self.memory = grown
 
+    def copies(self, tensor: torch.Tensor) -> bool:
+        """Whether put() copies it."""
+        return True
+
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor in behind the others."""
         stop = self.used + num_bytes(tensor)
         self.reserve(stop)
         if stop > self.used:
             self.memory[self.used : stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self.entries.append(
-            PlacedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.used, stop)
-        )
+        self._enter(name, tensor, self.used)
         self.used = stop
+
+    def _enter(self, name: str, tensor: torch.Tensor, start: int, path: str = "") -> None:
+        dtype, stop = str(tensor.dtype).removeprefix("torch."), start + num_bytes(tensor)
+        self.entries.append(PlacedTensor(name, dtype, tuple(tensor.shape), start, stop, path))
 
     def append(self, data: bytes) -> int:
         """Write something behind the tensors that is not one; where it ends."""
@@ -141,6 +149,7 @@ class _Run:
         self._free: queue.SimpleQueue = queue.SimpleQueue()
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._copies = slots[0].copies
         for slot in slots:
             slot.clear(how.max_bytes)
             self._free.put(slot)
@@ -163,7 +172,7 @@ class _Run:
         cutter, count, size = Cutter(min(_FIRST_BYTES, self._how.max_bytes)), 0, 0
         slot: BucketSlot | None = None
         for name, tensor in tensors:
-            if cutter.cuts_before(name, tensor) and slot is not None:
+            if cutter.cuts_before(name, tensor, is_copied=self._copies(tensor)) and slot is not None:
                 cutter.max_bytes = min(4 * cutter.max_bytes, self._how.max_bytes)
                 self._hand_over(slot)
                 slot = None

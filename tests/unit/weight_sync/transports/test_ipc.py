@@ -25,6 +25,7 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend import shared_memory
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.weight_sync.in_engine import shm_loader, shm_slots
+from slime_like.weight_sync.shared_weights import SharedWeights, aligned
 from slime_like.weight_sync.transports.channel import Channel, EngineRequests, Readers
 from slime_like.weight_sync.transports.ipc import IpcPublisher
 from slime_like.weight_sync.transports.registry import PublisherOptions
@@ -50,6 +51,7 @@ def publisher(
     source: int = 0,
     sources: Sources | None = None,
     cards: tuple = (),
+    shared: SharedWeights | None = None,
 ) -> IpcPublisher:
     endpoint = EngineEndpoint(index=0, url=url, tp_size=tp_size)
     return IpcPublisher(
@@ -64,6 +66,7 @@ def publisher(
             "127.0.0.1",
             sources=sources,
             cards=cards,
+            shared=shared,
         )
     )
 
@@ -289,6 +292,45 @@ def test_when_one_source_fails_engines_and_the_other_sources_stop():
             sender.close()
 
 
+class Adding(Model):
+    """As SGLang's Gemma: adds 1 to its norms in place, in the mode in which its scheduler runs."""
+
+    def __init__(self, *, in_inference: bool):
+        super().__init__()
+        self._in_inference = in_inference
+
+    def load_weights(self, pairs):
+        with torch.inference_mode(self._in_inference):
+            pairs = list(pairs)
+            for _, tensor in (pair for pair in pairs if "norm" in pair[0]):
+                tensor += 1.0
+            super().load_weights(pairs)
+
+
+@pytest.mark.parametrize("in_inference", [False, True])
+def test_what_lies_in_shared_memory_is_not_copied_and_never_changed_by_an_engine(in_inference):
+    model, numbers = Adding(in_inference=in_inference), torch.arange(12.0)
+    shared = SharedWeights(3 * aligned(48))
+    norm, weight, bias = shared.take(numbers), shared.take(numbers.view(3, 4)), shared.take(numbers.bfloat16())
+    tensors = [("norm", norm), ("rows", weight[1:]), ("turned", weight.t()), ("bias", bias), ("own", numbers)]
+    with serve(engine_of(model)) as server:
+        sender = publisher(server.url, tp_size=1, shared=shared)
+        for version in (1, 2, 3):
+            for tensor in (norm, weight, bias, numbers):
+                tensor += version
+            before = {name: tensor.clone() for name, tensor in tensors}
+            assert sender.send(iter(tensors), version).num_bytes == 48 + 32 + 48 + 24 + 48
+            assert norm.equal(before["norm"]) and model.got["norm"].equal(norm + 1)
+            for name in ("rows", "turned", "bias", "own"):
+                assert model.got[name].equal(before[name]), (name, version)
+        # The slots have had what could not be mapped only: what was turned, and what lies elsewhere.
+        copied = {tuple(numbers.tolist()), tuple(weight.t().flatten().tolist())}
+        held = [tuple(slot.memory[:48].view(torch.float32).tolist()) for slot in sender._slots]
+        assert copied & set(held) and tuple(norm.tolist()) not in held
+        sender.close()
+    shared.close()
+
+
 def test_full_shared_memory_is_an_error_and_not_a_signal(monkeypatch):
     sender = publisher("http://127.0.0.1:1", buffer_bytes=1 << 60)
     monkeypatch.setattr("slime_like.weight_sync.transports.ipc._HOST_SLOT_BYTES", 1 << 50)
@@ -297,12 +339,18 @@ def test_full_shared_memory_is_an_error_and_not_a_signal(monkeypatch):
     sender.close()
 
 
+def take(path, start: int, stop: int) -> list[tuple]:
+    """What an engine reads of a bucket, for as long as nobody changes it."""
+    with shm_slots.tensors(str(path), start, stop, os.path.dirname(path)) as tensors:
+        return list(tensors)
+
+
 def test_a_table_that_lies_is_refused(tmp_path):
     def refused(table: list, start: int, length: int) -> bool:
         path = tmp_path / f"{start}-{length}-{len(table)}"
         path.write_bytes(bytes(8) + json.dumps(table).encode())
         try:
-            list(shm_slots.tensors(str(path), start, start + length))
+            take(path, start, start + length)
         except ValueError:
             return True
         return False
@@ -317,11 +365,11 @@ def test_a_table_that_lies_is_refused(tmp_path):
 def test_an_engine_forgets_files_that_are_gone(tmp_path):
     path = tmp_path / "slot"
     path.write_bytes(bytes(4) + b"[]")
-    list(shm_slots.tensors(str(path), 4, 6))
+    take(path, 4, 6)
     assert str(path) in shm_slots._mapped
     path.unlink()
     path.with_name("other").write_bytes(b"[]")
-    list(shm_slots.tensors(str(path.with_name("other")), 0, 2))
+    take(path.with_name("other"), 0, 2)
     assert str(path) not in shm_slots._mapped
 
 
