@@ -20,8 +20,8 @@ NamedTensor = tuple[str, torch.Tensor]
 #: One rank of one engine: (engine's index, rank).
 Reader = tuple[int, int]
 
-#: A bucket may have so many times as many bytes of what is not copied. An engine needs 2 ms for each bucket, whatever is
-#: in it (SGLang 0.5.23 lists all its parameters anew), in which it could load 20 MB.
+#: A bucket may have so many times as many bytes of what is not copied. An engine needs 2 ms for each bucket, whatever
+#: is in it (SGLang 0.5.23 lists all its parameters anew), in which it could load 20 MB.
 _MAPPED_PART = 4
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: SGLang fuses these two while it loads, and forgets the first one if the second is not in the same request (0.5.23,

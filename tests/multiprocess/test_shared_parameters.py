@@ -1,5 +1,5 @@
-"""Parameters that lie in a file which engines map: a run trains as one whose parameters are its own, to the last bit, and
-the file has what it exports.
+"""Parameters that lie in a file which engines map: a run trains as one whose parameters are its own, to the last bit,
+and the file has what it exports (slime_like.megatron_backend.shared_parameters).
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ RANKS = 2
 #: Layout -> (family, groups).
 LAYOUTS = {
     "dp2": ("qwen3", {}),
-    "dp2, bf16, gradients in the backward": ("qwen3", {"optimizer": {"bf16": True}, "parallel": {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
+    "dp2, bf16, overlapping": (
+        "qwen3",
+        {"optimizer": {"bf16": True}, "parallel": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+    ),
     "dp2, every rank all of Adam": ("qwen3", {"parallel": {"use_distributed_optimizer": False}}),
     "ep2": ("qwen3_moe", {"parallel": {"expert_model_parallel_size": 2}}),
-}  # fmt: skip
+}
 
 
 def run(place, port, folder, groups, transport):

@@ -126,7 +126,8 @@ def _next_bucket(loading: Loading, line: _Line, directory: str | None) -> bool:
         loading.load(line.path, shm_slots.views(memory, message["table"], message["stop"]), message["digest"])
         settle(memory.device)  # before the memory is written to again
     else:
-        with shm_slots.tensors(*message["load"], directory) as tensors:
+        path, start, stop = message["load"]
+        with shm_slots.tensors(path, start, stop, directory) as tensors:
             loading.load(line.path, tensors, message["digest"])
     line.say({"loaded": True})
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from slime_like.weight_sync.buckets import Digest, buckets, content_digest, raw_bytes
+from slime_like.weight_sync.buckets import Cutter, Digest, buckets, content_digest, raw_bytes
 from slime_like.weight_sync.in_engine import receipt
 
 
@@ -25,6 +25,15 @@ def test_buckets_are_filled_up_to_the_limit_in_order():
 
 def test_only_a_tensor_that_is_larger_alone_exceeds_the_limit():
     assert names(named(1, 100, 1, 1), 16) == [["t0"], ["t1"], ["t2", "t3"]]
+
+
+def test_what_is_not_copied_counts_for_a_quarter_and_moves_nothing():
+    """What is copied begins at a multiple of its element's size of what was copied before, whatever lies between."""
+    cutter, half, word = Cutter(64), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(8)
+    assert [cutter.cuts_before("t", word, is_copied=False) for _ in range(9)] == [False] * 8 + [True]
+    assert not cutter.cuts_before("t", half) and not cutter.cuts_before("t", half, is_copied=False)
+    assert cutter.cuts_before("t", word), "2 bytes were copied, 4 are there"
+    assert not cutter.cuts_before("t", word)
 
 
 def test_nothing_gives_no_bucket_and_nothing_is_read_ahead():

@@ -26,7 +26,7 @@ from slime_like.sglang_backend import shared_memory
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.weight_sync.in_engine import shm_loader, shm_slots
 from slime_like.weight_sync.shared_weights import SharedWeights, aligned
-from slime_like.weight_sync.transports.channel import Channel, EngineRequests, Readers
+from slime_like.weight_sync.transports.channel import EngineRequests
 from slime_like.weight_sync.transports.ipc import IpcPublisher
 from slime_like.weight_sync.transports.registry import PublisherOptions
 from slime_like.weight_sync.transports.sources import Sources
@@ -206,30 +206,6 @@ def test_what_one_rank_cannot_load_is_told_and_ends_it_everywhere():
         sender.close()
 
 
-@pytest.mark.parametrize("lets_go", [False, True])
-def test_what_an_engine_says_counts_more_than_its_answer_to_the_request(lets_go):
-    """It says what is wrong, lets go, and answers; whichever we see first."""
-
-    class Answered(Channel):
-        def check_engines(self):
-            raise EngineError("engine 0 stopped taking in weights before all were sent")
-
-    channel = Answered(PublisherOptions("ipc", (), 0, 1, 1 << 20, 5.0, None, "127.0.0.1"), (), None)
-    readers = Readers({(0, 0): "engine 0, rank 0"}, channel)
-    ours, engines = socket.socketpair()
-    engines.sendall(json.dumps({"engine": 0, "rank": 0}).encode() + b"\n")
-    readers.add(ours)
-    engines.sendall(json.dumps({"error": "ValueError: no such tensor"}).encode() + b"\n")
-    if lets_go:
-        engines.close()  # sending to it fails
-    try:
-        with pytest.raises(WeightSyncError, match="engine 0, rank 0: load: ValueError: no such tensor"):
-            readers.ask(lambda _: {"load": ["", 0, 0]}, "load")
-    finally:
-        readers.close()
-        engines.close()
-
-
 def test_an_engine_that_goes_away_is_named():
     def leaves(body):
         request = json.loads(bytes(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][1].tolist()))
@@ -337,40 +313,6 @@ def test_full_shared_memory_is_an_error_and_not_a_signal(monkeypatch):
     with pytest.raises(WeightSyncError, match=r"no room for a bucket.* are free.*--shm-size"):
         sender.send([("a", torch.zeros(2))], 1)
     sender.close()
-
-
-def take(path, start: int, stop: int) -> list[tuple]:
-    """What an engine reads of a bucket, for as long as nobody changes it."""
-    with shm_slots.tensors(str(path), start, stop, os.path.dirname(path)) as tensors:
-        return list(tensors)
-
-
-def test_a_table_that_lies_is_refused(tmp_path):
-    def refused(table: list, start: int, length: int) -> bool:
-        path = tmp_path / f"{start}-{length}-{len(table)}"
-        path.write_bytes(bytes(8) + json.dumps(table).encode())
-        try:
-            take(path, start, start + length)
-        except ValueError:
-            return True
-        return False
-
-    good = [["a", "float32", [2], 0, 8]]
-    assert not refused(good, 8, len(json.dumps(good)))
-    assert refused(good, 8, 10_000)
-    reaching = [["a", "float32", [3], 0, 12]]
-    assert refused(reaching, 8, len(json.dumps(reaching)))
-
-
-def test_an_engine_forgets_files_that_are_gone(tmp_path):
-    path = tmp_path / "slot"
-    path.write_bytes(bytes(4) + b"[]")
-    take(path, 4, 6)
-    assert str(path) in shm_slots._mapped
-    path.unlink()
-    path.with_name("other").write_bytes(b"[]")
-    take(path.with_name("other"), 0, 2)
-    assert str(path) not in shm_slots._mapped
 
 
 def test_folder_of_a_killed_process_is_removed_by_the_next_one():
