@@ -200,7 +200,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "weight_sync.in_engine.groups": ("unit/weight_sync/transports/test_broadcast.py",),
     "weight_sync.in_engine.intake": ("unit/weight_sync/transports/test_ipc.py",),
     "weight_sync.ranks": ("multiprocess/test_ranks.py",),
-    "weight_sync.transports.channel": ("unit/weight_sync/transports/test_ipc.py",),
     "weight_sync.delta.receiver_client": ("unit/weight_sync/delta/test_receiver.py", "contract/test_delta_engine.py"),
 }
 

@@ -10,7 +10,6 @@ Through a socket, a line of JSON each:
     {"slot": number, "table": rows, "stop": bytes, "digest": entries}        on this rank's own GPU, in one of the
         source's memories; with "handle" (devices.py) when the slot has another memory than before
     {"end": true}                                                            all was sent
-A source may tell of a bucket before it has heard that the one before is loaded: at most of as many as it has slots.
 
 Nothing is raised: an exception in a custom loader ends SGLang's scheduler (0.5.23). The sources are told instead.
 """
@@ -30,13 +29,14 @@ from typing import Any
 from slime_like.weight_sync.in_engine import shm_slots
 from slime_like.weight_sync.in_engine.devices import open_handle, settle
 from slime_like.weight_sync.in_engine.groups import take_groups
-from slime_like.weight_sync.in_engine.lines import Lines
 from slime_like.weight_sync.in_engine.receipt import digest_of_entries, held_by, read_digests
 
 logger = logging.getLogger(__name__)
 
 #: Name of the one "tensor" of the request.
 INTAKE_NAME = "__stream__"
+#: Bytes of one line, at most.
+_MOST = 1 << 26
 
 
 def take(model, request: bytes, directory: str | None) -> None:
@@ -103,7 +103,7 @@ def _take_sockets(loading: Loading, order: dict, directory: str | None) -> None:
                 if not ready:
                     raise TimeoutError(f"no weights came for {order['timeout_s']} s")
                 for key, _ in ready:
-                    if _next_buckets(loading, key.data, directory):
+                    if _next_bucket(loading, key.data, directory):
                         selector.unregister(key.fileobj)
                         lines.remove(key.data)
         except Exception as error:
@@ -114,18 +114,9 @@ def _take_sockets(loading: Loading, order: dict, directory: str | None) -> None:
                     line.say({"error": f"{type(error).__name__}: {error}"})
 
 
-def _next_buckets(loading: Loading, line: _Line, directory: str | None) -> bool:
-    """Load what one source has told of; True if it has ended."""
-    while not (has_ended := _next_bucket(loading, line, directory)) and line.has_one:
-        pass
-    return has_ended
-
-
 def _next_bucket(loading: Loading, line: _Line, directory: str | None) -> bool:
     """Load one source's next bucket; True if the source has ended instead."""
     message = line.hear()
-    if message is None:
-        raise ConnectionError(f"the source at {line.path} went away before its end")
     if "end" in message:
         line.forget_memories()  # the trainer's: it gets them back before it hears of us
         line.say({"digest": loading.digest(line.path)})
@@ -142,13 +133,14 @@ def _next_bucket(loading: Loading, line: _Line, directory: str | None) -> bool:
     return False
 
 
-class _Line(Lines):
-    """A connection to a source."""
+class _Line:
+    """A connection to a source on which each message is a line of JSON."""
 
     def __init__(self, path: str, timeout_s: float):
-        super().__init__(socket.socket(socket.AF_UNIX))
         self.path = path
+        self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(timeout_s)
+        self._file = self.socket.makefile("rb")
         self._memories: dict[int, Any] = {}
 
     def __enter__(self) -> _Line:
@@ -156,6 +148,7 @@ class _Line(Lines):
         return self
 
     def __exit__(self, *_) -> None:
+        self._file.close()
         self.socket.close()
         self.forget_memories()
 
@@ -169,3 +162,12 @@ class _Line(Lines):
     def forget_memories(self) -> None:
         """Let go of the source's memory."""
         self._memories.clear()
+
+    def say(self, message: dict) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self) -> dict:
+        line = self._file.readline(_MOST)
+        if not line.endswith(b"\n"):
+            raise ConnectionError(f"the source at {self.path} went away before its end")
+        return json.loads(line)

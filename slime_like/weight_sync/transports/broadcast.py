@@ -33,8 +33,7 @@ from slime_like.weight_sync.in_engine.devices import settle
 from slime_like.weight_sync.in_engine.groups import END, GAVE_UP, OVER, STATUS_BYTES, store_of
 from slime_like.weight_sync.stores import serve_store
 from slime_like.weight_sync.together import run_together
-from slime_like.weight_sync.transports.channel import Channel, takes_channels
-from slime_like.weight_sync.transports.readers import LAST_WORDS_S, engine_name
+from slime_like.weight_sync.transports.channel import LAST_WORDS_S, Channel, engine_name, takes_channels
 from slime_like.weight_sync.transports.slots import BucketSlot, Sending, send_in_slots, slot_bytes
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,16 @@ How a publisher uses it:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import selectors
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
 
 from slime_like.errors import EngineError, WaitTimeout, WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
@@ -22,7 +28,19 @@ from slime_like.weight_sync.device import on_this_device
 from slime_like.weight_sync.in_engine.intake import INTAKE_NAME
 from slime_like.weight_sync.proof.receipt import loader_request
 from slime_like.weight_sync.together import run_together
-from slime_like.weight_sync.transports.readers import Listener, Readers, engine_name
+
+#: How often a wait looks whether it has become pointless.
+_LOOK_S = 0.5
+#: How long one that has connected may take to say who it is.
+_HELLO_S = 10.0
+#: After an engine let go of us: how long the answer to its request, which says more, may take. SGLang's server outlives
+#: its scheduler by five seconds.
+LAST_WORDS_S = 8.0
+
+
+def engine_name(client: EngineClient) -> str:
+    """As errors name it."""
+    return f"engine {client.endpoint.index} at {client.url}"
 
 
 def takes_channels(client: EngineClient) -> bool:
@@ -191,24 +209,21 @@ class SocketChannel(Channel):
         if self._connected is not None:
             self._connected.close()
 
-    def load(self, where: Callable[[Reader], dict], names: Sequence[str], phase: str) -> Callable[[], object]:
-        """Tell of one bucket; what waits until it is loaded. where: how a reader finds it, see in_engine.intake."""
+    def load(self, where: Callable[[Reader], dict], names: Sequence[str], phase: str) -> None:
+        """One bucket. where: how a reader finds it, see in_engine.intake."""
         entries = [] if self.proof is None else self.proof.entries(names)
 
         def message(reader: Reader) -> dict:
             layout = self._layouts[reader[0]]
             return where(reader) | {"digest": [] if layout is None else entries[layout][reader[1]]}
 
-        readers = self._readers()
-        readers.tell(message, phase)
-        return readers.hear
+        self._readers().ask(message, phase)
 
     def end(self) -> None:
         """Everything was sent; hear of what was digested."""
         readers = self._readers()
         self.has_ended = True
-        readers.tell(lambda _: {"end": True}, "end weight sync")
-        answers = readers.hear()
+        answers = readers.ask(lambda _: {"end": True}, "end weight sync")
         self.finish()
         for (engine, rank), answer in answers.items():
             if self.proof is not None:
@@ -218,3 +233,161 @@ class SocketChannel(Channel):
         if self._connected is None:
             self._connected = self._listener.accept(self)
         return self._connected
+
+
+class Listener:
+    """A socket file at `path` to which every reader connects once."""
+
+    def __init__(self, path: str, clients: Sequence[EngineClient], readers: Sequence[Reader]):
+        self.path = path
+        names = {client.endpoint.index: engine_name(client) for client in clients}
+        self.names = {(engine, rank): f"{names[engine]}, rank {rank}" for engine, rank in readers}
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(path)
+        os.chmod(path, 0o600)
+        self._socket.listen(max(1, len(self.names)))
+
+    def accept(self, channel: Channel) -> Readers:
+        """All of them. channel: what its check() raises ends the wait.
+
+        Raises WaitTimeout naming who did not come.
+        """
+        readers, timeout_s = Readers(self.names, channel), channel.options.timeout_s
+        deadline = time.monotonic() + timeout_s
+        try:
+            while len(readers) < len(self.names):
+                channel.check()
+                if time.monotonic() > deadline:
+                    late = ", ".join(name for reader, name in self.names.items() if reader not in readers)
+                    raise WaitTimeout(
+                        who=channel.who,
+                        whom=late,
+                        phase="connect for weight sync",
+                        seconds=timeout_s,
+                        last=f"{len(readers)} of {len(self.names)} came",
+                    )
+                self._socket.settimeout(_LOOK_S)
+                with contextlib.suppress(TimeoutError):
+                    readers.add(self._socket.accept()[0])
+        except BaseException:
+            readers.close()
+            raise
+        return readers
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._socket.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+
+class Readers:
+    """Connections to all ranks of all engines. One thread at a time uses them."""
+
+    def __init__(self, names: Mapping[Reader, str], channel: Channel):
+        self._names, self._channel = names, channel
+        self._who, self._timeout_s = channel.who, channel.options.timeout_s
+        self._files: dict[Reader, BinaryIO] = {}
+        self._sockets: dict[Reader, socket.socket] = {}
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def __contains__(self, reader: object) -> bool:
+        return reader in self._sockets
+
+    def add(self, connection: socket.socket) -> None:
+        """Take in one that has just connected. Raises EngineError if it is none that was expected."""
+        connection.settimeout(min(_HELLO_S, self._timeout_s))
+        file = connection.makefile("rb")
+        try:
+            hello = json.loads(file.readline())
+            reader = (hello["engine"], hello["rank"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            connection.close()
+            raise EngineError(
+                f"{self._who}: who connected for weights did not say who it is ({type(error).__name__})"
+            ) from error
+        connection.settimeout(self._timeout_s)
+        if reader not in self._names or reader in self._sockets:
+            connection.close()
+            raise EngineError(
+                f"{self._who}: engine {reader[0]}, rank {reader[1]} connected for weights, which it was not asked to,"
+                " or twice"
+            )
+        self._sockets[reader], self._files[reader] = connection, file
+
+    def ask(self, message_of: Callable[[Reader], dict], phase: str) -> dict[Reader, dict]:
+        """Send everyone a message and wait for all answers.
+
+        Raises WeightSyncError with what an engine says, EngineError if one goes away, WaitTimeout.
+        """
+        for reader, connection in self._sockets.items():
+            try:
+                connection.sendall(json.dumps(message_of(reader)).encode() + b"\n")
+            except OSError as error:
+                self._answer(reader, phase)  # it may have said why before it let go
+                self._went_away(reader, phase, error)
+        answers: dict[Reader, dict] = {}
+        deadline = time.monotonic() + self._timeout_s
+        with selectors.DefaultSelector() as selector:
+            for reader, connection in self._sockets.items():
+                selector.register(connection, selectors.EVENT_READ, reader)
+            while selector.get_map():
+                ready = selector.select(_LOOK_S) or self._last_words(selector)
+                for key, _ in ready:
+                    answers[key.data] = self._answer(key.data, phase)
+                    selector.unregister(key.fileobj)
+                if not ready and time.monotonic() > deadline:
+                    late = ", ".join(name for reader, name in self._names.items() if reader not in answers)
+                    raise WaitTimeout(
+                        who=self._who,
+                        whom=late,
+                        phase=phase,
+                        seconds=self._timeout_s,
+                        last=f"{len(answers)} answered",
+                    )
+        return answers
+
+    def _last_words(self, selector: selectors.BaseSelector) -> list[tuple]:
+        """Raise if waiting has become pointless; but an engine says why here before it answers its request, and by then
+        that is there: what can be read.
+        """
+        try:
+            self._channel.check()
+        except EngineError:
+            if words := selector.select(0):
+                return words
+            raise
+        return []
+
+    def close(self) -> None:
+        """Let go of all: an engine that is still waiting for weights stops."""
+        for reader, connection in self._sockets.items():
+            self._files[reader].close()
+            connection.close()
+        self._sockets, self._files = {}, {}
+
+    def _answer(self, reader: Reader, phase: str) -> dict:
+        try:
+            line = self._files[reader].readline()
+        except OSError as error:
+            self._went_away(reader, phase, error)
+        if not line:
+            self._went_away(reader, phase, None)
+        answer = json.loads(line)
+        if "error" in answer:
+            self._channel.check_sources()  # it may be another one's failure that the engine complains about
+            raise WeightSyncError(
+                f"{self._names[reader]}: {phase}: {answer['error']}. It may hold half of the weights."
+            )
+        return answer
+
+    def _went_away(self, reader: Reader, phase: str, error: OSError | None) -> None:
+        ends = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < ends:  # the answer to its request may say why
+            self._channel.check()
+            time.sleep(0.05)
+        raise EngineError(
+            f"{self._names[reader]} went away: {self._who}, {phase}{'' if error is None else f' ({error})'}"
+        ) from error

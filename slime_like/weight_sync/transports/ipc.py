@@ -161,9 +161,9 @@ class IpcPublisher:
         options, most = self._options, slot_bytes(self._options.buffer_bytes)
         with SocketChannel(options, self._clients, proof, f"{self._directory}/channel") as channel:
 
-            def send(slot: BucketSlot, number: int) -> Callable[[], object]:
+            def send(slot: BucketSlot, number: int) -> None:
                 names = [entry.name for entry in slot.entries]
-                return channel.load(_where(slot), names, f"load bucket {number} of version {version}")
+                channel.load(_where(slot), names, f"load bucket {number} of version {version}")
 
             how = Sending(
                 send=send,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -119,11 +117,10 @@ class BucketSlot:
 class Sending:
     """How buckets are sent.
 
-    send(slot, number): called in a thread of its own, one after another; what it raises ends the sync. It may only
-    begin to, and give what waits until the slot is free: the next one is begun before that.
+    send(slot, number): called in a thread of its own, one after another; what it raises ends the sync.
     """
 
-    send: Callable[[BucketSlot, int], Callable[[], object] | None]
+    send: Callable[[BucketSlot, int], None]
     max_bytes: int  # of one slot
     who: str
     timeout_s: float  # deadline of one send
@@ -214,32 +211,12 @@ class _Run:
 
     def _send_ready(self) -> None:
         number = 0
-        under_way: tuple[BucketSlot, Callable[[], object] | None] | None = None
         while (slot := self._ready.get()) is not None:
-            wait = self._try(functools.partial(self._how.send, slot, number))
-            self._end(under_way)
-            under_way = (slot, wait)
-            if wait is None:
-                self._end(under_way)
-                under_way = None
+            if self._failure is None:
+                try:
+                    self._how.send(slot, number)
+                except BaseException as error:  # noqa: BLE001 - raised by whoever fills the slots
+                    self._failure = error
             number += 1
-        self._end(under_way)
-
-    def _end(self, under_way: tuple[BucketSlot, Callable[[], object] | None] | None) -> None:
-        """Wait until a slot that is sent is free again."""
-        if under_way is None:
-            return
-        slot, wait = under_way
-        if wait is not None:
-            self._try(wait)
-        slot.clear(self._how.max_bytes)
-        self._free.put(slot)
-
-    def _try(self, act: Callable[[], Any]) -> Any:
-        """What it gives, unless something has failed; what it raises is raised by whoever fills the slots."""
-        if self._failure is None:
-            try:
-                return act()
-            except BaseException as error:  # noqa: BLE001 - see above
-                self._failure = error
-        return None
+            slot.clear(self._how.max_bytes)
+            self._free.put(slot)

@@ -57,40 +57,6 @@ def test_the_next_bucket_is_filled_while_one_is_sent():
     assert order == [["t0"], ["t1"], ["t2"]]
 
 
-def test_the_next_send_begins_before_the_one_before_has_ended():
-    begun, ended, held = [], [], {}
-
-    def send(slot, number):
-        begun.append(number)
-        held[number] = [entry.name for entry in slot.entries]
-
-        def wait():
-            assert begun[-1] == min(number + 1, 4) and held[number] == [entry.name for entry in slot.entries]
-            ended.append(number)
-
-        return wait
-
-    send_in_slots(((f"t{i}", torch.zeros(4)) for i in range(5)), [BucketSlot(), BucketSlot()], sending(send))
-    assert begun == ended == list(range(5))
-
-
-def test_what_waiting_for_a_send_raises_ends_all():
-    begun = []
-
-    def send(slot, number):
-        def wait():
-            raise EngineError(f"bucket {number}")
-
-        begun.append(number)
-        return wait
-
-    with pytest.raises(EngineError, match="bucket 0"):
-        send_in_slots(((f"t{i}", torch.zeros(4)) for i in range(9)), [BucketSlot(), BucketSlot()], sending(send))
-    assert begun == [0, 1]
-    with pytest.raises(EngineError, match="bucket 0"):  # the last one
-        send_in_slots([("t", torch.zeros(4))], [BucketSlot(), BucketSlot()], sending(send))
-
-
 def test_a_failed_send_is_raised_and_nothing_is_sent_behind_it():
     sent = []
 

@@ -12,8 +12,7 @@ import pytest
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.weight_sync.buckets import PublisherOptions
-from slime_like.weight_sync.transports.channel import Channel
-from slime_like.weight_sync.transports.readers import Readers
+from slime_like.weight_sync.transports.channel import Channel, Readers
 
 
 @pytest.mark.parametrize("lets_go", [False, True])
@@ -34,8 +33,7 @@ def test_what_an_engine_says_counts_more_than_its_answer_to_the_request(lets_go)
         engines.close()  # sending to it fails
     try:
         with pytest.raises(WeightSyncError, match="engine 0, rank 0: load: ValueError: no such tensor"):
-            readers.tell(lambda _: {"load": ["", 0, 0]}, "load")
-            readers.hear()
+            readers.ask(lambda _: {"load": ["", 0, 0]}, "load")
     finally:
         readers.close()
         engines.close()
