@@ -112,8 +112,9 @@ class TrainWorker(TenantVerbs):
             set_seeds(config.observability.seed, deterministic=config.observability.deterministic)
         with timed(seconds, "model"):
             self.model = (build_model if self._trains else build_frozen)(
-                config.model, config.parallel, config.optimizer, value_head=self._is_critic, adapters=self._adapters
-            )
+                config.model, config.parallel, config.optimizer, value_head=self._is_critic, adapters=self._adapters,
+                own_attention=config.batch.share_prompt == "on",
+            )  # fmt: skip
             self.stage = unwrap(self.model)
             self.shared_weights = share_parameters(config, self.model)
             self._held = held_beside(self.stage, self._adapters)

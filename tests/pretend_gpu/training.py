@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from slime_like.records import BASE
+from tests.helpers.parity import sharing_batch
 from tests.helpers.train_world import make_config, make_samples, recipe_of
+
+
+def shared_steps(place: dict, folder: str, num_rollouts: int, share_prompt: str) -> dict:
+    """train_steps() of samples that share their prompts, which is asked for or not."""
+    batch = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "share_prompt": share_prompt}
+    return train_steps(place, folder, num_rollouts, {"batch": batch}, alike=True)
 
 
 def numbers_of(folder: str, **groups) -> dict:
@@ -18,8 +25,9 @@ def numbers_of(folder: str, **groups) -> dict:
     return groups
 
 
-def train_steps(place: dict, folder: str, num_rollouts: int, groups: dict) -> dict:
-    """A few rollouts through the worker's verbs, as the policy's recipe takes them.
+def train_steps(place: dict, folder: str, num_rollouts: int, groups: dict, *, alike: bool = False) -> dict:
+    """A few rollouts through the worker's verbs, as the policy's recipe takes them. alike: of samples that share their
+    prompts.
 
     Gives "metrics" (of each rollout), and of the last rollout the record: "reads", "uploads" (counts by line) and
     "events" (kind, detail); "micro_batches": passes forward of the last rollout, with and without gradients.
@@ -30,7 +38,7 @@ def train_steps(place: dict, folder: str, num_rollouts: int, groups: dict) -> di
     config = make_config(folder, num_ranks=place["world_size"], **numbers_of(folder, **groups))
     worker = TrainWorker(config, **place)
     worker.start()
-    samples = make_samples(8)
+    samples = sharing_batch() if alike else make_samples(8)
     metrics = []
     for number in range(num_rollouts):
         RECORD.clear()

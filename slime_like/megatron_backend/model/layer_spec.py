@@ -24,15 +24,19 @@ from slime_like.megatron_backend.compat.transformer_engine import uses_transform
 from slime_like.megatron_backend.model.attention import CausalAttention
 
 
-def block_spec(config: TransformerConfig, chunk: int = 0, *, post_norms: bool = False) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, chunk: int = 0, *, post_norms: bool = False, own_attention: bool = False
+) -> TransformerBlockSubmodules:
     """The decoder layers of one chunk of this pipeline stage; not interleaved, a stage has one chunk.
 
-    post_norms: see PostNormLayer.
+    post_norms: see PostNormLayer. own_attention: CausalAttention between transformer-engine's other parts, too.
     """
     options = {"normalization": config.normalization, "vp_stage": chunk}
     if uses_transformer_engine(config.attention_backend.name):
         block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **options)
         norm = gpt_layer_specs.TENorm
+        for spec in _distinct(block.layer_specs) if own_attention else ():
+            spec.submodules.self_attention.submodules.core_attention = CausalAttention
     else:
         # multi_latent_attention.py:58 (0.16.1) takes its own stand-in for transformer-engine as the real one, and then
         # asks isinstance(…, a mock); and MLASelfAttention passes a matrix as whole only to TELinear. A process makes

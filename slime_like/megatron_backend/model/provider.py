@@ -167,12 +167,16 @@ def build_model(
     *,
     value_head: bool = False,
     adapters: AdapterSwitch | None = None,
+    own_attention: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks with gradient buffers, first layers first; weights are random until loaded.
 
-    value_head: a critic. adapters: of a policy that trains nothing else; they are zeros until filled.
+    value_head: a critic. adapters: of a policy that trains nothing else; they are zeros until filled. own_attention:
+    also where transformer-engine has one, which takes no samples that share their prompts.
     """
-    chunks = build_frozen(model, parallel, optimizer, value_head=value_head, adapters=adapters)
+    chunks = build_frozen(
+        model, parallel, optimizer, value_head=value_head, adapters=adapters, own_attention=own_attention
+    )
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -195,6 +199,7 @@ def build_frozen(
     *,
     value_head: bool = False,
     adapters: AdapterSwitch | None = None,
+    own_attention: bool = False,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks without gradient buffers, for a role that only scores.
 
@@ -204,7 +209,9 @@ def build_frozen(
         model = dataclasses.replace(model, moe_router_bias_update_rate=0.0)
     config = transformer_config(model, parallel, bf16=trains_in_bf16(optimizer))
     chunks = [
-        _build_chunk(model, parallel, config, number, value_head=value_head, adapters=adapters)
+        _build_chunk(
+            model, parallel, config, number, value_head=value_head, adapters=adapters, own_attention=own_attention
+        )
         for number in range(parallel.virtual_pipeline_size(model.num_layers) or 1)
     ]
     if optimizer.int4_group_size is not None and not value_head:
@@ -221,12 +228,14 @@ def _build_chunk(
     *,
     value_head: bool,
     adapters: AdapterSwitch | None,
+    own_attention: bool,
 ) -> torch.nn.Module:
     """Chunk `number` of this rank, in bf16 inside its wrapper."""
     place = {"ignore_virtual": False, "vp_stage": number}
+    post_norms = model.post_self_attn_layernorm and model.post_mlp_layernorm
     stage = GPTModel(
         config,
-        block_spec(config, number, post_norms=model.post_self_attn_layernorm and model.post_mlp_layernorm),
+        block_spec(config, number, post_norms=post_norms, own_attention=own_attention),
         vocab_size=model.padded_vocab_size(parallel.tensor_model_parallel_size),
         max_sequence_length=model.context_tokens,
         pre_process=parallel_state.is_pipeline_first_stage(**place),

@@ -18,7 +18,7 @@ from slime_like.algorithms.shared_prompts import LEAST_SAVED, PromptGroup, promp
 from slime_like.config.batch import BatchConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.share_prompt import shares_prompts
-from slime_like.errors import ConfigError, DataError
+from slime_like.errors import DataError
 from slime_like.megatron_backend.compat.transformer_engine import uses_transformer_engine
 from slime_like.megatron_backend.step.context_parallel import ContextShare
 from slime_like.megatron_backend.step.packing import PackedBatch, PackLayout, num_trained_tokens, pack
@@ -211,13 +211,6 @@ class StepCutter:
 
 
 def _takes_branches(config: RunConfig) -> bool:
-    """Whether the model's attention is ours, which sees packs as rows. Raises ConfigError where it must and is not."""
-    if not config.model.is_known or not uses_transformer_engine(config.model.attention_backend):
-        return True
-    if config.batch.share_prompt == "on":
-        problem = (
-            "--share-prompt on: transformer-engine's attention takes no samples that share their prompts. Fix:"
-            " --attention-backend local, or --share-prompt auto."
-        )
-        raise ConfigError([problem])
-    return False
+    """Whether the model's attention is ours, which sees packs as rows: with --share-prompt on it is, always."""
+    asked = config.batch.share_prompt == "on"
+    return asked or not config.model.is_known or not uses_transformer_engine(config.model.attention_backend)
