@@ -11,7 +11,7 @@ from slime_like.config.run import RunConfig
 from slime_like.errors import EngineError, RunError
 from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend.hang_watch import HangWatch
-from slime_like.sglang_backend.router import Router, start_router
+from slime_like.sglang_backend.router import Router, RouterSilent, start_router
 
 logger = logging.getLogger(__name__)
 
@@ -124,18 +124,39 @@ class FleetRouter:
         return time.monotonic() - started
 
     def register(self, endpoint: EngineEndpoint) -> None:
-        """Add an engine and wait until the router calls it healthy. Raises EngineError or WaitTimeout."""
+        """Add an engine and wait until the router calls it healthy; one of ours that does not answer meanwhile is
+        ended, and another started. Raises EngineError or WaitTimeout.
+        """
         self._revive()
-        self._running.register(endpoint, timeout_s=self._deadline_s)
+        try:
+            self._running.register(endpoint, timeout_s=self._deadline_s)
+        except RouterSilent as error:
+            self._end_silent(error)
+            self._revive()
+            self._running.register(endpoint, timeout_s=self._deadline_s)
         self._registered[endpoint.url] = endpoint
 
     def deregister(self, endpoint: EngineEndpoint) -> None:
         """Take an engine out. Harmless for one that is not registered, or where the router has ended: the next one
-        will not hear of it.
+        will not hear of it. One of ours that does not answer is ended.
         """
         self._registered.pop(endpoint.url, None)
         if self._running.poll() is None:
-            self._running.deregister(endpoint)
+            try:
+                self._running.deregister(endpoint)
+            except RouterSilent as error:
+                self._end_silent(error)
+
+    def _end_silent(self, error: RouterSilent) -> None:
+        """End a router of ours that does not answer, so that it is replaced. Raises the error for one that is not ours,
+        or the last one.
+        """
+        if not self._running.is_ours:
+            raise error
+        if not self.can_restart:
+            raise ended_for_good(error)
+        self._broken = EngineError(f"{error}. It is ended")
+        self._close_ours()
 
     def _revive(self) -> None:
         error = self.failure()

@@ -48,6 +48,10 @@ _HTTPS_HINT = (
 )
 
 
+class RouterSilent(EngineError):
+    """No answer from a router that has not ended."""
+
+
 class Router:
     """A router with registered engines; made by `launch_router` or `attach_router`."""
 
@@ -164,7 +168,7 @@ class Router:
             response = self._session.request(method, self.url + path, json=body, timeout=timeout_s)
         except requests.RequestException as error:
             self.check()  # if it has ended, its log says more than a refused connection
-            raise EngineError(f"{what} failed: {error}") from error
+            raise RouterSilent(f"{what} failed: {error}") from error
         if response.status_code >= 400:
             raise EngineError(f"{what} answered {response.status_code}: {response.text[:500]}")
         try:

@@ -17,6 +17,7 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.rollout.generate import GenerationClient
 from slime_like.rollout.policy import Policy
+from slime_like.sglang_backend.router import Router
 from slime_like.utils.net import wait_until
 from tests.contract.fleet_world import FIRST, SLOW, SLOW_S, World, fleet_world
 
@@ -75,6 +76,31 @@ def test_who_joins_finds_a_router_that_died_a_moment_ago_running(world):
     killed_router(world)
     world.fleet.add(world.third(), world.trainer)
     assert world.routed() == [0, 1, 2]
+
+
+def test_one_that_does_not_answer_while_an_engine_joins_or_leaves_is_replaced(world, tmp_path, monkeypatch):
+    """Before the watch has seen that it hangs: the engine that comes for a dead one would end the run."""
+    monkeypatch.setattr("slime_like.sglang_backend.router._REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(Router._request, "__defaults__", (None, 1.0))
+    engine = dataclasses.replace(world.fleet._config.engine, max_router_restarts=2)
+    router = FleetRouter(dataclasses.replace(world.fleet._config, engine=engine), str(tmp_path / "other"))
+    router.start()
+    try:
+        first, second = world.fleet.endpoints[:2]
+        router.register(first)
+        os.kill(router._router._process.pid, signal.SIGSTOP)
+        router.register(second)
+        assert router.failure() is None and set(router.engine_urls()) == {first.url, second.url}
+        os.kill(router._router._process.pid, signal.SIGSTOP)
+        router.deregister(first)
+        assert "failed: " in str(router.failure()) and "It is ended" in str(router.failure())
+        router.restart()
+        assert router.failure() is None and router.engine_urls() == [second.url]
+        os.kill(router._router._process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="(?s)/workers failed: .*--max-router-restarts is 0, or used up"):
+            router.register(first)
+    finally:
+        router.close()
 
 
 def test_requests_outlive_the_router(world):
