@@ -81,7 +81,8 @@ class Bench:
 
         self._folder, self.client, self._version = folder, client, 0
         configs = {(t, verify): make_config(folder, t, verify) for t in transports for verify in ("off", "digest")}
-        self.config = next(iter(configs.values()))
+        # With ipc its parameters lie where engines map them; the other transports send them from there as well.
+        self.config = next((config for (t, _), config in configs.items() if t == "ipc"), next(iter(configs.values())))
         self.worker = TrainWorker(
             self.config, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
         )

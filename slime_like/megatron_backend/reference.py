@@ -16,12 +16,9 @@ from slime_like.megatron_backend.host_memory import host_memory, wait_for_copies
 from slime_like.megatron_backend.model.stage_weights import named_weights
 from slime_like.megatron_backend.step.packing import PackedBatch, packed_rows
 from slime_like.records import BASE, TrainSample, WeightsRef
+from slime_like.weight_sync.buckets import aligned_bytes, num_bytes
 
 Weights = dict[str, torch.Tensor]
-
-
-#: Where each tensor begins in the host's memory: as aligned as torch's own.
-_ALIGNMENT_BYTES = 64
 
 
 @torch.no_grad()
@@ -52,10 +49,10 @@ def _laid_out(weights: Weights) -> Weights:
     starts, end = {}, 0
     for name, weight in weights.items():
         starts[name] = end
-        end += -(-weight.numel() * weight.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end += aligned_bytes(weight)
     memory = host_memory(end, next(iter(weights.values())).untyped_storage().device)
     return {
-        name: memory[start : start + weight.numel() * weight.element_size()].view(weight.dtype).view(weight.shape)
+        name: memory[start : start + num_bytes(weight)].view(weight.dtype).view(weight.shape)
         for (name, weight), start in zip(weights.items(), starts.values(), strict=True)
     }
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from slime_like.config.run import RunConfig
-from slime_like.weight_sync.buckets import num_bytes
-from slime_like.weight_sync.shared_weights import SharedWeights, aligned
+from slime_like.weight_sync.buckets import aligned_bytes
+from slime_like.weight_sync.shared_weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def share_parameters(config: RunConfig, model: Sequence[torch.nn.Module]) -> Sha
     buffers = [buffer for buffer in buffers if buffer.param_data is not None]
     in_buffers = {parameter for buffer in buffers for parameter in buffer.param_index_map}
     alone = [parameter for parameter in parameters if parameter not in in_buffers]
-    size = sum(aligned(num_bytes(tensor)) for tensor in (*alone, *(buffer.param_data for buffer in buffers)))
+    size = sum(aligned_bytes(tensor) for tensor in (*alone, *(buffer.param_data for buffer in buffers)))
     try:
         shared = SharedWeights(size)
     except OSError as error:

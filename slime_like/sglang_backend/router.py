@@ -162,8 +162,9 @@ class Router:
     def _find(self, url: str) -> dict | None:
         return next((worker for worker in self._list() if worker.get("url") == url), None)
 
-    def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float = _REQUEST_TIMEOUT_S) -> Any:
+    def _request(self, method: str, path: str, body: dict | None = None, timeout_s: float | None = None) -> Any:
         what = f"router: {method} {self.url}{path}"
+        timeout_s = _REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
         try:
             response = self._session.request(method, self.url + path, json=body, timeout=timeout_s)
         except requests.RequestException as error:

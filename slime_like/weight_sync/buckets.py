@@ -20,6 +20,8 @@ NamedTensor = tuple[str, torch.Tensor]
 #: One rank of one engine: (engine's index, rank).
 Reader = tuple[int, int]
 
+#: A tensor's alignment in a piece of memory of several: torch's own.
+_ALIGNMENT_BYTES = 64
 #: A bucket may have so many times as many bytes of what is not copied. An engine needs 2 ms for each bucket, whatever
 #: is in it (SGLang 0.5.23 lists all its parameters anew), in which it could load 20 MB.
 _MAPPED_PART = 4
@@ -151,6 +153,11 @@ class Redirects(Protocol):
 def num_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def aligned_bytes(tensor: torch.Tensor) -> int:
+    """The same, up to where the next tensor may begin."""
+    return -(-num_bytes(tensor) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def is_expert(name: str) -> bool:

@@ -12,16 +12,8 @@ import shutil
 import torch
 
 from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_source_folder, remove_dead_sources
-from slime_like.weight_sync.buckets import num_bytes
+from slime_like.weight_sync.buckets import aligned_bytes, num_bytes
 from slime_like.weight_sync.in_engine.shm_slots import SharedFile
-
-#: Where each tensor begins: as aligned as torch's own.
-_ALIGNMENT_BYTES = 64
-
-
-def aligned(size: int) -> int:
-    """Bytes that a tensor of `size` takes."""
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class SharedWeights:
@@ -30,14 +22,14 @@ class SharedWeights:
     """
 
     def __init__(self, size: int):
-        """size: of all tensors, each aligned(). Raises OSError where they would take more than half of what is free:
+        """size: aligned_bytes() of all tensors. Raises OSError where they would take more than half of what is free:
         engines, Ray and buckets need shared memory, too.
         """
         remove_dead_sources()
         self._folder = make_source_folder(f"{os.getpid()}-weights-")
+        free = shutil.disk_usage(self._folder).free
         self._file = SharedFile(f"{self._folder}/weights")
         try:
-            free = shutil.disk_usage(self._folder).free
             if 2 * size > free:
                 raise OSError(f"{size} bytes would be more than half of the {free} that are free in {self._folder}")
             self._memory = torch.frombuffer(self._file.resize(size), dtype=torch.uint8)
@@ -54,7 +46,7 @@ class SharedWeights:
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers in the file, behind those that it has."""
         start, stop = self._used, self._used + num_bytes(tensor)
-        self._used = aligned(stop)
+        self._used += aligned_bytes(tensor)
         moved = self._memory[start:stop].view(tensor.dtype).view(tensor.shape)
         return moved.copy_(tensor.detach())
 

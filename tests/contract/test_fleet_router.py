@@ -17,7 +17,6 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.rollout.generate import GenerationClient
 from slime_like.rollout.policy import Policy
-from slime_like.sglang_backend.router import Router
 from slime_like.utils.net import wait_until
 from tests.contract.fleet_world import FIRST, SLOW, SLOW_S, World, fleet_world
 
@@ -81,7 +80,6 @@ def test_who_joins_finds_a_router_that_died_a_moment_ago_running(world):
 def test_one_that_does_not_answer_while_an_engine_joins_or_leaves_is_replaced(world, tmp_path, monkeypatch):
     """Before the watch has seen that it hangs: the engine that comes for a dead one would end the run."""
     monkeypatch.setattr("slime_like.sglang_backend.router._REQUEST_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(Router._request, "__defaults__", (None, 1.0))
     engine = dataclasses.replace(world.fleet._config.engine, max_router_restarts=2)
     router = FleetRouter(dataclasses.replace(world.fleet._config, engine=engine), str(tmp_path / "other"))
     router.start()

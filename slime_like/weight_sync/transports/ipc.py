@@ -22,14 +22,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.sglang_backend.shared_memory import drop_shared_directory, make_source_folder, remove_dead_sources
 from slime_like.utils.net import is_own_address, url_host
-from slime_like.weight_sync.buckets import (
-    InSharedMemory,
-    NamedTensor,
-    Proof,
-    PublisherOptions,
-    Reader,
-    SentReport,
-)
+from slime_like.weight_sync.buckets import InSharedMemory, NamedTensor, Proof, PublisherOptions, Reader, SentReport
 from slime_like.weight_sync.in_engine.shm_slots import SharedFile
 from slime_like.weight_sync.transports import device_ipc
 from slime_like.weight_sync.transports.channel import SocketChannel

@@ -25,7 +25,7 @@ from slime_like.records import EngineEndpoint
 from slime_like.sglang_backend import shared_memory
 from slime_like.sglang_backend.client import EngineClient
 from slime_like.weight_sync.in_engine import shm_loader, shm_slots
-from slime_like.weight_sync.shared_weights import SharedWeights, aligned
+from slime_like.weight_sync.shared_weights import SharedWeights
 from slime_like.weight_sync.transports.channel import EngineRequests
 from slime_like.weight_sync.transports.ipc import IpcPublisher
 from slime_like.weight_sync.transports.registry import PublisherOptions
@@ -286,7 +286,7 @@ class Adding(Model):
 @pytest.mark.parametrize("in_inference", [False, True])
 def test_what_lies_in_shared_memory_is_not_copied_and_never_changed_by_an_engine(in_inference):
     model, numbers = Adding(in_inference=in_inference), torch.arange(12.0)
-    shared = SharedWeights(3 * aligned(48))
+    shared = SharedWeights(3 * 64)
     norm, weight, bias = shared.take(numbers), shared.take(numbers.view(3, 4)), shared.take(numbers.bfloat16())
     tensors = [("norm", norm), ("rows", weight[1:]), ("turned", weight.t()), ("bias", bias), ("own", numbers)]
     with serve(engine_of(model)) as server:
